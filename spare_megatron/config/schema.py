@@ -1,0 +1,204 @@
+"""The only schema of a run's configuration. The string below a field is its help."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.topology import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The GPT model. Everything else of Megatron's is reached through `[megatron]`."""
+
+    num_layers: int = 4
+    """Transformer layers, over all pipeline stages."""
+    hidden_size: int = 64
+    """Width of the residual stream."""
+    num_attention_heads: int = 4
+    """Attention heads, over all tensor-parallel ranks."""
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward layers; 4 x hidden_size when absent."""
+    seq_length: int = 64
+    """Tokens in a sequence."""
+    vocab_size: int = 256
+    """Size of the vocabulary, as the tokenizer of the corpus has it."""
+    position_embedding: Literal["learned_absolute", "rope"] = "learned_absolute"
+    """How positions are encoded."""
+    tie_embeddings: bool = True
+    """Whether the output layer shares the word embeddings."""
+    hidden_dropout: float = 0.0
+    """Probability of dropping an element of the residual stream."""
+    attention_dropout: float = 0.0
+    """Probability of dropping an attention weight."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Format of parameters and activations; gradients are summed and the optimizer works in fp32."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers to build from; auto takes transformer-engine on a GPU where it is installed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutConfig:
+    """How the ranks are divided."""
+
+    num_groups: int = 4
+    """Data-parallel groups, each a whole model."""
+    tensor_parallel: int = 1
+    """Ranks that share each layer."""
+    context_parallel: int = 1
+    """Ranks that share each sequence."""
+    pipeline_parallel: int = 1
+    """Pipeline stages."""
+    virtual_pipeline: int = 1
+    """Model chunks per stage; above 1 the interleaved schedule is used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareConfig:
+    """The redundancy that masks failures."""
+
+    redundancy: int = 3
+    """Shards in a group's stack: hosts of each shard (r)."""
+    microbatches_per_shard: int = 4
+    """Microbatches a shard consists of (m)."""
+    placement: Literal["golomb", "consecutive"] = "golomb"
+    """Which groups host a shard: golomb makes any two shards share at most one host where that is possible."""
+    granularity: Literal["microbatch", "stack"] = "microbatch"
+    """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The training text."""
+
+    corpus: str = ""
+    """Path prefix of the indexed dataset that `spare preprocess` wrote (PREFIX.bin and PREFIX.idx)."""
+    cache: str = ""
+    """Folder for the sample indices; `cache` beside the corpus when empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """Adam with weight decay, and its schedule."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    min_learning_rate: float = 1e-5
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay, which ends with the last step of the run."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    beta2: float = 0.95
+    """Adam's decay of the second moment."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceConfig:
+    """The cross-group reduction."""
+
+    mode: Literal["fast", "reproducible"] = "fast"
+    """reproducible sums exact integers, so that the result does not depend on who computed what or in which order."""
+    timeout_s: float = 120.0
+    """Longest wait for a cross-group reduction or for building its communicator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlConfig:
+    """Agreement between groups, and the waits inside a group."""
+
+    startup_timeout_s: float = 300.0
+    """Longest wait for all ranks to be up with their model built."""
+    decision_timeout_s: float = 600.0
+    """Longest wait for the next entry of the decision log."""
+    group_timeout_s: float = 120.0
+    """Longest wait for a collective or a pipeline transfer inside a group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultConfig:
+    """One fault to inject. Absent fields are drawn from `faults.seed`."""
+
+    phase: Phase
+    """Moment of the step at which the rank is hit."""
+    step: int | None = None
+    """Step at which it is hit."""
+    group: int | None = None
+    """Group that is hit."""
+    rank: int | None = None
+    """Rank inside that group."""
+    kind: Literal["kill", "raise"] = "kill"
+    """kill sends SIGKILL to the rank itself; raise raises an exception in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultsConfig:
+    """Faults to inject into the run."""
+
+    seed: int = 0
+    """Seed of everything the trace leaves open."""
+    trace: tuple[FaultConfig, ...] = ()
+    """The faults, each in a table of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The length and the seeds of the run."""
+
+    steps: int = 20
+    """Optimizer steps to commit."""
+    micro_batch_size: int = 2
+    """Sequences in a microbatch."""
+    seed: int = 1234
+    """Seed of the parameters, the order of the data and the dropout."""
+    params_check_every_steps: int = 10
+    """Steps between comparisons of the parameters of all groups; 0 compares only at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The machines."""
+
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where ranks compute; auto takes GPUs when there are any."""
+    threads_per_rank: int = 1
+    """Threads of a rank's CPU operations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    name: str = "run"
+    """Name of the run, and of its directory under `runs` unless another is given."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    spare: SpareConfig = field(default_factory=SpareConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig, in Megatron's own spelling."""
+
+    @property
+    def parallel(self) -> Layout:
+        """The layout in the terms of `core`."""
+        return Layout(
+            num_groups=self.layout.num_groups,
+            tensor_parallel=self.layout.tensor_parallel,
+            context_parallel=self.layout.context_parallel,
+            pipeline_parallel=self.layout.pipeline_parallel,
+        )

@@ -1,0 +1,210 @@
+"""What crosses ranks: entries of the decision log and votes. And what a driver and the controller say to each other.
+
+The decision log is the single point of agreement. Entry i is written once, by compare-and-set; membership,
+epoch, step and attempt are the fold of the log, done by `core.controller`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from spare_megatron.core.stepplan import StepPlan
+from spare_megatron.core.topology import GroupId, ShardId
+
+# ---------------------------------------------------------------------------------- entries of the decision log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The sums of this attempt are the gradient of this step."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """The group is lost: it can neither vote nor reduce from here on."""
+
+    group: GroupId
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """The attempt failed on some survivor: patch what is missing and reduce again."""
+
+    step: int
+    attempt: int
+
+
+Entry = Commit | Fence | Retry
+_ENTRY_KINDS: dict[str, type[Commit] | type[Fence] | type[Retry]] = {
+    "commit": Commit,
+    "fence": Fence,
+    "retry": Retry,
+}
+
+
+def encode_entry(entry: Entry) -> str:
+    """The entry as one line of JSON, equal for equal entries."""
+    return json.dumps({"entry": type(entry).__name__.lower(), **asdict(entry)}, sort_keys=True)
+
+
+def decode_entry(text: str) -> Entry:
+    """The entry that `encode_entry` wrote.
+
+    Raises:
+        ValueError: The text is no entry of a kind that this version knows.
+    """
+    fields = json.loads(text)
+    kind = fields.pop("entry", None)
+    if kind not in _ENTRY_KINDS:
+        raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
+    return _ENTRY_KINDS[kind](**fields)
+
+
+# ---------------------------------------------------------------------------------------------------------- votes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What one group says of one attempt, once.
+
+    Attributes:
+        is_complete: Every rank of the group holds the whole cross-group sum of this attempt.
+        plan_digest: Digest of all the work the group believes the step consists of.
+        params_digest: Digest of the group's parameters before this step, where they were checked; else empty.
+    """
+
+    is_complete: bool
+    plan_digest: str
+    params_digest: str = ""
+
+
+def encode_vote(vote: Vote) -> str:
+    return json.dumps(asdict(vote), sort_keys=True)
+
+
+def decode_vote(text: str) -> Vote:
+    return Vote(**json.loads(text))
+
+
+# --------------------------------------------------------------------------------- events: driver to controller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """Every group is up and holds the same parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryRead:
+    """The entry at the controller's head has been read."""
+
+    index: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VotesRead:
+    """The votes cast so far on an attempt. Only the driver of a group's leader reads them."""
+
+    attempt: int
+    votes: Mapping[GroupId, Vote]
+
+
+Event = RunStarted | EntryRead | VotesRead
+
+# -------------------------------------------------------------------------------- actions: controller to driver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeStep:
+    """Start a step from zero sums and compute this group's part of the plan."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePatch:
+    """Add this group's part of the patch to the step's local sums."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptReduce:
+    """Reduce over these groups, out of place, and vote on it."""
+
+    step: int
+    attempt: int
+    epoch: int
+    members: tuple[GroupId, ...]
+    plan_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbandonReduce:
+    """The communicator of this attempt is of no use any more: let go of it."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadVotes:
+    """Leaders: report the votes on this attempt, for the set of voters has changed."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendEntry:
+    """Leaders: write this entry at this index unless another stands there."""
+
+    index: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadEntry:
+    """Wait for the entry at this index and report it."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateModel:
+    """The step is committed: apply the sums of this attempt to the parameters."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishRun:
+    """All steps are committed."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopWipeOut:
+    """These shards have no surviving host: only a checkpoint helps."""
+
+    step: int
+    shards: tuple[ShardId, ...]
+
+
+Action = (
+    ComputeStep
+    | ComputePatch
+    | AttemptReduce
+    | AbandonReduce
+    | ReadVotes
+    | AppendEntry
+    | ReadEntry
+    | UpdateModel
+    | FinishRun
+    | StopWipeOut
+)

@@ -1,0 +1,74 @@
+"""Causal attention by torch's own kernel, for layers that are built without transformer-engine."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from spare_megatron.mcore.rng import distinct_on_tensor_ranks
+
+
+class TorchCoreAttention(MegatronModule):
+    """The `core_attention` of a local layer spec.
+
+    Megatron's own wants a memory buffer of parallel_state and a mask as large as the sequence squared; torch's
+    kernel is causal by itself.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,  # noqa: ARG002  (Megatron passes it)
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,  # noqa: ARG002  (Megatron passes it)
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert attn_mask_type is AttnMaskType.causal, "only causal self-attention is built here"
+        assert attention_type == "self", "only causal self-attention is built here"
+        assert pg_collection is not None, "Megatron hands its process groups down"
+        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self._scale = softmax_scale
+        self._tensor_rank = pg_collection.tp.rank()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,  # noqa: ARG002  (causal by itself)
+        attn_mask_type: AttnMaskType | None = None,  # noqa: ARG002  (Megatron passes it)
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object | None = None,
+    ) -> Tensor:
+        """The attended values, [sequence, batch, hidden of this rank], of [sequence, batch, heads, width] each."""
+        assert attention_bias is None, "attention bias needs transformer-engine"
+        assert packed_seq_params is None, "packed sequences need transformer-engine"
+        dropout = self._dropout if self.training else 0.0
+        with self._random_numbers(dropout, query.device):
+            attended = F.scaled_dot_product_attention(
+                *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+                dropout_p=dropout,
+                is_causal=True,
+                scale=self._scale,
+                enable_gqa=query.size(2) != key.size(2),
+            )
+        return attended.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+    def _random_numbers(self, dropout: float, device: torch.device) -> AbstractContextManager[None]:
+        # Under sequence parallelism Megatron has already swapped the generators of the whole block.
+        if dropout == 0.0 or self.config.sequence_parallel:
+            return nullcontext()
+        # Tensor-parallel ranks hold different heads, so their masks must differ.
+        if device.type == "cuda":
+            return get_cuda_rng_tracker().fork()
+        return distinct_on_tensor_ranks(self._tensor_rank)

@@ -1,0 +1,87 @@
+"""Writing text as the indexed dataset that Megatron reads."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusCounts:
+    """What was written."""
+
+    num_documents: int
+    num_tokens: int
+
+
+def write_corpus(
+    documents: Iterable[bytes | Sequence[int]],
+    prefix: str | Path,
+    *,
+    vocab_size: int = 256,
+    end_of_document: int | None = None,
+) -> CorpusCounts:
+    """Write PREFIX.bin and PREFIX.idx, and say how much is in them.
+
+    Both are written aside and put in place at the end, so a prefix that exists is whole. Documents without
+    tokens are left out.
+
+    Args:
+        documents: Each as its bytes, which are its tokens, or as a sequence of tokens.
+        prefix: Path of the files, without their ending. Its folder is made.
+        vocab_size: Tokens are below this.
+        end_of_document: A token to put after each document.
+
+    Raises:
+        ValueError: A token is not below `vocab_size`, or there is no document with tokens.
+    """
+    prefix = Path(prefix)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    written = {ending: prefix.with_name(f".{prefix.name}.{os.getpid()}{ending}") for ending in (".bin", ".idx")}
+    try:
+        counts = _write(documents, written, vocab_size, end_of_document)
+        # The index is what readers open first, so it comes last.
+        for ending, path in written.items():
+            path.replace(f"{prefix}{ending}")
+    finally:
+        for path in written.values():
+            path.unlink(missing_ok=True)
+    return counts
+
+
+def _write(
+    documents: Iterable[bytes | Sequence[int]], written: dict[str, Path], vocab_size: int, end_of_document: int | None
+) -> CorpusCounts:
+    builder = IndexedDatasetBuilder(str(written[".bin"]), dtype=DType.optimal_dtype(vocab_size))
+    num_documents = num_tokens = 0
+    try:
+        for document in documents:
+            tokens = _tokens(document, end_of_document)
+            if tokens.size == 0:
+                continue
+            if tokens.min() < 0 or tokens.max() >= vocab_size:
+                raise ValueError(
+                    f"document {num_documents} has tokens from {tokens.min()} to {tokens.max()}, but the vocabulary "
+                    f"has {vocab_size}; raise vocab_size or use the tokenizer that it belongs to"
+                )
+            builder.add_document(torch.from_numpy(tokens), [tokens.size])
+            num_documents, num_tokens = num_documents + 1, num_tokens + tokens.size
+        if num_documents == 0:
+            raise ValueError("there is no document with tokens in the input; give it some text")
+        builder.finalize(str(written[".idx"]))
+    finally:
+        builder.data_file.close()
+    return CorpusCounts(num_documents=num_documents, num_tokens=num_tokens)
+
+
+def _tokens(document: bytes | Sequence[int], end_of_document: int | None) -> np.ndarray:
+    is_bytes = isinstance(document, bytes | bytearray)
+    tokens = np.frombuffer(document, dtype=np.uint8) if is_bytes else np.asarray(document)
+    tokens = tokens.astype(np.int64)
+    if end_of_document is not None and tokens.size > 0:
+        tokens = np.append(tokens, end_of_document)
+    return tokens

@@ -1,0 +1,86 @@
+"""What megatron-core 0.16 needs to run on a CPU. Never installed where ranks compute on GPUs.
+
+Megatron names the CUDA device in a few places that nothing else stands in the way of. Each function here takes
+care of one kind of place and names the lines that need it; `install` does them all, once per process.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+_MARK = "_spare_megatron_cpu"
+
+
+def install() -> None:
+    """Let megatron-core run on CPU tensors in this process."""
+    if hasattr(torch.cuda.current_device, _MARK):
+        return
+    _current_device_is_the_cpu()
+    _cuda_literals_mean_the_cpu()
+    _cuda_moves_nothing()
+    _optimizer_takes_cpu_tensors()
+
+
+def _current_device_is_the_cpu() -> None:
+    """For buffers of `device=torch.cuda.current_device()`.
+
+    Needed by: pipeline_parallel/p2p_communication.py (activations received), distributed/param_and_grad_buffer.py
+    (the gradient buffers), models/common/embeddings/rotary_pos_embedding.py (frequencies).
+    """
+
+    def current_device() -> torch.device:
+        return torch.device("cpu")
+
+    setattr(current_device, _MARK, True)
+    torch.cuda.current_device = current_device  # type: ignore[assignment]
+
+
+def _cuda_literals_mean_the_cpu() -> None:
+    """For buffers of `device="cuda"`.
+
+    Needed by: pipeline_parallel/schedules.py (token counts), optimizer/optimizer.py (loss scales, overflow
+    buffers), optimizer/clip_grads.py (norms).
+    """
+
+    def on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(create)
+        def wrapped(*args: Any, **options: Any) -> torch.Tensor:
+            if options.get("device") == "cuda":
+                options["device"] = "cpu"
+            return create(*args, **options)
+
+        return wrapped
+
+    for name in ("zeros", "tensor"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _cuda_moves_nothing() -> None:
+    """For `tensor.cuda()`.
+
+    Needed by: models/common/language_module/language_module.py (the tied embeddings of the last stage).
+    """
+
+    def cuda(tensor: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+        return tensor
+
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+
+
+def _optimizer_takes_cpu_tensors() -> None:
+    """For comparisons of `tensor.type()` with 'torch.cuda.FloatTensor'. Only Megatron's optimizer sees that name.
+
+    Needed by: optimizer/optimizer.py (sorting the parameters by format), optimizer/clip_grads.py (an assertion).
+    """
+    true_type = torch.Tensor.type
+
+    def type_seen_by_the_caller(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        answer = true_type(tensor, *args, **options)
+        if isinstance(answer, str) and sys._getframe(1).f_globals["__name__"].startswith("megatron.core.optimizer."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.type = type_seen_by_the_caller  # type: ignore[method-assign]

@@ -1,0 +1,144 @@
+"""Training samples addressed by (step, shard, index): whoever computes a microbatch reads the same tokens."""
+
+import json
+import os
+import shutil
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.stepplan import Microbatch
+
+
+class _Vocabulary:
+    """All that Megatron's dataset asks a tokenizer for, where the corpus is tokens already."""
+
+    pad = -1
+    eod = -2
+    """Neither occurs in a corpus, so no token is masked."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        return {"class": type(self).__name__, "vocab_size": self.vocab_size}
+
+
+def prepare_index(config: RunConfig) -> Path:
+    """Build what ranks need to find their samples, and say in which folder; at once when it is there already.
+
+    To be called in one process, before the ranks start: they only load, and wait for nobody.
+
+    Raises:
+        ValueError: The corpus is missing or too short for one sample.
+    """
+    folder = _index_folder(config)
+    if folder.is_dir():
+        return folder
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        _open_dataset(config, aside)
+        aside.rename(folder)
+    except OSError:
+        # Another process put its own there meanwhile; the two are equal.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+class Corpus:
+    """The training samples of a run, in the order that its seed gives them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Open the corpus through the index that `prepare_index` built.
+
+        Raises:
+            ValueError: The corpus or its index is missing.
+        """
+        folder = _index_folder(config)
+        if not folder.is_dir():
+            raise ValueError(f"the sample index {folder} is missing; call prepare_index once before the ranks start")
+        self._dataset = _open_dataset(config, folder)
+        self._num_shards = config.layout.num_groups
+        self._microbatches_per_shard = config.spare.microbatches_per_shard
+        self._micro_batch_size = config.train.micro_batch_size
+
+    def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
+        """The `tokens`, `labels` and `position_ids` of a microbatch, each [micro_batch_size, seq_length]."""
+        first = self.first_sample(step, microbatch)
+        samples = [self._dataset[first + number] for number in range(self._micro_batch_size)]
+        return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
+
+    def first_sample(self, step: int, microbatch: Microbatch) -> int:
+        """Number of a microbatch's first sample; the others follow it."""
+        shards_before = step * self._num_shards + microbatch.shard
+        microbatches_before = shards_before * self._microbatches_per_shard + microbatch.index
+        return microbatches_before * self._micro_batch_size
+
+
+def _num_samples(config: RunConfig) -> int:
+    per_step = config.layout.num_groups * config.spare.microbatches_per_shard * config.train.micro_batch_size
+    return config.train.steps * per_step
+
+
+def _open_dataset(config: RunConfig, index_folder: Path) -> GPTDataset:
+    """Megatron's dataset over the corpus; builds the index when the folder has none.
+
+    Made by hand and not by BlendedMegatronDatasetBuilder, whose `build` makes the ranks wait for each other.
+    """
+    prefix = _prefix(config)
+    dataset_config = GPTDatasetConfig(
+        random_seed=config.train.seed,
+        sequence_length=config.model.seq_length,
+        blend_per_split=[([str(prefix)], None), None, None],
+        path_to_cache=str(index_folder),
+        tokenizer=_Vocabulary(config.model.vocab_size),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    indexed = GPTDataset.build_low_level_dataset(str(prefix), dataset_config)
+    num_tokens = int(indexed.sequence_lengths.sum())
+    if num_tokens <= config.model.seq_length:
+        raise ValueError(
+            f"data.corpus={prefix} has {num_tokens} tokens, a sample needs model.seq_length + 1 = "
+            f"{config.model.seq_length + 1}; use a larger corpus or shorter sequences"
+        )
+    documents = np.arange(GPTDataset.numel_low_level_dataset(indexed), dtype=np.int32)
+    return GPTDataset(indexed, str(prefix), documents, _num_samples(config), Split.train, dataset_config)
+
+
+def _index_folder(config: RunConfig) -> Path:
+    """Where the index of this run's samples belongs.
+
+    The name holds all that the index depends on, the state of the corpus included, which Megatron leaves out:
+    a corpus that was written anew gets a new index.
+    """
+    prefix = _prefix(config)
+    files = [Path(f"{prefix}{ending}") for ending in (".bin", ".idx")]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(
+            f"data.corpus={config.data.corpus}: {' and '.join(missing)} missing; "
+            f"write it with `spare preprocess` or change the path"
+        )
+    states = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    identity = [str(prefix), states, config.train.seed, config.model.seq_length, config.model.vocab_size]
+    name = blake2b(json.dumps([*identity, _num_samples(config)]).encode(), digest_size=8).hexdigest()
+    cache = Path(config.data.cache) if config.data.cache else prefix.parent / "cache"
+    return cache.absolute() / f"samples-{name}"
+
+
+def _prefix(config: RunConfig) -> Path:
+    return Path(config.data.corpus).absolute()

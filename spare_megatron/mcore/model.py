@@ -1,0 +1,140 @@
+"""The chunks of the GPT model that one rank holds."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore import rng
+from spare_megatron.mcore.attention import TorchCoreAttention
+
+_VOCAB_MULTIPLE = 128
+"""The vocabulary of each tensor-parallel rank is padded to a multiple of this, as Megatron's training does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Consecutive layers of the model, held by one rank.
+
+    Attributes:
+        module: The layers in Megatron's wrapper, which keeps their gradients in one buffer of fp32.
+        stage: Index of the chunk among all chunks of the model, in the order of the layers.
+        is_first: It embeds the tokens.
+        is_last: It computes the loss.
+    """
+
+    module: DistributedDataParallel
+    stage: int
+    is_first: bool
+    is_last: bool
+
+
+def build_chunks(
+    config: RunConfig, transformer: TransformerConfig, groups: ProcessGroupCollection, device: torch.device
+) -> list[Chunk]:
+    """The chunks of this rank, in the order of their layers; one unless the pipeline is virtual.
+
+    The parameters depend on the seed, the sizes and the layout, so they are the same in every data-parallel group.
+
+    Collective over: all ranks of the group (stages that share embeddings make them equal).
+    """
+    spec = _layer_spec(config, transformer, device)
+    return [
+        _build_chunk(config, transformer, spec, groups, device, virtual)
+        for virtual in range(config.layout.virtual_pipeline)
+    ]
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding table.
+
+    >>> padded_vocab_size(257, 2)
+    512
+    """
+    multiple = _VOCAB_MULTIPLE * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+def _build_chunk(
+    config: RunConfig,
+    transformer: TransformerConfig,
+    spec: ModuleSpec,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    virtual: int,
+) -> Chunk:
+    num_stages = groups.pp.size() * config.layout.virtual_pipeline
+    stage = virtual * groups.pp.size() + groups.pp.rank()
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    rng.seed_parameters(config.train.seed, stage, groups.tp.rank(), device)
+    model: torch.nn.Module = GPTModel(
+        config=transformer,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab_size(config.model.vocab_size, groups.tp.size()),
+        max_sequence_length=config.model.seq_length,
+        pre_process=is_first,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+        position_embedding_type=config.model.position_embedding,
+        pg_collection=groups,
+        vp_stage=virtual if config.layout.virtual_pipeline > 1 else None,
+    )
+    if device.type == "cuda":
+        model.cuda(device)
+    if transformer.bf16:
+        model = Float16Module(transformer, model)
+    module = DistributedDataParallel(
+        transformer,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        model,
+        # Nothing is sent during the backward pass, so small buckets would serve nobody.
+        disable_bucketing=True,
+        pg_collection=groups,
+    )
+    return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
+
+
+def _layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:
+    """What a layer is built from.
+
+    Raises:
+        ValueError: The configuration wants transformer-engine and it cannot be had, or needs it and rejects it.
+    """
+    if _uses_transformer_engine(config, device):
+        if transformer.deterministic_mode:
+            # Megatron refuses deterministic attention unless this tells transformer-engine too.
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=transformer.qk_layernorm, multi_latent_attention=transformer.multi_latent_attention
+        )
+    if config.layout.context_parallel > 1:
+        raise ValueError(
+            f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine on "
+            f"GPUs; set it to 1"
+        )
+    spec = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization)
+    spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
+    return spec
+
+
+def _uses_transformer_engine(config: RunConfig, device: torch.device) -> bool:
+    wanted = config.model.transformer_impl
+    if wanted == "transformer_engine" and not (HAVE_TE and device.type == "cuda"):
+        raise ValueError(
+            f"model.transformer_impl=transformer_engine needs GPUs and the package transformer-engine "
+            f"(device {device.type}, installed: {HAVE_TE}); set it to auto or local"
+        )
+    return HAVE_TE and device.type == "cuda" and wanted != "local"

@@ -1,0 +1,80 @@
+"""Megatron's Adam and its learning-rate schedule, replicated in every group."""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.mcore.model import Chunk
+
+
+class Optimizer:
+    """One update of the parameters per committed step."""
+
+    def __init__(self, config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
+        self.megatron = _build_optimizer(config, chunks, groups)
+        self.schedule = _build_schedule(config, self.megatron)
+
+    def zero_grad(self) -> None:
+        """Let go of the gradients that the last update used."""
+        self.megatron.zero_grad()
+
+    def step(self) -> tuple[float, float]:
+        """Clip and apply the gradients in `main_grad`; return their norm before and the learning rate used.
+
+        Collective over: all ranks of the group (the norm is over all parameters).
+        """
+        learning_rate = get_canonical_lr_for_logging(self.megatron.param_groups)
+        was_applied, gradient_norm, _ = self.megatron.step()
+        assert was_applied, "only loss scaling, which fp16 alone needs, leaves a step out"
+        self.schedule.step(increment=1)
+        return float(gradient_norm), float(learning_rate)
+
+
+def _build_optimizer(config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> MegatronOptimizer:
+    settings = config.optimizer
+    is_bf16 = config.model.precision == "bf16"
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+    )
+    return get_megatron_optimizer(
+        optimizer_config,
+        [chunk.module for chunk in chunks],
+        config_overrides=get_standard_config_overrides(optimizer_config),
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+    )
+
+
+def _build_schedule(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    settings = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.learning_rate,
+        min_lr=settings.min_learning_rate,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=config.train.steps,
+        lr_decay_style=settings.decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=config.train.steps,
+        wd_incr_style="constant",
+    )

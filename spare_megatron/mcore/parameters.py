@@ -1,0 +1,73 @@
+"""The parameters of a rank: their names in the whole model, and fingerprints of their values."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from spare_megatron.mcore.model import Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedParameter:
+    """A parameter of this rank.
+
+    Attributes:
+        name: Its name in the whole model, with layers counted from 0 over all stages. The last stage's copy of
+            tied embeddings goes by `output_layer.weight`.
+        parameter: The parameter, or this rank's part of it.
+        main_grad: Its gradient in fp32, a view of the gradient buffer.
+        partition_dim: The dimension that is divided over tensor-parallel ranks; None when each holds all of it.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    main_grad: torch.Tensor
+    partition_dim: int | None
+
+
+def named_parameters(chunks: Sequence[Chunk]) -> Iterator[NamedParameter]:
+    """The parameters of this rank, in the order of its chunks and their layers."""
+    for chunk in chunks:
+        model = unwrap_model(chunk.module)
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for local_name, parameter in model.named_parameters():
+            parts = local_name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(numbers[int(parts[2])])
+            is_divided = getattr(parameter, "tensor_model_parallel", False)
+            yield NamedParameter(
+                name=".".join(parts),
+                parameter=parameter,
+                main_grad=parameter.main_grad,
+                partition_dim=parameter.partition_dim if is_divided else None,
+            )
+
+
+def parameters_sha256(chunks: Sequence[Chunk]) -> str:
+    """The SHA-256 of this rank's parameters, bit for bit: of the fp32 copies where the model computes in bf16."""
+    digest = sha256()
+    for named in named_parameters(chunks):
+        values = _optimized(named.parameter).detach().cpu().contiguous()
+        digest.update(named.name.encode())
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def parameters_digest(chunks: Sequence[Chunk]) -> str:
+    """Sixteen hex digits that change when any one element of this rank's parameters does.
+
+    Made of one sum per parameter over the bits of its elements, so it costs one pass and one transfer. Unlike
+    a SHA-256 it does not see elements of one parameter that changed places.
+    """
+    words = {2: torch.int16, 4: torch.int32}
+    values = [_optimized(named.parameter).detach() for named in named_parameters(chunks)]
+    sums = [value.view(words[value.element_size()]).sum(dtype=torch.int64) for value in values]
+    return blake2b(torch.stack(sums).cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _optimized(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What the optimizer updates: the fp32 copy that Megatron keeps of a bf16 parameter, or the parameter."""
+    return getattr(parameter, "main_param", parameter)

@@ -1,0 +1,105 @@
+"""Running microbatches through the stages of a group, by Megatron's schedules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.probe import Probe
+
+
+class Item(NamedTuple):
+    """A microbatch on its way through the schedule. Padding counts for nothing."""
+
+    microbatch: Microbatch
+    is_padding: bool
+
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]
+"""Of the loss of each token: the value to differentiate, a number of tokens, and what to log."""
+
+ForwardStep = Callable[[Chunk, Item], tuple[Tensor, LossFunction]]
+"""The forward pass of one microbatch through one chunk."""
+
+
+class ProbedCommunicator(P2PCommunicator):
+    """Megatron's transfers between stages, with a probe told before each."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup, transformer: TransformerConfig, probe: Probe) -> None:
+        super().__init__(group, transformer)
+        self._probe = probe
+
+    def _communicate(self, **transfer: Any) -> Any:
+        # All nine public transfers come down to this one, which alone knows what is really sent and received.
+        if transfer["tensor_send_next"] is not None or transfer["tensor_send_prev"] is not None:
+            self._probe(Phase.SEND)
+        if transfer["recv_prev"] or transfer["recv_next"]:
+            self._probe(Phase.RECEIVE)
+        return super()._communicate(**transfer)
+
+
+class Pipeline:
+    """The schedule of one group: one stage, 1F1B, or interleaved, as the layout has it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        transformer: TransformerConfig,
+        groups: ProcessGroupCollection,
+        chunks: Sequence[Chunk],
+        probe: Probe,
+    ) -> None:
+        num_stages = groups.pp.size()
+        self._chunks = {id(chunk.module): chunk for chunk in chunks}
+        self._schedule = get_forward_backward_func(
+            pp_size=num_stages, vp_size=transformer.virtual_pipeline_model_parallel_size
+        )
+        self._multiple = transformer.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+        self._fixed_arguments: dict[str, Any] = {
+            "model": [chunk.module for chunk in chunks],
+            "seq_length": config.model.seq_length,
+            "micro_batch_size": config.train.micro_batch_size,
+            "forward_only": False,
+            "pg_collection": groups,
+        }
+        if num_stages > 1:
+            self._fixed_arguments["p2p_communicator"] = ProbedCommunicator(groups.pp, transformer, probe)
+
+    def run(self, work: Sequence[Microbatch], forward_step: ForwardStep) -> None:
+        """Forward and backward of some microbatches; gradients are added to what the buffers hold.
+
+        Collective over: all ranks of the group, which must bring the same work in the same order.
+        """
+        if not work:
+            # Megatron's schedule for one stage runs a last microbatch even of none.
+            return
+        items = pad(work, self._multiple)
+
+        def step(iterator: Iterator[Item], module: torch.nn.Module) -> tuple[Tensor, LossFunction]:
+            return forward_step(self._chunks[id(module)], next(iterator))
+
+        self._schedule(
+            forward_step_func=step,
+            data_iterator=[iter(items) for _ in self._chunks],
+            num_microbatches=len(items),
+            **self._fixed_arguments,
+        )
+
+
+def pad(work: Sequence[Microbatch], multiple: int) -> list[Item]:
+    """The work, filled up to the multiple that the interleaved schedule needs.
+
+    >>> [item.is_padding for item in pad([Microbatch(shard=0, index=0)], 2)]
+    [False, True]
+    """
+    padding = [Item(work[-1], True)] * (-len(work) % multiple)
+    return [*(Item(microbatch, False) for microbatch in work), *padding]

@@ -1,0 +1,113 @@
+"""The process groups inside one data-parallel group, in the form Megatron takes them."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from spare_megatron.core.topology import Layout
+
+_AXES = "pct"
+"""Axes of the grid of ranks, slowest first: pipeline, context, tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupProcessGroups:
+    """The process groups of this rank.
+
+    Attributes:
+        collection: What Megatron's model, optimizer and schedules are given.
+        agreement: All ranks of the group, for tensors on the CPU.
+    """
+
+    collection: ProcessGroupCollection
+    agreement: dist.ProcessGroup
+
+
+def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> GroupProcessGroups:
+    """The process groups of this rank, out of the default world, which is one data-parallel group.
+
+    Ranks are numbered with the tensor-parallel index running fastest, then context, then pipeline. As far as
+    Megatron can see, the data-parallel size is 1: `dp` is this rank alone and `dp_cp` its context-parallel group.
+
+    Collective over: all ranks of the group.
+
+    Args:
+        layout: Sizes of the parallel dimensions.
+        device: Where this rank computes; decides between NCCL and gloo.
+        timeout: For every process group, since none inherits the world's.
+
+    Raises:
+        ValueError: The world is not as large as the layout says.
+    """
+    if dist.get_world_size() != layout.ranks_per_group:
+        raise ValueError(
+            f"the world has {dist.get_world_size()} ranks, but tensor x context x pipeline parallel size is "
+            f"{layout.ranks_per_group}; start {layout.ranks_per_group} ranks or change [layout]"
+        )
+    maker = _GroupMaker(layout, "nccl" if device.type == "cuda" else "gloo", timeout)
+    groups = ProcessGroupCollection()
+    groups.tp, groups.cp, groups.pp = maker.along("t"), maker.along("c"), maker.along("p")
+    groups.mp = groups.tp_ep_pp = maker.along("pt")
+    groups.tp_cp = groups.tp_dp_cp = maker.along("ct")
+    groups.embd = maker.first_and_last_stage()
+    groups.pos_embd = None
+    groups.dp = groups.ep = maker.along("")
+    groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.cp
+    groups.expt_tp = groups.tp_ep = groups.tp
+    groups.intra_dist_opt = groups.tp_dp_cp
+    agreement = dist.group.WORLD
+    if device.type == "cuda":
+        agreement = dist.new_group(backend="gloo", timeout=timeout, group_desc="agreement")
+    _publish_tensor_parallel_group(groups.tp)
+    return GroupProcessGroups(collection=groups, agreement=agreement)
+
+
+def _publish_tensor_parallel_group(group: dist.ProcessGroup) -> None:
+    """The one global of Megatron's that is set.
+
+    tensor_parallel/cross_entropy.py asks parallel_state for the tensor-parallel group, whatever the model was given.
+    """
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
+
+
+class _GroupMaker:
+    """Makes each set of process groups once, in the same order on every rank, as `new_group` demands."""
+
+    def __init__(self, layout: Layout, backend: str, timeout: timedelta) -> None:
+        sizes = (layout.pipeline_parallel, layout.context_parallel, layout.tensor_parallel)
+        self._grid = np.arange(layout.ranks_per_group).reshape(sizes)
+        self._backend = backend
+        self._timeout = timeout
+        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+
+    def along(self, axes: str) -> dist.ProcessGroup:
+        """This rank's group among those that vary along some axes and hold the others fixed."""
+        fixed = [number for number, axis in enumerate(_AXES) if axis not in axes]
+        varying = [number for number, axis in enumerate(_AXES) if axis in axes]
+        size = int(np.prod([self._grid.shape[number] for number in varying], dtype=int))
+        group = self._make(np.transpose(self._grid, fixed + varying).reshape(-1, size), axes or "self")
+        assert group is not None, "the groups along an axis partition the world"
+        return group
+
+    def first_and_last_stage(self) -> dist.ProcessGroup | None:
+        """The group over which tied embeddings are kept equal; None on a stage between."""
+        if self._grid.shape[0] == 1:
+            return self.along("")
+        return self._make(np.stack([self._grid[0], self._grid[-1]], axis=-1).reshape(-1, 2), "embd")
+
+    def _make(self, members: np.ndarray, description: str) -> dist.ProcessGroup | None:
+        key = tuple(tuple(row) for row in members.tolist())
+        if key not in self._made:
+            self._made[key] = None
+            for ranks in key:
+                group = dist.new_group(
+                    list(ranks), timeout=self._timeout, backend=self._backend, group_desc=description
+                )
+                if dist.get_rank() in ranks:
+                    self._made[key] = group
+        return self._made[key]

@@ -1,0 +1,209 @@
+"""One rank's part of a group: compute microbatches into local sums, and apply the sums of all groups."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch import Tensor
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import Layout
+from spare_megatron.mcore import cpu, rng
+from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.gradients import make_gradient_sums
+from spare_megatron.mcore.model import Chunk, build_chunks
+from spare_megatron.mcore.optimizer import Optimizer
+from spare_megatron.mcore.parameters import NamedParameter, named_parameters, parameters_digest, parameters_sha256
+from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
+from spare_megatron.mcore.probe import Probe, SilentProbe
+from spare_megatron.mcore.process_groups import build_process_groups
+from spare_megatron.mcore.transformer import transformer_config
+
+
+class IncompleteSum(Exception):
+    """The sums that were to be applied do not count each microbatch of the step exactly once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """What one update did.
+
+    Attributes:
+        loss: Mean cross entropy per token of the step, in nats; 0 except on the last stage.
+        grad_norm: Norm of the mean gradient over the whole model, before clipping.
+        learning_rate: Learning rate of this update.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+
+
+class GroupTrainer:
+    """The model, data and optimizer of one rank of one data-parallel group.
+
+    The default torch.distributed world must be the group. A step goes begin_step, compute once or several times,
+    gradients.pack_into; once the sums of all groups are agreed on, update.
+    """
+
+    def __init__(self, config: RunConfig, layout: Layout, device: torch.device, probe: Probe | None = None) -> None:
+        """Build the rank.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            config: The run's configuration; `prepare_index` has been called for it.
+            layout: Sizes of the parallel dimensions.
+            device: Where this rank computes. A CUDA device must be the current one.
+            probe: Told of the moments of a step.
+
+        Raises:
+            ValueError: The configuration asks for what Megatron or this package does not do.
+        """
+        if device.type == "cpu":
+            cpu.install()
+        self._config, self._device = config, device
+        self._probe = SilentProbe() if probe is None else probe
+        transformer = transformer_config(config, device)
+        timeout = timedelta(seconds=config.control.group_timeout_s)
+        self.process_groups = build_process_groups(layout, device, timeout)
+        groups = self.process_groups.collection
+        self.chunks = build_chunks(config, transformer, groups, device)
+        self.gradients = make_gradient_sums(config, self.chunks, device)
+        self._optimizer = Optimizer(config, self.chunks, groups)
+        self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
+        self._corpus = Corpus(config)
+        self._num_microbatches = layout.num_groups * config.spare.microbatches_per_shard
+        tokens_per_microbatch = config.train.micro_batch_size * config.model.seq_length
+        self._num_tokens = self._num_microbatches * tokens_per_microbatch
+        # Only the schedule's own bookkeeping reads it, and nothing reads that.
+        self._schedule_tokens = torch.tensor(0, dtype=torch.int)
+        self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
+        self._step = -1
+        if Phase.BACKWARD in self._probe.phases:
+            self._probe_backward()
+
+    # ------------------------------------------------------------------------------------------------ computing
+
+    def begin_step(self, step: int) -> None:
+        """Start a step from zero sums."""
+        self._step = step
+        self.gradients.reset()
+        self._optimizer.zero_grad()
+
+    def compute(self, work: Sequence[Microbatch]) -> None:
+        """Add the gradients and losses of some microbatches to the local sums of the step.
+
+        Collective over: all ranks of the group, which must bring the same work in the same order.
+        """
+        self._pipeline.run(work, self._forward)
+        self.gradients.add_count(len(work))
+
+    @property
+    def num_computed(self) -> int:
+        """Microbatches in the local sums."""
+        return self.gradients.local_totals().num_microbatches
+
+    @property
+    def loss_sum(self) -> float:
+        """Cross entropy in the local sums, summed over tokens; 0 except on the last stage."""
+        return self.gradients.local_totals().loss_sum
+
+    # ----------------------------------------------------------------------------------------------- committing
+
+    def update(self, buffer: Tensor) -> UpdateResult:
+        """Apply the sums over all groups to the parameters.
+
+        Collective over: all ranks of the group, each with the sums of its own part of the model.
+
+        Args:
+            buffer: The sum over groups of what `gradients.pack_into` wrote.
+
+        Raises:
+            IncompleteSum: The buffer does not count as many microbatches as a step has. Nothing is changed.
+        """
+        self._probe(Phase.AFTER_COMMIT)
+        totals = self.gradients.read_totals(buffer)
+        if totals.num_microbatches != self._num_microbatches:
+            raise IncompleteSum(
+                f"step {self._step}: the sums count {totals.num_microbatches} microbatches, "
+                f"the step has {self._num_microbatches}"
+            )
+        self.gradients.unpack(buffer, 1.0 / self._num_tokens)
+        # Sums what ranks of this group hold in parts: over context-parallel ranks, over both ends of tied
+        # embeddings, over the norms of sequence parallelism. In place, so it must not come before the commit.
+        finalize_model_grads(
+            [chunk.module for chunk in self.chunks], None, pg_collection=self.process_groups.collection
+        )
+        grad_norm, learning_rate = self._optimizer.step()
+        return UpdateResult(
+            loss=self._over_context(totals.loss_sum) / self._num_tokens,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+        )
+
+    def params_sha256(self) -> str:
+        """The SHA-256 of this rank's parameters, bit for bit."""
+        return parameters_sha256(self.chunks)
+
+    def params_digest(self) -> str:
+        """A cheap fingerprint of this rank's parameters: sixteen hex digits."""
+        return parameters_digest(self.chunks)
+
+    def parameters_named(self) -> Iterator[NamedParameter]:
+        """The parameters of this rank and their gradients, by their names in the whole model."""
+        return named_parameters(self.chunks)
+
+    # ------------------------------------------------------------------------------------------------- internal
+
+    def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
+        self._probe(Phase.FORWARD)
+        if self._is_random:
+            tensor_rank = self.process_groups.collection.tp.rank()
+            rng.seed_microbatch(
+                self._config.train.seed, self._step, item.microbatch, chunk.stage, tensor_rank, self._device
+            )
+        batch = self._batch(chunk, item.microbatch)
+        output = chunk.module(
+            batch.get("tokens"), batch.get("position_ids"), None, labels=batch["labels"] if chunk.is_last else None
+        )
+
+        def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            loss = losses.float().sum()
+            if item.is_padding:
+                loss = loss * 0.0
+            else:
+                self.gradients.add_loss(loss.detach())
+            return loss, self._schedule_tokens, {}
+
+        return output, loss_function
+
+    def _batch(self, chunk: Chunk, microbatch: Microbatch) -> dict[str, Tensor]:
+        """What a chunk needs of a microbatch: nothing between the ends of the model."""
+        if not (chunk.is_first or chunk.is_last):
+            return {}
+        batch = self._corpus.microbatch(self._step, microbatch)
+        if self._device.type != "cpu":
+            batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
+        return get_batch_on_this_cp_rank(batch, self.process_groups.collection.cp)
+
+    def _over_context(self, loss_sum: float) -> float:
+        """The loss over the whole sequence; each context-parallel rank has that of its part."""
+        group = self.process_groups.collection.cp
+        if group.size() == 1:
+            return loss_sum
+        total = torch.tensor(loss_sum, dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(total, group=group)
+        return float(total)
+
+    def _probe_backward(self) -> None:
+        """Probe inside the backward pass: when a parameter in the middle of each chunk has its gradient."""
+        for chunk in self.chunks:
+            parameters = list(chunk.module.module.parameters())
+            parameters[len(parameters) // 2].register_hook(lambda _: self._probe(Phase.BACKWARD))

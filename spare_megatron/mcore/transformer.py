@@ -1,0 +1,134 @@
+"""A run's configuration in Megatron's terms, and what of Megatron's cannot be had."""
+
+import dataclasses
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.suggest import nearest
+from spare_megatron.config.validate import FIXED_IN_MEGATRON, OURS_IN_MEGATRON_WORDS
+
+_UNSAFE = {
+    "num_moe_experts": "balancing terms of experts are reduced inside one group only",
+    "moe_router_enable_expert_bias": "expert biases are updated from the tokens of one group only",
+    "expert_model_parallel_size": "experts are not spread over ranks here",
+    "mtp_num_layers": "the gradient of the embedding copies is not reduced over groups",
+    "overlap_moe_expert_parallel_comm": "it runs a schedule that was not checked here",
+    "hybrid_context_parallel": "it runs a schedule that was not checked here",
+    "num_microbatches_with_partial_activation_checkpoints": "a patch has another number of microbatches",
+    "defer_embedding_wgrad_compute": "it finishes gradients at the end of a schedule, and a patch is a second one",
+    "delay_wgrad_compute": "it finishes gradients outside the backward pass",
+}
+"""Fields of Megatron's that would train something wrong without an error, and why."""
+
+
+def transformer_config(config: RunConfig, device: torch.device) -> TransformerConfig:
+    """Megatron's configuration of the model and its schedule for this run.
+
+    Args:
+        config: The run's configuration. The fields of `[megatron]` have the last word, as far as they are safe.
+        device: Where the ranks compute.
+
+    Raises:
+        ValueError: `[megatron]` has a field that Megatron does not know or that cannot be had.
+    """
+    _refuse(config)
+    model, layout = config.model, config.layout
+    dtype = torch.bfloat16 if model.precision == "bf16" else torch.float32
+    fields: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "bf16": model.precision == "bf16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": layout.tensor_parallel,
+        "context_parallel_size": layout.context_parallel,
+        "pipeline_model_parallel_size": layout.pipeline_parallel,
+        # Gradients stay sums over tokens: each group may compute another number of microbatches.
+        "calculate_per_token_loss": True,
+        # Works around an old fault of torch by waiting for the GPU at every transfer.
+        "batch_p2p_sync": False,
+    }
+    if layout.virtual_pipeline > 1:
+        fields["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
+        fields["batch_p2p_comm"] = False
+    if config.reduce.mode == "reproducible" and device.type == "cuda":
+        fields["deterministic_mode"] = True
+    if device.type == "cpu":
+        fields |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
+    fields |= {key: _megatron_value(key, value) for key, value in config.megatron.items()}
+    return TransformerConfig(**fields)
+
+
+def _refuse(config: RunConfig) -> None:
+    """Nothing when `[megatron]` and the schedule can be had.
+
+    Raises:
+        ValueError: They cannot. Says which field, and why.
+    """
+    known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
+    for key, value in config.megatron.items():
+        if key not in known:
+            raise ValueError(
+                f"megatron.{key} is no field of megatron-core's TransformerConfig; did you mean {nearest(key, known)}?"
+            )
+        if key in OURS_IN_MEGATRON_WORDS:
+            raise ValueError(f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead")
+        if key in FIXED_IN_MEGATRON:
+            raise ValueError(f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it")
+        if key in _UNSAFE and value not in (None, False, 0) and (key, value) != ("expert_model_parallel_size", 1):
+            raise ValueError(f"megatron.{key}={value} cannot be had: {_UNSAFE[key]}; remove it")
+    _refuse_combinations(config)
+
+
+def _refuse_combinations(config: RunConfig) -> None:
+    layout = config.layout
+    if layout.virtual_pipeline > 1 and layout.pipeline_parallel == 1:
+        raise ValueError(
+            f"layout.virtual_pipeline={layout.virtual_pipeline} needs layout.pipeline_parallel > 1; set it to 1"
+        )
+    if layout.virtual_pipeline > 1 and config.megatron.get("batch_p2p_comm"):
+        # With two stages both transfers of a batch go to the same rank, and the receiver mixes them up.
+        raise ValueError(
+            "megatron.batch_p2p_comm=true corrupts gradients silently in the interleaved schedule; remove it, "
+            "or set layout.virtual_pipeline=1"
+        )
+    if config.reduce.mode == "reproducible" and config.megatron.get("gradient_accumulation_fusion"):
+        # The fused kernel adds into the sum, so the gradient of one microbatch is never seen by itself.
+        raise ValueError(
+            "megatron.gradient_accumulation_fusion=true does not go with reduce.mode=reproducible; remove it, "
+            "or set reduce.mode=fast"
+        )
+
+
+def _megatron_value(key: str, value: Any) -> Any:
+    """The value as Megatron's field wants it, for the kinds of values that TOML has no word for.
+
+    Raises:
+        ValueError: There is no such value.
+    """
+    if not isinstance(value, str):
+        return value
+    if key == "activation_func":
+        if not hasattr(F, value):
+            raise ValueError(
+                f"megatron.activation_func={value} is no function of torch.nn.functional; try gelu or silu"
+            )
+        return getattr(F, value)
+    default = next(field.default for field in dataclasses.fields(TransformerConfig) if field.name == key)
+    if isinstance(default, Enum):
+        names = [member.name for member in type(default)]
+        if value not in names:
+            raise ValueError(
+                f"megatron.{key}={value} is none of {', '.join(names)}; did you mean {nearest(value, names)}?"
+            )
+        return type(default)[value]
+    return value

@@ -56,7 +56,9 @@ class TorchCoreAttention(MegatronModule):
         dropout = self._dropout if self.training else 0.0
         with self._random_numbers(dropout, query.device):
             attended = F.scaled_dot_product_attention(
-                *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
                 dropout_p=dropout,
                 is_causal=True,
                 scale=self._scale,

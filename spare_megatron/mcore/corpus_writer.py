@@ -79,8 +79,7 @@ def _write(
 
 
 def _tokens(document: bytes | Sequence[int], end_of_document: int | None) -> np.ndarray:
-    is_bytes = isinstance(document, bytes | bytearray)
-    tokens = np.frombuffer(document, dtype=np.uint8) if is_bytes else np.asarray(document)
+    tokens = np.frombuffer(document, np.uint8) if isinstance(document, bytes) else np.asarray(document)
     tokens = tokens.astype(np.int64)
     if end_of_document is not None and tokens.size > 0:
         tokens = np.append(tokens, end_of_document)

@@ -1,6 +1,5 @@
 """The process groups inside one data-parallel group, in the form Megatron takes them."""
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -15,21 +14,8 @@ _AXES = "pct"
 """Axes of the grid of ranks, slowest first: pipeline, context, tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupProcessGroups:
-    """The process groups of this rank.
-
-    Attributes:
-        collection: What Megatron's model, optimizer and schedules are given.
-        agreement: All ranks of the group, for tensors on the CPU.
-    """
-
-    collection: ProcessGroupCollection
-    agreement: dist.ProcessGroup
-
-
-def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> GroupProcessGroups:
-    """The process groups of this rank, out of the default world, which is one data-parallel group.
+def build_process_groups(layout: Layout, device: torch.device, timeout: timedelta) -> ProcessGroupCollection:
+    """The process groups of this rank, for Megatron's model, optimizer and schedules. The world is the group.
 
     Ranks are numbered with the tensor-parallel index running fastest, then context, then pipeline. As far as
     Megatron can see, the data-parallel size is 1: `dp` is this rank alone and `dp_cp` its context-parallel group.
@@ -60,11 +46,8 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
     groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.cp
     groups.expt_tp = groups.tp_ep = groups.tp
     groups.intra_dist_opt = groups.tp_dp_cp
-    agreement = dist.group.WORLD
-    if device.type == "cuda":
-        agreement = dist.new_group(backend="gloo", timeout=timeout, group_desc="agreement")
     _publish_tensor_parallel_group(groups.tp)
-    return GroupProcessGroups(collection=groups, agreement=agreement)
+    return groups
 
 
 def _publish_tensor_parallel_group(group: dist.ProcessGroup) -> None:

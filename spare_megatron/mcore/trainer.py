@@ -13,7 +13,6 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import Layout
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.gradients import make_gradient_sums
@@ -35,11 +34,13 @@ class UpdateResult:
     """What one update did.
 
     Attributes:
-        loss: Mean cross entropy per token of the step, in nats; 0 except on the last stage.
+        num_microbatches: Microbatches that the sums counted.
+        loss: Mean cross entropy per token of the step, in nats.
         grad_norm: Norm of the mean gradient over the whole model, before clipping.
         learning_rate: Learning rate of this update.
     """
 
+    num_microbatches: int
     loss: float
     grad_norm: float
     learning_rate: float
@@ -52,14 +53,13 @@ class GroupTrainer:
     gradients.pack_into; once the sums of all groups are agreed on, update.
     """
 
-    def __init__(self, config: RunConfig, layout: Layout, device: torch.device, probe: Probe | None = None) -> None:
+    def __init__(self, config: RunConfig, device: torch.device, probe: Probe | None = None) -> None:
         """Build the rank.
 
         Collective over: all ranks of the group.
 
         Args:
             config: The run's configuration; `prepare_index` has been called for it.
-            layout: Sizes of the parallel dimensions.
             device: Where this rank computes. A CUDA device must be the current one.
             probe: Told of the moments of a step.
 
@@ -72,14 +72,13 @@ class GroupTrainer:
         self._probe = SilentProbe() if probe is None else probe
         transformer = transformer_config(config, device)
         timeout = timedelta(seconds=config.control.group_timeout_s)
-        self.process_groups = build_process_groups(layout, device, timeout)
-        groups = self.process_groups.collection
+        self.process_groups = groups = build_process_groups(config.parallel, device, timeout)
         self.chunks = build_chunks(config, transformer, groups, device)
         self.gradients = make_gradient_sums(config, self.chunks, device)
         self._optimizer = Optimizer(config, self.chunks, groups)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self._corpus = Corpus(config)
-        self._num_microbatches = layout.num_groups * config.spare.microbatches_per_shard
+        self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
         tokens_per_microbatch = config.train.micro_batch_size * config.model.seq_length
         self._num_tokens = self._num_microbatches * tokens_per_microbatch
         # Only the schedule's own bookkeeping reads it, and nothing reads that.
@@ -117,18 +116,24 @@ class GroupTrainer:
 
     # ----------------------------------------------------------------------------------------------- committing
 
-    def update(self, buffer: Tensor) -> UpdateResult:
+    def loss_of(self, buffer: Tensor) -> float | None:
+        """The cross entropy in a buffer, summed over tokens; None except on the last stage, which alone knows it."""
+        if not self.chunks[-1].is_last:
+            return None
+        return self.gradients.read_totals(buffer).loss_sum
+
+    def update(self, buffer: Tensor, loss_sum: float) -> UpdateResult:
         """Apply the sums over all groups to the parameters.
 
         Collective over: all ranks of the group, each with the sums of its own part of the model.
 
         Args:
             buffer: The sum over groups of what `gradients.pack_into` wrote.
+            loss_sum: `loss_of` the last stage's buffer.
 
         Raises:
             IncompleteSum: The buffer does not count as many microbatches as a step has. Nothing is changed.
         """
-        self._probe(Phase.AFTER_COMMIT)
         totals = self.gradients.read_totals(buffer)
         if totals.num_microbatches != self._num_microbatches:
             raise IncompleteSum(
@@ -138,12 +143,11 @@ class GroupTrainer:
         self.gradients.unpack(buffer, 1.0 / self._num_tokens)
         # Sums what ranks of this group hold in parts: over context-parallel ranks, over both ends of tied
         # embeddings, over the norms of sequence parallelism. In place, so it must not come before the commit.
-        finalize_model_grads(
-            [chunk.module for chunk in self.chunks], None, pg_collection=self.process_groups.collection
-        )
+        finalize_model_grads([chunk.module for chunk in self.chunks], None, pg_collection=self.process_groups)
         grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
-            loss=self._over_context(totals.loss_sum) / self._num_tokens,
+            num_microbatches=totals.num_microbatches,
+            loss=loss_sum / self._num_tokens,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
         )
@@ -165,7 +169,7 @@ class GroupTrainer:
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
         self._probe(Phase.FORWARD)
         if self._is_random:
-            tensor_rank = self.process_groups.collection.tp.rank()
+            tensor_rank = self.process_groups.tp.rank()
             rng.seed_microbatch(
                 self._config.train.seed, self._step, item.microbatch, chunk.stage, tensor_rank, self._device
             )
@@ -179,7 +183,7 @@ class GroupTrainer:
             if item.is_padding:
                 loss = loss * 0.0
             else:
-                self.gradients.add_loss(loss.detach())
+                self.gradients.add_loss(self._over_context(loss.detach()))
             return loss, self._schedule_tokens, {}
 
         return output, loss_function
@@ -191,16 +195,15 @@ class GroupTrainer:
         batch = self._corpus.microbatch(self._step, microbatch)
         if self._device.type != "cpu":
             batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
-        return get_batch_on_this_cp_rank(batch, self.process_groups.collection.cp)
+        return get_batch_on_this_cp_rank(batch, self.process_groups.cp)
 
-    def _over_context(self, loss_sum: float) -> float:
+    def _over_context(self, loss: Tensor) -> Tensor:
         """The loss over the whole sequence; each context-parallel rank has that of its part."""
-        group = self.process_groups.collection.cp
-        if group.size() == 1:
-            return loss_sum
-        total = torch.tensor(loss_sum, dtype=torch.float64, device=self._device)
-        torch.distributed.all_reduce(total, group=group)
-        return float(total)
+        if self.process_groups.cp.size() == 1:
+            return loss
+        whole = loss.clone()
+        torch.distributed.all_reduce(whole, group=self.process_groups.cp)
+        return whole
 
     def _probe_backward(self) -> None:
         """Probe inside the backward pass: when a parameter in the middle of each chunk has its gradient."""

@@ -1,0 +1,122 @@
+# Sourced by the launchers: leaves a complete virtual environment in $root/.venv and changes to $root.
+#
+# PYTHON chooses the interpreter. An environment is reused only when its stamp, written last, matches everything
+# it was made from; a half-made one has no stamp and is made again from nothing.
+
+torch_version="2.13.0"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+venv="$root/.venv"
+
+say() { printf '[%s] %s\n' "${launcher:-launch}" "$*" >&2; }
+fail() {
+    say "error: $*"
+    exit 1
+}
+
+python_version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+# Prints a Python 3.11 or 3.12. A name on the PATH may be a stub of a version manager, so each one is tried.
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        case "$(python_version_of "$PYTHON")" in
+            3.11 | 3.12) command -v "$PYTHON" && return ;;
+            "") fail "PYTHON=$PYTHON does not run" ;;
+            *) fail "PYTHON=$PYTHON is Python $(python_version_of "$PYTHON"); 3.11 or 3.12 is needed" ;;
+        esac
+    fi
+    for candidate in python3.11 python3.12 python3 python; do
+        case "$(python_version_of "$candidate")" in
+            3.11 | 3.12) command -v "$candidate" && return ;;
+        esac
+    done
+    fail "no Python 3.11 or 3.12 found (python3 is $(python_version_of python3 || echo absent));" \
+        "install one (Debian: apt-get install python3.11 python3.11-venv) or name it: PYTHON=/path/to/python3.11 $0"
+}
+
+# Debian ships venv without ensurepip, in a package of its own.
+need_venv_module() {
+    local python="$1" package
+    "$python" -c 'import ensurepip, venv' 2>/dev/null && return
+    package="python$(python_version_of "$python")-venv"
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing $package: this Python cannot make virtual environments without it"
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$package"; } \
+            >&2 || fail "apt-get install $package failed"
+    fi
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python cannot make virtual environments; install the missing part: sudo apt-get install $package"
+}
+
+torch_build() {
+    if [ -e /proc/driver/nvidia/version ]; then echo default; else echo cpu; fi
+}
+
+wanted_stamp() {
+    {
+        printf '%s\n' "$root" "$(torch_build)"
+        "$1" -c 'import sys; print(sys.executable, sys.version)'
+        cat "$root/pyproject.toml" "$root/launch/environment.sh"
+    } | sha256sum | cut -d ' ' -f 1
+}
+
+install_torch() {
+    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --quiet)
+    if [ "$(torch_build)" = cpu ]; then
+        say "installing torch $torch_version for CPUs (no NVIDIA driver found)"
+        "${pip[@]}" "torch==$torch_version+cpu" 2>/dev/null && return
+        say "no index that pip knows offers torch $torch_version+cpu: taking the default build, several GB larger;" \
+            "point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at torch's CPU wheels to avoid that"
+    else
+        say "installing torch $torch_version (NVIDIA driver found)"
+    fi
+    "${pip[@]}" "torch==$torch_version" || fail "pip could not install torch $torch_version; its message is above"
+}
+
+make_environment() {
+    local python="$1" stamp="$2"
+    need_venv_module "$python"
+    say "making $venv with $python (a few minutes the first time)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || fail "$python -m venv failed"
+    install_torch
+    say "installing spare_megatron and its dependencies"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --editable "$root[test,dev]" ||
+        fail "pip could not install spare_megatron; its message is above"
+    printf '%s\n' "$stamp" >"$venv/stamp.new"
+    mv "$venv/stamp.new" "$venv/stamp"
+    say "environment ready"
+}
+
+has_stamp() { [ "$(cat "$venv/stamp" 2>/dev/null)" = "$1" ]; }
+
+# Two launches at once: the second waits for the first one's environment. Runs the rest of its arguments locked.
+with_lock() {
+    local waited=0
+    if command -v flock >/dev/null; then
+        exec 9>"$root/.venv.lock"
+        flock -n 9 || { say "another launch is making the environment: waiting" && flock 9; }
+        "$@" 9>&-
+        exec 9>&-
+        return
+    fi
+    until mkdir "$root/.venv.lock.d" 2>/dev/null; do
+        [ "$waited" -lt 1800 ] || fail "waited 30 minutes for another launch; if there is none: rmdir '$root/.venv.lock.d'"
+        [ "$waited" -gt 0 ] || say "another launch is making the environment: waiting"
+        sleep 1
+        waited=$((waited + 1))
+    done
+    trap 'rmdir "$root/.venv.lock.d" 2>/dev/null' EXIT
+    "$@"
+    rmdir "$root/.venv.lock.d"
+    trap - EXIT
+}
+
+ensure_environment() {
+    has_stamp "$2" || make_environment "$@"
+}
+
+python="$(find_python)" || exit 1
+stamp="$(wanted_stamp "$python")"
+has_stamp "$stamp" || with_lock ensure_environment "$python" "$stamp"
+cd "$root" || exit 1

@@ -1,0 +1,1 @@
+"""The `spare` commands. Each imports what it needs when it runs."""

@@ -1,0 +1,130 @@
+"""From dotted keys with plain values, as TOML has them, to the dataclasses of the schema."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.suggest import nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeProblem:
+    """A value that does not fit its setting."""
+
+    key: str
+    text: str
+
+
+class _Misfit(Exception):
+    """A value does not have the type of its field; the text says which key, which value, what was expected."""
+
+
+def valid_keys() -> tuple[str, ...]:
+    """Every dotted key of the schema, in its order; `[megatron]` is open and contributes none."""
+    return tuple(key for key, kind in _leaf_kinds(RunConfig, "").items() if get_origin(kind) is not Mapping)
+
+
+def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[TypeProblem]]:
+    """The configuration with these values, or every value that does not fit.
+
+    Args:
+        values: Plain values by dotted key; every key is valid or starts with `megatron.`.
+    """
+    problems: list[TypeProblem] = []
+    table: dict[str, Any] = {}
+    kinds = _leaf_kinds(RunConfig, "")
+    for key, value in values.items():
+        try:
+            converted = value if key.startswith("megatron.") else _convert(value, kinds[key], key)
+        except _Misfit as misfit:
+            problems.append(TypeProblem(key=key, text=str(misfit)))
+            continue
+        section, _, name = key.partition(".")
+        if name:
+            table.setdefault(section, {})[name] = converted
+        else:
+            table[section] = converted
+    if problems:
+        return None, problems
+    return _build_sections(table), []
+
+
+def _leaf_kinds(schema: type[Any], prefix: str) -> dict[str, Any]:
+    kinds: dict[str, Any] = {}
+    for name, kind in get_type_hints(schema).items():
+        if is_dataclass(kind) and isinstance(kind, type):
+            kinds |= _leaf_kinds(kind, f"{prefix}{name}.")
+        else:
+            kinds[f"{prefix}{name}"] = kind
+    return kinds
+
+
+def _build_sections(table: Mapping[str, Any]) -> RunConfig:
+    hints = get_type_hints(RunConfig)
+    return RunConfig(
+        **{
+            name: hints[name](**value) if isinstance(hints[name], type) and is_dataclass(hints[name]) else value
+            for name, value in table.items()
+        }
+    )
+
+
+# --------------------------------------------------------------------------------------------------- one value
+
+
+def _convert(value: Any, kind: Any, key: str) -> Any:
+    """The value in the type of its field; whole numbers are fine where a number is expected."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        inner = [choice for choice in get_args(kind) if choice is not type(None)]
+        return _convert(value, inner[0], key)
+    if origin is tuple:
+        return _convert_list(value, get_args(kind)[0], key)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _convert_table(value, kind, key)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        if value in [member.value for member in kind]:
+            return kind(value)
+    elif origin is Literal:
+        if value in get_args(kind) and isinstance(value, str):
+            return value
+    elif kind is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is kind:
+        return value
+    raise _Misfit(f"{key}={value!r} must be {describe_kind(kind)}")
+
+
+def _convert_list(value: Any, kind: Any, key: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _Misfit(f"{key}={value!r} must be a list")
+    return tuple(_convert(item, kind, f"{key}[{index}]") for index, item in enumerate(value))
+
+
+def _convert_table(value: Any, kind: type[Any], key: str) -> Any:
+    if not isinstance(value, dict):
+        raise _Misfit(f"{key}={value!r} must be a table")
+    hints = get_type_hints(kind)
+    for name in value:
+        if name not in hints:
+            raise _Misfit(f"unknown setting {key}.{name}; the nearest valid one is {nearest(name, list(hints))}")
+    for item in fields(kind):
+        if item.default is MISSING and item.default_factory is MISSING and item.name not in value:
+            raise _Misfit(f"{key}={value!r} needs {key}.{item.name}, {describe_kind(hints[item.name])}")
+    return kind(**{name: _convert(item, hints[name], f"{key}.{name}") for name, item in value.items()})
+
+
+def describe_kind(kind: Any) -> str:
+    """The expected type in words.
+
+    >>> describe_kind(int), describe_kind(Literal["fast", "slow"])
+    ('a whole number', 'one of fast, slow')
+    """
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(str(member.value) for member in kind)}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(kind, str(kind))

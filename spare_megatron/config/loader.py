@@ -1,0 +1,142 @@
+"""A run's configuration from TOML presets and `--set` overrides, and where each value came from.
+
+Precedence, the later wins: defaults of the schema, included presets in their order, the preset itself, overrides.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.config.building import build_run_config, valid_keys
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.suggest import nearest
+
+INCLUDE = "include"
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be understood. The text lists everything found wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A configuration and its provenance.
+
+    Attributes:
+        provenance: For each dotted key that was set, the file or `--set` argument whose value counts.
+    """
+
+    config: RunConfig
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    key: str
+    value: Any
+    origin: str
+
+
+def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The configuration that a preset and overrides describe.
+
+    Args:
+        path: The run preset; None starts from the defaults alone.
+        overrides: Arguments `a.b=value`, the value in TOML or a bare string.
+
+    Raises:
+        ConfigError: A file cannot be read or parsed, a key is unknown, a value has the wrong type.
+    """
+    settings = [] if path is None else list(_read_preset(path, included_from=()))
+    settings += [setting for text in overrides for setting in _parse_override(text)]
+    return _assemble(settings)
+
+
+def loads_run_config(text: str, origin: str = "text") -> LoadedConfig:
+    """The configuration that one TOML text describes, without includes; the inverse of `dump_run_config`.
+
+    Raises:
+        ConfigError: As for `load_run_config`.
+    """
+    return _assemble(list(_flatten(_parse_toml(text, origin), origin)))
+
+
+def _assemble(settings: Sequence[_Setting]) -> LoadedConfig:
+    known = valid_keys()
+    errors: list[str] = []
+    merged: dict[str, _Setting] = {}
+    for setting in settings:
+        if setting.key in known or (setting.key.startswith("megatron.") and setting.key.count(".") == 1):
+            merged[setting.key] = setting
+        else:
+            errors.append(_describe_unknown(setting, known))
+    config, type_errors = build_run_config({key: setting.value for key, setting in merged.items()})
+    errors += [f"{error.text} (set by {merged[error.key].origin})" for error in type_errors]
+    if errors or config is None:
+        raise ConfigError("\n".join(errors))
+    return LoadedConfig(config=config, provenance={key: setting.origin for key, setting in merged.items()})
+
+
+def _describe_unknown(setting: _Setting, known: Sequence[str]) -> str:
+    if any(key.startswith(f"{setting.key}.") for key in known) or setting.key == "megatron":
+        return f"{setting.key}={setting.value!r} must be a table of settings (set by {setting.origin})"
+    suggestion = nearest(setting.key, known)
+    return f"unknown setting {setting.key} (set by {setting.origin}); the nearest valid one is {suggestion}"
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setting]:
+    """Settings of the included presets first, then of the preset itself."""
+    path = Path(os.path.normpath(path))
+    via = f" (included from {included_from[-1]})" if included_from else ""
+    if path in included_from:
+        raise ConfigError(f"{path} includes itself through {' -> '.join(map(str, (*included_from, path)))}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the preset {path}{via}: {reason}") from error
+    table = _parse_toml(text, str(path))
+    includes = table.pop(INCLUDE, [])
+    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
+        raise ConfigError(f"include={includes!r} in {path} must be a list of paths relative to that file")
+    for name in includes:
+        yield from _read_preset(path.parent / name, (*included_from, path))
+    yield from _flatten(table, str(path))
+
+
+def _parse_toml(text: str, origin: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{origin} is not valid TOML: {error}") from error
+
+
+def _parse_override(text: str) -> Iterator[_Setting]:
+    """Settings of one `a.b=value`; a value that is no TOML is a string."""
+    key, separator, value_text = text.partition("=")
+    key = key.strip()
+    if not separator or not key:
+        raise ConfigError(f"--set {text} must have the form section.key=value")
+    value: Any = value_text.strip()
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+        value = parsed["value"] if set(parsed) == {"value"} else value
+    except tomllib.TOMLDecodeError:
+        pass  # a bare string
+    yield from _flatten({key: value}, f"--set {text}")
+
+
+def _flatten(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[_Setting]:
+    """One setting for each value; what stands below `[megatron]` is a value, whatever it is."""
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and not key.startswith("megatron."):
+            yield from _flatten(value, origin, f"{key}.")
+        else:
+            yield _Setting(key=key, value=value, origin=origin)

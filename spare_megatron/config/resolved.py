@@ -1,0 +1,26 @@
+"""The resolved configuration as text, to be saved with a run."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import tomli_w
+
+from spare_megatron.config.schema import RunConfig
+
+
+def dump_run_config(config: RunConfig) -> str:
+    """The configuration as TOML that loads back to an equal one, every setting spelled out."""
+    return tomli_w.dumps(_plain(config))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        named = {item.name: getattr(value, item.name) for item in fields(value)}
+        return {name: _plain(item) for name, item in named.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,351 @@
+"""What is wrong with a configuration, all of it at once, and what is merely doubtful. Nothing is changed.
+
+Facts about the machine are passed in, so that the answer depends on the arguments alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from spare_megatron.config.schema import FaultConfig, RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.placement import make_placement
+
+OURS_IN_MEGATRON_WORDS = {
+    "num_layers": "model.num_layers",
+    "hidden_size": "model.hidden_size",
+    "ffn_hidden_size": "model.ffn_hidden_size",
+    "num_attention_heads": "model.num_attention_heads",
+    "hidden_dropout": "model.hidden_dropout",
+    "attention_dropout": "model.attention_dropout",
+    "seq_length": "model.seq_length",
+    "bf16": "model.precision",
+    "fp16": "model.precision",
+    "params_dtype": "model.precision",
+    "pipeline_dtype": "model.precision",
+    "autocast_dtype": "model.precision",
+    "transformer_impl": "model.transformer_impl",
+    "tensor_model_parallel_size": "layout.tensor_parallel",
+    "context_parallel_size": "layout.context_parallel",
+    "pipeline_model_parallel_size": "layout.pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "layout.virtual_pipeline",
+    "micro_batch_size": "train.micro_batch_size",
+}
+"""Megatron's fields that follow from ours, and the setting they follow from."""
+
+FIXED_IN_MEGATRON = {
+    "calculate_per_token_loss": "gradients are always summed over tokens and scaled once, after the reduction",
+    "finalize_model_grads_func": "gradients are finished after the commit, not inside the schedule",
+    "grad_sync_func": "groups reduce after the schedule, not inside it",
+    "no_sync_func": "groups reduce after the schedule, not inside it",
+    "param_sync_func": "parameters are never sharded over groups",
+    "grad_scale_func": "gradients are scaled once, after the reduction",
+}
+"""Megatron's fields that a masked loss depends on, and why they are not to be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a run would find where it is to run.
+
+    Attributes:
+        num_gpus: Accelerators for the run, over all its nodes.
+        num_cores: CPU cores for the run, over all its nodes.
+        has_corpus: Both files of `data.corpus` exist.
+    """
+
+    num_gpus: int
+    num_cores: int
+    has_corpus: bool
+
+
+def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:
+    """Where ranks compute on this machine: what `auto` stands for."""
+    if config.cluster.device == "auto":
+        return "gpu" if machine.num_gpus > 0 else "cpu"
+    return config.cluster.device
+
+
+def problems(config: RunConfig, machine: Machine) -> list[str]:
+    """Every reason why this configuration cannot run here; empty when it can.
+
+    Each text names the value, the limit and the setting to change.
+    """
+    return [
+        *_too_small(config),
+        *_outside_interval(config),
+        *_redundancy(config),
+        *_indivisible(config),
+        *_schedule(config),
+        *_optimizer(config),
+        *_timeouts(config),
+        *_megatron(config),
+        *_faults(config),
+        *_device(config, machine),
+        *_data(config, machine),
+    ]
+
+
+def warnings(config: RunConfig, machine: Machine) -> list[str]:
+    """What will run and may not be what was meant. Only for a configuration without problems."""
+    return [*_oversubscribed(config, machine), *_weak_redundancy(config)]
+
+
+# ------------------------------------------------------------------------------------------------------- sizes
+
+
+def _too_small(config: RunConfig) -> Iterator[str]:
+    model, layout, spare, train = config.model, config.layout, config.spare, config.train
+    at_least_one = {
+        "model.num_layers": model.num_layers,
+        "model.hidden_size": model.hidden_size,
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.ffn_hidden_size": 1 if model.ffn_hidden_size is None else model.ffn_hidden_size,
+        "model.seq_length": model.seq_length,
+        "model.vocab_size": model.vocab_size,
+        "layout.num_groups": layout.num_groups,
+        "layout.tensor_parallel": layout.tensor_parallel,
+        "layout.context_parallel": layout.context_parallel,
+        "layout.pipeline_parallel": layout.pipeline_parallel,
+        "layout.virtual_pipeline": layout.virtual_pipeline,
+        "spare.redundancy": spare.redundancy,
+        "spare.microbatches_per_shard": spare.microbatches_per_shard,
+        "train.steps": train.steps,
+        "train.micro_batch_size": train.micro_batch_size,
+        "cluster.threads_per_rank": config.cluster.threads_per_rank,
+    }
+    at_least_zero = {
+        "train.seed": train.seed,
+        "train.params_check_every_steps": train.params_check_every_steps,
+        "faults.seed": config.faults.seed,
+        "optimizer.warmup_steps": config.optimizer.warmup_steps,
+    }
+    for least, settings in ((1, at_least_one), (0, at_least_zero)):
+        for key, value in settings.items():
+            if value < least:
+                yield f"{key}={value} must be at least {least}; raise it"
+
+
+def _outside_interval(config: RunConfig) -> Iterator[str]:
+    """Settings that must lie in [0, 1)."""
+    settings = {
+        "model.hidden_dropout": config.model.hidden_dropout,
+        "model.attention_dropout": config.model.attention_dropout,
+        "optimizer.beta1": config.optimizer.beta1,
+        "optimizer.beta2": config.optimizer.beta2,
+    }
+    for key, value in settings.items():
+        if not 0.0 <= value < 1.0:
+            yield f"{key}={value} lies outside [0, 1); choose a value from 0 to below 1"
+
+
+def _redundancy(config: RunConfig) -> Iterator[str]:
+    redundancy, num_groups = config.spare.redundancy, config.layout.num_groups
+    if redundancy > num_groups:
+        yield (
+            f"spare.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a shard cannot have more hosts "
+            f"than there are groups; lower spare.redundancy or raise layout.num_groups"
+        )
+
+
+def _indivisible(config: RunConfig) -> Iterator[str]:
+    model, layout = config.model, config.layout
+    stages = layout.pipeline_parallel * layout.virtual_pipeline
+    stages_text = "layout.pipeline_parallel x layout.virtual_pipeline"
+    tensor, tensor_text = layout.tensor_parallel, "layout.tensor_parallel"
+    ffn = model.ffn_hidden_size or 4 * model.hidden_size
+    divisions = [
+        ("model.num_layers", model.num_layers, stages_text, stages),
+        ("model.hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads),
+        ("model.num_attention_heads", model.num_attention_heads, tensor_text, tensor),
+        ("model.ffn_hidden_size", ffn, tensor_text, tensor),
+        ("model.vocab_size", model.vocab_size, tensor_text, tensor),
+    ]
+    if layout.context_parallel > 1:
+        # Causal attention is balanced by giving each rank one early and one late piece of the sequence.
+        pieces = 2 * layout.context_parallel
+        divisions.append(("model.seq_length", model.seq_length, "2 x layout.context_parallel", pieces))
+    if config.megatron.get("sequence_parallel"):
+        divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
+    for key, value, divisor_key, divisor in divisions:
+        if divisor > 0 and value % divisor:
+            yield f"{key}={value} is not a multiple of {divisor_key}={divisor}; change one of them"
+
+
+# ---------------------------------------------------------------------------------------------- training itself
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    layout = config.layout
+    if layout.virtual_pipeline == 1:
+        return
+    if layout.pipeline_parallel == 1:
+        yield (
+            f"layout.virtual_pipeline={layout.virtual_pipeline} needs more than one pipeline stage, but "
+            f"layout.pipeline_parallel=1; raise the one or set the other to 1"
+        )
+    if config.megatron.get("batch_p2p_comm"):
+        yield (
+            f"megatron.batch_p2p_comm=true with layout.virtual_pipeline={layout.virtual_pipeline} computes silently "
+            f"wrong gradients in the interleaved schedule; set the first to false or the second to 1"
+        )
+
+
+def _optimizer(config: RunConfig) -> Iterator[str]:
+    settings, steps = config.optimizer, config.train.steps
+    for key, value in (("learning_rate", settings.learning_rate), ("eps", settings.eps)):
+        if not value > 0.0:
+            yield f"optimizer.{key}={value} must be above 0; raise it"
+    for key, value in (
+        ("min_learning_rate", settings.min_learning_rate),
+        ("weight_decay", settings.weight_decay),
+        ("clip_grad", settings.clip_grad),
+    ):
+        if not value >= 0.0:
+            yield f"optimizer.{key}={value} must be at least 0; raise it"
+    if settings.min_learning_rate > settings.learning_rate:
+        yield (
+            f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
+            f"optimizer.learning_rate={settings.learning_rate}; lower the first or raise the second"
+        )
+    if settings.warmup_steps >= steps:
+        yield (
+            f"optimizer.warmup_steps={settings.warmup_steps} must be below train.steps={steps}; "
+            f"lower the first or raise the second"
+        )
+
+
+def _timeouts(config: RunConfig) -> Iterator[str]:
+    control, reduce_s = config.control, config.reduce.timeout_s
+    for key, value in {
+        "reduce.timeout_s": reduce_s,
+        "control.startup_timeout_s": control.startup_timeout_s,
+        "control.decision_timeout_s": control.decision_timeout_s,
+        "control.group_timeout_s": control.group_timeout_s,
+    }.items():
+        if not value > 0.0:
+            yield f"{key}={value} must be above 0; raise it"
+    needed_s = reduce_s + control.group_timeout_s
+    if not control.decision_timeout_s > needed_s:
+        yield (
+            f"control.decision_timeout_s={control.decision_timeout_s} must exceed reduce.timeout_s + "
+            f"control.group_timeout_s = {needed_s}: a decision may have to wait for another group's pipeline and "
+            f"reduction to give up first; raise control.decision_timeout_s or lower one of the others"
+        )
+
+
+def _megatron(config: RunConfig) -> Iterator[str]:
+    for key in config.megatron:
+        if key in OURS_IN_MEGATRON_WORDS:
+            yield f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead"
+        elif key in FIXED_IN_MEGATRON:
+            yield f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it"
+
+
+# ------------------------------------------------------------------------------------------------------ faults
+
+
+def _faults(config: RunConfig) -> Iterator[str]:
+    trace, num_groups = config.faults.trace, config.layout.num_groups
+    if len(trace) > num_groups:
+        yield (
+            f"faults.trace has {len(trace)} faults for layout.num_groups={num_groups}; each hits a group of its own, "
+            f"so shorten it or raise layout.num_groups"
+        )
+    hit_by: dict[int, int] = {}
+    for index, fault in enumerate(trace):
+        yield from _fault_out_of_range(config, index, fault)
+        if fault.group is not None and hit_by.setdefault(fault.group, index) != index:
+            yield (
+                f"faults.trace[{index}].group={fault.group} is the group that faults.trace[{hit_by[fault.group]}] "
+                f"hits; a group is lost once, so name another"
+            )
+
+
+def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
+    limits = (
+        ("step", fault.step, config.train.steps, "train.steps"),
+        ("group", fault.group, config.parallel.num_groups, "layout.num_groups"),
+        ("rank", fault.rank, config.parallel.ranks_per_group, "the ranks of a group"),
+    )
+    where = f"faults.trace[{index}]"
+    for name, value, limit, limit_text in limits:
+        if value is not None and not 0 <= value < limit:
+            yield f"{where}.{name}={value} lies outside 0 to {limit - 1}; {limit_text} is {limit}"
+    if fault.phase in (Phase.SEND, Phase.RECEIVE) and config.layout.pipeline_parallel == 1:
+        yield (
+            f"{where}.phase={fault.phase} is never reached with layout.pipeline_parallel=1; "
+            f"choose another phase or raise layout.pipeline_parallel"
+        )
+    if fault.phase is Phase.PATCH and index == 0:
+        yield f"{where}.phase=patch is never reached: no group is lost before it; put a fault before it"
+
+
+# ----------------------------------------------------------------------------------------------------- machine
+
+
+def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
+    num_ranks = config.parallel.num_ranks
+    if resolve_device(config, machine) == "gpu":
+        if num_ranks > machine.num_gpus:
+            yield (
+                f"{num_ranks} ranks (layout.num_groups={config.layout.num_groups} x "
+                f"{config.parallel.ranks_per_group} ranks) need as many GPUs, and there are {machine.num_gpus}; "
+                f"lower the layout or set cluster.device=cpu"
+            )
+        if config.layout.context_parallel > 1 and config.model.transformer_impl == "local":
+            yield _only_transformer_engine(config)
+        return
+    if config.megatron.get("sequence_parallel"):
+        yield "megatron.sequence_parallel=true does not work on CPUs; set it to false or use cluster.device=gpu"
+    if config.megatron.get("recompute_granularity") == "full":
+        yield "megatron.recompute_granularity=full does not work on CPUs; remove it or use cluster.device=gpu"
+    if config.model.transformer_impl == "transformer_engine":
+        yield "model.transformer_impl=transformer_engine needs cluster.device=gpu; set it to auto or local"
+    if config.layout.context_parallel > 1:
+        yield _only_transformer_engine(config)
+
+
+def _only_transformer_engine(config: RunConfig) -> str:
+    return (
+        f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine; "
+        f"set it to 1, or use cluster.device=gpu and model.transformer_impl=transformer_engine"
+    )
+
+
+def _data(config: RunConfig, machine: Machine) -> Iterator[str]:
+    corpus = config.data.corpus
+    if not corpus:
+        yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
+    elif not machine.has_corpus:
+        yield (
+            f"data.corpus={corpus}: {corpus}.bin or {corpus}.idx is missing; write them with "
+            f"`spare preprocess --input DIR --output-prefix {corpus} --tokenizer byte` or change data.corpus"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- warnings
+
+
+def _oversubscribed(config: RunConfig, machine: Machine) -> Iterator[str]:
+    threads = config.parallel.num_ranks * config.cluster.threads_per_rank
+    if resolve_device(config, machine) == "cpu" and threads > machine.num_cores:
+        yield (
+            f"{config.parallel.num_ranks} ranks with cluster.threads_per_rank={config.cluster.threads_per_rank} share "
+            f"{machine.num_cores} cores; steps will be slow and their times uneven"
+        )
+
+
+def _weak_redundancy(config: RunConfig) -> Iterator[str]:
+    spare, num_groups = config.spare, config.layout.num_groups
+    if spare.redundancy == 1:
+        yield "spare.redundancy=1 masks nothing: the first lost group stops the run"
+        return
+    shared = make_placement(spare.placement, num_groups, spare.redundancy).max_shared_hosts
+    if shared > 1:
+        needed = spare.redundancy * (spare.redundancy - 1) + 1
+        yield (
+            f"some two shards share {shared} of their spare.redundancy={spare.redundancy} hosts, so fewer losses may "
+            f"wipe a shard out; placement golomb avoids it from about layout.num_groups={needed} on "
+            f"(now spare.placement={spare.placement}, layout.num_groups={num_groups})"
+        )

@@ -1,0 +1,134 @@
+"""The faults of a run, every open field drawn from the seed. The same configuration always gives the same trace."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from spare_megatron.config.schema import FaultConfig, RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.placement import Placement, make_placement
+from spare_megatron.core.topology import GroupId
+
+PHASES_OF_A_MICROBATCH = frozenset({Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD})
+"""Phases that a rank reaches at least once for every microbatch it computes."""
+
+PHASES_AFTER_A_LOSS = frozenset({Phase.PATCH, Phase.REBUILD})
+"""Phases that a step reaches only when a group has just been lost in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault, fully decided.
+
+    Attributes:
+        step: Step at which the rank is hit, from 0.
+        group: Group that is hit.
+        rank: Rank inside that group.
+        phase: Moment of the step.
+        kind: kill sends SIGKILL to the rank itself; raise raises an exception in it.
+        ordinal: How often the rank has reached the phase in this step when it is hit, from 1.
+    """
+
+    step: int
+    group: GroupId
+    rank: int
+    phase: Phase
+    kind: Literal["kill", "raise"]
+    ordinal: int = 1
+
+
+def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
+    """The faults of a run in the order they are configured.
+
+    Steps are spread over the run in that order; a fault that needs a loss before it takes the step of its
+    predecessor. Groups are distinct, and no drawn group takes the last host of a shard. Each fault draws from a
+    stream of its own, so stating one field changes no other fault's rank, step or ordinal.
+
+    Args:
+        config: A configuration without problems.
+
+    Raises:
+        ValueError: Every group left to draw would wipe out a shard.
+    """
+    trace = config.faults.trace
+    shares = [np.random.default_rng([config.faults.seed, index]).random(4) for index in range(len(trace))]
+    steps = _choose_steps(trace, config.train.steps, [float(share[0]) for share in shares])
+    groups = _choose_groups(config, [float(share[1]) for share in shares])
+    return tuple(
+        Fault(
+            step=step,
+            group=group,
+            rank=_pick(config.parallel.ranks_per_group, share[2]) if fault.rank is None else fault.rank,
+            phase=fault.phase,
+            kind=fault.kind,
+            ordinal=_choose_ordinal(config, fault, share[3]),
+        )
+        for fault, step, group, share in zip(trace, steps, groups, shares, strict=True)
+    )
+
+
+def _pick(num_choices: int, share: float) -> int:
+    """The choice at this share, from 0 to below 1, of the way through equally likely ones."""
+    return int(share * num_choices)
+
+
+def _choose_ordinal(config: RunConfig, fault: FaultConfig, share: float) -> int:
+    if fault.phase not in PHASES_OF_A_MICROBATCH:
+        return 1
+    return 1 + _pick(config.spare.microbatches_per_shard, share)
+
+
+def _choose_steps(trace: Sequence[FaultConfig], num_steps: int, shares: Sequence[float]) -> list[int]:
+    """Each open step is drawn from an equal part of the steps between the stated ones around it."""
+    steps: list[int] = []
+    for index, fault in enumerate(trace):
+        if fault.step is not None:
+            steps.append(fault.step)
+        elif fault.phase in PHASES_AFTER_A_LOSS and steps:
+            steps.append(steps[-1])
+        else:
+            first = steps[-1] + 1 if steps else 0
+            num_open, end = _open_stretch(trace[index:], num_steps)
+            # Where stated steps leave no room, the fault falls on the last step there is.
+            offset = _pick(max(end - first, 0), shares[index] / num_open)
+            steps.append(min(first + offset, num_steps - 1))
+    return steps
+
+
+def _open_stretch(rest: Sequence[FaultConfig], num_steps: int) -> tuple[int, int]:
+    """How many faults up to the next stated step want a step of their own, and where that stretch ends."""
+    num_open = 0
+    for fault in rest:
+        if fault.step is not None:
+            return num_open, fault.step
+        num_open += fault.phase not in PHASES_AFTER_A_LOSS
+    return max(num_open, 1), num_steps
+
+
+def _choose_groups(config: RunConfig, shares: Sequence[float]) -> list[GroupId]:
+    trace, num_groups = config.faults.trace, config.layout.num_groups
+    placement = make_placement(config.spare.placement, num_groups, config.spare.redundancy)
+    lost = {GroupId(fault.group) for fault in trace if fault.group is not None}
+    groups: list[GroupId] = []
+    for index, (fault, share) in enumerate(zip(trace, shares, strict=True)):
+        if fault.group is not None:
+            groups.append(GroupId(fault.group))
+            continue
+        choices = [group for group in range(num_groups) if _is_survivable(placement, lost, GroupId(group))]
+        if not choices:
+            raise ValueError(
+                f"faults.trace[{index}] leaves its group open, and with {len(lost)} groups lost to other faults every "
+                f"further loss wipes out a shard of spare.redundancy={config.spare.redundancy} hosts; "
+                f"remove the fault, name its group, or raise spare.redundancy"
+            )
+        groups.append(GroupId(choices[_pick(len(choices), share)]))
+        lost.add(groups[-1])
+    return groups
+
+
+def _is_survivable(placement: Placement, lost: set[GroupId], group: GroupId) -> bool:
+    """Whether the group is still there, and losing it too leaves no further shard without a host."""
+    alive = frozenset(GroupId(other) for other in range(placement.num_groups)) - lost
+    return group in alive and placement.uncovered(alive - {group}) == placement.uncovered(alive)

@@ -1,0 +1,37 @@
+"""The `spare` command line."""
+
+from typing import Annotated
+
+import typer
+
+from spare_megatron import __version__
+from spare_megatron.cli import preprocess
+
+app = typer.Typer(
+    name="spare",
+    help="GPT pretraining on megatron-core that masks the loss of data-parallel groups.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"spare_megatron {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _spare(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """GPT pretraining on megatron-core that masks the loss of data-parallel groups."""
+
+
+app.command("preprocess")(preprocess.preprocess)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,181 @@
+"""`spare preprocess`: text files become the indexed dataset that training reads."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+
+VOCAB_SIZE = 256
+END_OF_DOCUMENT = 0
+"""Byte 0 does not occur in text, so it marks the end of a document."""
+
+
+@dataclass(slots=True)
+class SkippedFiles:
+    """Files that became no document, by reason."""
+
+    num_empty: int = 0
+    num_not_utf8: int = 0
+    num_with_byte_0: int = 0
+    num_unreadable: int = 0
+
+    @property
+    def num_files(self) -> int:
+        return self.num_empty + self.num_not_utf8 + self.num_with_byte_0 + self.num_unreadable
+
+
+def preprocess(
+    inputs: Annotated[list[Path], typer.Option("--input", help="A text file or a folder of them; repeatable.")],
+    output_prefix: Annotated[Path, typer.Option(help="Writes PREFIX.bin and PREFIX.idx.")],
+    tokenizer: Annotated[str, typer.Option(help="How text becomes tokens: byte.")] = "byte",
+    suffix: Annotated[
+        list[str] | None, typer.Option(help="Take only files with this suffix from folders; repeatable.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Leave out folders of this name; repeatable.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing dataset.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Write text files as the indexed dataset that `spare train` reads.
+
+    Each file is a document of its bytes, in sorted order of the paths. Files that are not UTF-8 or hold byte 0,
+    which marks the end of a document, are skipped and counted.
+    """
+    with explained_errors("preprocess"):
+        if tokenizer != "byte":
+            raise ValueError(f"--tokenizer {tokenizer} is unknown; the only one is byte")
+        check_output(output_prefix, overwrite=overwrite)
+        paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
+        from spare_megatron.mcore.corpus_writer import write_corpus
+
+        skipped = SkippedFiles()
+        with _progress(len(paths)) as advance:
+            documents = read_documents(paths, skipped, advance)
+            counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
+        num_bytes = counts.num_tokens - counts.num_documents
+        figures = {
+            "documents": counts.num_documents,
+            "tokens": counts.num_tokens,
+            "bytes": num_bytes,
+            "skipped_files": skipped.num_files,
+        }
+        typer.echo(json.dumps(figures) if as_json else _describe(output_prefix, figures, skipped))
+
+
+def check_output(prefix: Path, *, overwrite: bool) -> None:
+    """Makes the folder of the output.
+
+    Raises:
+        ValueError: The dataset exists and may not be replaced, or its folder cannot be written.
+    """
+    existing = [f"{prefix}{ending}" for ending in (".bin", ".idx") if Path(f"{prefix}{ending}").exists()]
+    if existing and not overwrite:
+        raise ValueError(f"{existing[0]} exists; choose another --output-prefix or give --overwrite")
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the folder of --output-prefix {prefix} cannot be made: {error.strerror}") from error
+    if not os.access(prefix.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"the folder of --output-prefix {prefix} cannot be written; choose another")
+
+
+def find_files(
+    inputs: Sequence[Path], *, suffixes: Sequence[str] = (), excluded_folders: frozenset[str] = frozenset()
+) -> list[Path]:
+    """The files to read, in sorted order, each once. A file named as input is taken whatever its suffix.
+
+    Raises:
+        ValueError: An input does not exist, or there is nothing to read.
+    """
+    found: set[Path] = set()
+    for given in inputs:
+        if given.is_file():
+            found.add(given)
+        elif given.is_dir():
+            found |= set(_files_below(given, tuple(suffixes), excluded_folders))
+        else:
+            raise ValueError(f"--input {given} is neither a file nor a folder")
+    if not found:
+        wanted = f" with suffix {' or '.join(suffixes)}" if suffixes else ""
+        raise ValueError(f"--input {' '.join(map(str, inputs))} holds no files{wanted}; give it some text")
+    return sorted(found)
+
+
+def _files_below(folder: Path, suffixes: tuple[str, ...], excluded_folders: frozenset[str]) -> Iterator[Path]:
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in excluded_folders]
+        for name in names:
+            path = Path(where, name)
+            if name.endswith(suffixes or "") and path.is_file():
+                yield path
+
+
+def read_documents(paths: Sequence[Path], skipped: SkippedFiles, advance: Callable[[], None]) -> Iterator[bytes]:
+    """The bytes of each file that is text; counts the others in `skipped`. Calls `advance` once for every file."""
+    for path in paths:
+        document = _read_text(path, skipped)
+        if document is not None:
+            yield document
+        advance()
+
+
+def _read_text(path: Path, skipped: SkippedFiles) -> bytes | None:
+    try:
+        document = path.read_bytes()
+        document.decode("utf-8")
+    except UnicodeDecodeError:
+        skipped.num_not_utf8 += 1
+    except OSError:
+        skipped.num_unreadable += 1
+    else:
+        if END_OF_DOCUMENT in document:
+            skipped.num_with_byte_0 += 1
+        elif not document:
+            skipped.num_empty += 1
+        else:
+            return document
+    return None
+
+
+def _describe(prefix: Path, figures: dict[str, int], skipped: SkippedFiles) -> str:
+    text = (
+        f"{prefix}.bin and .idx: {figures['documents']} documents, {figures['tokens']} tokens, {figures['bytes']} bytes"
+    )
+    if skipped.num_files:
+        text += (
+            f"\nskipped {skipped.num_files} files: {skipped.num_empty} empty, {skipped.num_not_utf8} not UTF-8, "
+            f"{skipped.num_with_byte_0} with byte 0, {skipped.num_unreadable} unreadable"
+        )
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------- progress
+
+
+@contextmanager
+def _progress(num_files: int) -> Iterator[Callable[[], None]]:
+    """A function to call for each file read. Shows a bar on a terminal, otherwise a line for every tenth; on stderr."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True)) as bar:
+            task = bar.add_task(f"reading {num_files} files", total=num_files)
+            yield lambda: bar.advance(task)
+        return
+    num_read = 0
+
+    def advance() -> None:
+        nonlocal num_read
+        num_read += 1
+        if num_read * 10 // num_files > (num_read - 1) * 10 // num_files:
+            typer.echo(f"read {num_read} of {num_files} files", err=True)
+
+    yield advance

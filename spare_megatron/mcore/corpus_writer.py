@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 
@@ -68,7 +67,7 @@ def _write(
                     f"document {num_documents} has tokens from {tokens.min()} to {tokens.max()}, but the vocabulary "
                     f"has {vocab_size}; raise vocab_size or use the tokenizer that it belongs to"
                 )
-            builder.add_document(torch.from_numpy(tokens), [tokens.size])
+            builder.add_document(tokens, [tokens.size])
             num_documents, num_tokens = num_documents + 1, num_tokens + tokens.size
         if num_documents == 0:
             raise ValueError("there is no document with tokens in the input; give it some text")

@@ -1,0 +1,302 @@
+"""A data-parallel group of processes for tests of `mcore`, and what its ranks are asked to do.
+
+Tasks run in the ranks: they take the configuration first and return something that can be pickled.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import ShardId
+from spare_megatron.mcore import cpu
+from spare_megatron.mcore.attention import TorchCoreAttention
+from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.gradients import FloatSums, Totals
+from spare_megatron.mcore.process_groups import build_process_groups
+from spare_megatron.mcore.rng import distinct_on_tensor_ranks
+from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
+from spare_megatron.mcore.transformer import transformer_config
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 60.0
+Arrays = dict[str, np.ndarray]
+
+
+def work_of(*addresses: tuple[int, int]) -> list[Microbatch]:
+    return [Microbatch(ShardId(shard), index) for shard, index in addresses]
+
+
+def all_work(config: RunConfig) -> list[Microbatch]:
+    indices = range(config.spare.microbatches_per_shard)
+    return work_of(*((shard, index) for shard in range(config.layout.num_groups) for index in indices))
+
+
+# ------------------------------------------------------------------------------------------ starting the processes
+
+
+def run_group(task: Callable[..., Any], config: RunConfig, *arguments: Any) -> list[Any]:
+    """What the task returned on each rank of a group, in the order of the ranks."""
+    context = multiprocessing.get_context("forkserver")
+    # Paid once for all tests: a child starts with torch and megatron imported.
+    context.set_forkserver_preload(["spare_megatron.mcore.trainer", __name__])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # The fork server does not look where pytest does.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(config.parallel.ranks_per_group)]
+        processes = [
+            context.Process(target=_run_rank, args=(rank, f"{folder}/store", sender, task, config, arguments))
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _answers([receiver for receiver, _ in pipes])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _answers(receivers: Sequence[Connection]) -> list[Any]:
+    end_s = time.monotonic() + TIMEOUT_S
+    answers = []
+    for rank, receiver in enumerate(receivers):
+        if not receiver.poll(max(0.0, end_s - time.monotonic())):
+            raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+        answer, error = receiver.recv()
+        if error:
+            raise RuntimeError(f"rank {rank} failed:\n{error}")
+        answers.append(answer)
+    return answers
+
+
+def _run_rank(
+    rank: int, store: str, sender: Connection, task: Callable[..., Any], config: RunConfig, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, config.parallel.ranks_per_group),
+            rank=rank,
+            world_size=config.parallel.ranks_per_group,
+            timeout=timedelta(seconds=TIMEOUT_S / 2),
+        )
+        sender.send((task(config, *arguments), None))
+        # A rank that left would break the sockets of one that still computes.
+        dist.barrier()
+    except Exception:
+        sender.send((None, traceback.format_exc()))
+
+
+# ------------------------------------------------------------------------------------------------------------ tasks
+
+
+def compute_sums(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[Totals, dict[str, Any]]:
+    """Unscaled local sums of step 0 after some calls of compute: totals, and of each parameter value and gradient."""
+    trainer = GroupTrainer(config, CPU)
+    trainer.begin_step(0)
+    for work in calls:
+        trainer.compute(work)
+    buffer = trainer.gradients.new_buffer()
+    trainer.gradients.pack_into(buffer)
+    totals = trainer.gradients.unpack(buffer)
+    finalize_model_grads([chunk.module for chunk in trainer.chunks], None, pg_collection=trainer.process_groups)
+    return totals, {
+        named.name: (named.parameter.detach().float().numpy(), named.main_grad.numpy(), named.partition_dim)
+        for named in trainer.parameters_named()
+    }
+
+
+def packed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microbatch]]) -> list[np.ndarray]:
+    """The packed buffer of one step for each way to compute it, a way being the works of its calls."""
+    trainer = GroupTrainer(config, CPU)
+    buffers = []
+    for calls in orders:
+        trainer.begin_step(step)
+        for work in calls:
+            trainer.compute(work)
+        buffer = trainer.gradients.new_buffer()
+        trainer.gradients.pack_into(buffer)
+        buffers.append(buffer.numpy())
+    return buffers
+
+
+def reference_sums(config: RunConfig, parameters: Arrays, work: Sequence[Microbatch]) -> tuple[float, Arrays]:
+    """Loss and gradients summed over the work, of the full model on one rank, by plain autograd."""
+    config = replace(config, layout=replace(config.layout, tensor_parallel=1, pipeline_parallel=1, virtual_pipeline=1))
+    model, corpus = _full_model(config), Corpus(config)
+    named = dict(model.named_parameters())
+    assert named.keys() == parameters.keys()
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(torch.from_numpy(parameters[name]))
+    loss_sum = 0.0
+    for microbatch in work:
+        batch = corpus.microbatch(0, microbatch)
+        loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
+        loss.backward()
+        loss_sum += loss.item()
+    return loss_sum, {name: parameter.grad.numpy() for name, parameter in named.items()}
+
+
+def _full_model(config: RunConfig) -> torch.nn.Module:
+    cpu.install()
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
+    return GPTModel(
+        config=transformer_config(config, CPU),
+        transformer_layer_spec=spec,
+        vocab_size=config.model.vocab_size,
+        max_sequence_length=config.model.seq_length,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+        position_embedding_type=config.model.position_embedding,
+        pg_collection=build_process_groups(config.parallel, CPU, timedelta(seconds=TIMEOUT_S / 2)),
+    )
+
+
+def update_once(config: RunConfig) -> tuple[UpdateResult, Arrays, Arrays, Arrays]:
+    """The whole step 0 computed and applied: what the update said, values before, mean gradients, values after."""
+    trainer = GroupTrainer(config, CPU)
+    buffer = _whole_step(trainer, config)
+    before = _values(trainer)
+    loss_sum = trainer.loss_of(buffer)
+    trainer.gradients.unpack(buffer, float(1.0 / _num_tokens(config)))
+    gradients = {named.name: named.main_grad.clone().numpy() for named in trainer.parameters_named()}
+    result = trainer.update(buffer, 0.0 if loss_sum is None else loss_sum)
+    return result, before, gradients, _values(trainer)
+
+
+def update_several(config: RunConfig, num_steps: int) -> list[Arrays]:
+    """This rank's values after each of some steps."""
+    trainer = GroupTrainer(config, CPU)
+    values = []
+    for step in range(num_steps):
+        trainer.update(_whole_step(trainer, config, step), 0.0)
+        values.append(_values(trainer))
+    return values
+
+
+def update_with_a_missing_microbatch(config: RunConfig) -> tuple[str, bool]:
+    """What the update raised, and whether the parameters stayed as they were."""
+    trainer = GroupTrainer(config, CPU)
+    before = trainer.params_sha256()
+    trainer.begin_step(0)
+    trainer.compute(all_work(config)[:-1])
+    buffer = trainer.gradients.new_buffer()
+    trainer.gradients.pack_into(buffer)
+    try:
+        trainer.update(buffer, 0.0)
+    except IncompleteSum as error:
+        return str(error), trainer.params_sha256() == before
+    return "", False
+
+
+def overflow_of(config: RunConfig, factor: float) -> str:
+    """What packing raised after every parameter was multiplied by a factor."""
+    trainer = GroupTrainer(config, CPU)
+    for named in trainer.parameters_named():
+        named.parameter.data.mul_(factor)
+    trainer.begin_step(0)
+    trainer.compute(work_of((0, 0)))
+    try:
+        trainer.gradients.pack_into(trainer.gradients.new_buffer())
+    except OverflowError as error:
+        return str(error)
+    return ""
+
+
+def read_tokens(config: RunConfig, step: int, work: Sequence[Microbatch]) -> Arrays:
+    """Tokens and labels of some microbatches, as this rank reads them."""
+    corpus = Corpus(config)
+    batches = [corpus.microbatch(step, microbatch) for microbatch in work]
+    return {key: torch.stack([batch[key] for batch in batches]).numpy() for key in ("tokens", "labels")}
+
+
+def fingerprints(config: RunConfig) -> list[tuple[str, str]]:
+    """SHA-256 and digest of the parameters: as built, with one element nudged by the least, and restored."""
+    trainer = GroupTrainer(config, CPU)
+    element = list(trainer.parameters_named())[3].parameter.data.view(-1)[:1]
+    original = element.clone()
+    answers = []
+    for value in (original, torch.nextafter(original, original + 1), original):
+        element.copy_(value)
+        answers.append((trainer.params_sha256(), trainer.params_digest()))
+    return answers
+
+
+class RecordingProbe:
+    """Writes down when it is called and whether some and not all parameters have their gradient by then."""
+
+    def __init__(self, phases: Mapping[Phase, int] | frozenset[Phase]) -> None:
+        self.phases = frozenset(phases)
+        self.calls: list[tuple[Phase, bool]] = []
+        self.trainer: GroupTrainer | None = None
+
+    def __call__(self, phase: Phase) -> None:
+        assert self.trainer is not None
+        has_gradient = [bool(named.main_grad.any()) for named in self.trainer.parameters_named()]
+        self.calls.append((phase, any(has_gradient) and not all(has_gradient)))
+
+
+def probed(config: RunConfig, phases: frozenset[Phase], work: Sequence[Microbatch]) -> list[tuple[Phase, bool]]:
+    """The calls of a probe that wants some phases."""
+    probe = RecordingProbe(phases)
+    probe.trainer = GroupTrainer(config, CPU, probe)
+    probe.trainer.begin_step(0)
+    probe.trainer.compute(work)
+    return probe.calls
+
+
+def random_numbers_on_tensor_ranks(config: RunConfig) -> list[tuple[float, float]]:
+    """Of two tensor-parallel ranks: a number drawn where they differ, and one drawn afterwards."""
+    drawn = []
+    for tensor_rank in range(2):
+        torch.default_generator.manual_seed(5)
+        with distinct_on_tensor_ranks(tensor_rank):
+            inside = float(torch.rand(()))
+        drawn.append((inside, float(torch.rand(()))))
+    return drawn
+
+
+def type_of_a_tensor_on_a_rank(config: RunConfig) -> tuple[str, str]:
+    """What `tensor.type()` says to us and, by calling it from there, to Megatron's optimizer."""
+    GroupTrainer(config, CPU)
+    caller = {"__name__": "megatron.core.optimizer.optimizer"}
+    return torch.ones(1).type(), eval("tensor.type()", caller, {"tensor": torch.ones(1)})
+
+
+def _whole_step(trainer: GroupTrainer, config: RunConfig, step: int = 0) -> torch.Tensor:
+    trainer.begin_step(step)
+    trainer.compute(all_work(config))
+    buffer = trainer.gradients.new_buffer()
+    trainer.gradients.pack_into(buffer)
+    assert isinstance(trainer.gradients, FloatSums) or buffer.dtype == torch.int64
+    return buffer
+
+
+def _values(trainer: GroupTrainer) -> Arrays:
+    return {named.name: named.parameter.detach().clone().numpy() for named in trainer.parameters_named()}
+
+
+def _num_tokens(config: RunConfig) -> int:
+    return len(all_work(config)) * config.train.micro_batch_size * config.model.seq_length

@@ -1,0 +1,272 @@
+"""One group's local sums and its update, against one process that holds the full model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spare_megatron.config.schema import (
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    ReduceConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
+from spare_megatron.core.phases import Phase
+from spare_megatron.mcore.corpus_writer import write_corpus
+from spare_megatron.mcore.data import prepare_index
+from tests.integration import mcore_group as group
+from tests.integration.mcore_group import run_group, work_of
+
+MakeConfig = Callable[..., RunConfig]
+WORK = work_of((0, 0), (1, 2), (1, 0), (0, 2), (1, 1))
+"""Neither in order nor a multiple of anything."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "text"
+    generator = np.random.default_rng(3)
+    write_corpus((generator.integers(0, 256, 200, dtype=np.uint8).tobytes() for _ in range(40)), prefix)
+    return prefix
+
+
+@pytest.fixture
+def make_config(corpus: Path) -> MakeConfig:
+    def make(mode: str = "fast", model: dict[str, Any] | None = None, **layout: int) -> RunConfig:
+        config = RunConfig(
+            model=ModelConfig(num_layers=4, hidden_size=64, seq_length=32, **(model or {})),
+            layout=LayoutConfig(num_groups=2, **layout),
+            spare=SpareConfig(redundancy=2, microbatches_per_shard=3),
+            data=DataConfig(corpus=str(corpus)),
+            train=TrainConfig(steps=4),
+            reduce=ReduceConfig(mode=mode),
+        )
+        prepare_index(config)
+        return config
+
+    return make
+
+
+# ---------------------------------------------------------------------------------- against a single full model
+
+LAYOUTS = {
+    "one rank": {},
+    "two tensor-parallel ranks": {"tensor_parallel": 2},
+    "two stages": {"pipeline_parallel": 2},
+    "two by two": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+}
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout: dict[str, int], is_tied: bool) -> None:
+    config = make_config(model={"tie_embeddings": is_tied}, **layout)
+    ranks = run_group(group.compute_sums, config, WORK[:2], WORK[2:])
+    values, gradients = whole_model(ranks, config)
+    loss_sum, expected = run_group(group.reference_sums, only_rank(config), values, WORK)[0]
+    assert relative_distance(gradients, expected) < 1e-6
+    for totals, _ in ranks:
+        assert totals.num_microbatches == len(WORK)
+    last_stage_losses = [totals.loss_sum for totals, _ in ranks if totals.loss_sum]
+    assert len(last_stage_losses) == config.layout.tensor_parallel
+    assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
+
+
+def test_rotary_positions_and_bf16_come_close_to_the_full_model(make_config: MakeConfig) -> None:
+    config = make_config(model={"precision": "bf16", "position_embedding": "rope"}, pipeline_parallel=2)
+    ranks = run_group(group.compute_sums, config, WORK)
+    values, gradients = whole_model(ranks, config)
+    in_fp32 = replace(config, model=replace(config.model, precision="fp32"))
+    _, expected = run_group(group.reference_sums, only_rank(in_fp32), values, WORK)[0]
+    assert relative_distance(gradients, expected) < 0.02
+
+
+def test_two_calls_in_a_step_equal_one(make_config: MakeConfig) -> None:
+    config = make_config(pipeline_parallel=2)
+    for once, twice, with_nothing in run_group(
+        group.packed_sums, config, 0, [WORK], [WORK[:2], WORK[2:]], [[], WORK, []]
+    ):
+        np.testing.assert_array_equal(once, twice)
+        np.testing.assert_array_equal(once, with_nothing)
+
+
+def test_padding_of_the_interleaved_schedule_contributes_nothing(make_config: MakeConfig) -> None:
+    config = make_config("reproducible", pipeline_parallel=2, virtual_pipeline=2)
+    for padded, also_padded, unpadded in run_group(
+        group.packed_sums, config, 0, [WORK], [WORK[:3], WORK[3:]], [WORK[:4], WORK[4:]]
+    ):
+        np.testing.assert_array_equal(padded, also_padded)
+        np.testing.assert_array_equal(padded, unpadded)
+        assert padded[-2] == len(WORK)
+
+
+# ------------------------------------------------------------------------------------------------ reproducibility
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS["one rank"], LAYOUTS["two by two"], LAYOUTS["interleaved"]], ids=["one rank", "2x2", "vpp"]
+)
+def test_fixed_point_sums_do_not_depend_on_who_computes_what_when(
+    make_config: MakeConfig, layout: dict[str, int]
+) -> None:
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    config = make_config("reproducible", model=dropout, **layout)
+    backwards = WORK[::-1]
+    ways = ([WORK], [backwards], [WORK[3:], WORK[:3]], [WORK[:2]], [WORK[2:]])
+    for buffers in run_group(group.packed_sums, config, 1, *ways):
+        whole, reordered, split, part, rest = buffers
+        assert whole.dtype == np.int64
+        assert np.count_nonzero(whole) > 0.9 * whole.size
+        np.testing.assert_array_equal(whole, reordered)
+        np.testing.assert_array_equal(whole, split)
+        np.testing.assert_array_equal(whole, part + rest)
+
+
+def test_dropout_differs_between_steps(make_config: MakeConfig) -> None:
+    config = make_config("reproducible", model={"hidden_dropout": 0.1})
+    (first,) = run_group(group.packed_sums, config, 0, [WORK[:1]])[0]
+    (second,) = run_group(group.packed_sums, config, 1, [WORK[:1]])[0]
+    assert np.any(first != second)
+
+
+def test_fixed_point_is_close_to_floating_point(make_config: MakeConfig) -> None:
+    values, fixed = whole_model(run_group(group.compute_sums, make_config("reproducible"), WORK), make_config())
+    same_values, floating = whole_model(run_group(group.compute_sums, make_config("fast"), WORK), make_config())
+    assert relative_distance(values, same_values) == 0.0
+    assert relative_distance(fixed, floating) < 1e-6
+
+
+@pytest.mark.parametrize(("factor", "is_refused"), [(1.0, False), (1e6, True), (float("nan"), True)])
+def test_values_too_large_for_fixed_point_are_refused(make_config: MakeConfig, factor: float, is_refused: bool) -> None:
+    message = run_group(group.overflow_of, make_config("reproducible"), factor)[0]
+    assert ("reduce.mode=fast" in message) == is_refused
+
+
+def test_tensor_ranks_draw_different_masks_and_stay_in_step(make_config: MakeConfig) -> None:
+    (first, after_first), (second, after_second) = run_group(group.random_numbers_on_tensor_ranks, make_config())[0]
+    assert first != second
+    assert after_first == after_second
+
+
+# --------------------------------------------------------------------------------------------------------- update
+
+
+def test_an_update_equals_a_step_of_plain_adamw(make_config: MakeConfig) -> None:
+    config = make_config()
+    result, before, gradients, after = run_group(group.update_once, config)[0]
+    norm = np.sqrt(sum(float(np.sum(gradient.astype(np.float64) ** 2)) for gradient in gradients.values()))
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert result.num_microbatches == 6
+    assert 5.0 < result.loss < 6.0
+    for name, expected in plain_adamw(config, before, gradients, norm).items():
+        np.testing.assert_allclose(after[name], expected, rtol=1e-5, atol=1e-8, err_msg=name)
+        assert np.any(after[name] != before[name])
+
+
+def test_both_ends_of_tied_embeddings_stay_equal(make_config: MakeConfig) -> None:
+    first_stage, last_stage = run_group(group.update_several, make_config(pipeline_parallel=2), 3)
+    for first, last in zip(first_stage, last_stage, strict=True):
+        np.testing.assert_array_equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
+
+
+def test_groups_of_one_seed_start_and_stay_equal(make_config: MakeConfig) -> None:
+    """Two groups never speak to each other here; what they agree on is the seed and the sums."""
+    config = make_config("reproducible", pipeline_parallel=2)
+    for one, other in zip(*(run_group(group.update_several, config, 2) for _ in range(2)), strict=True):
+        for values, same_values in zip(one, other, strict=True):
+            assert relative_distance(values, same_values) == 0.0
+
+
+def test_a_sum_that_misses_a_microbatch_is_not_applied(make_config: MakeConfig) -> None:
+    message, is_unchanged = run_group(group.update_with_a_missing_microbatch, make_config())[0]
+    assert "count 5 microbatches, the step has 6" in message
+    assert is_unchanged
+
+
+def test_fingerprints_see_the_least_change_of_one_element(make_config: MakeConfig) -> None:
+    built, nudged, restored = run_group(group.fingerprints, make_config(model={"precision": "fp32"}))[0]
+    assert built == restored
+    assert built[0] != nudged[0]
+    assert built[1] != nudged[1]
+
+
+# --------------------------------------------------------------------------------------------------------- probes
+
+
+def test_the_backward_probe_strikes_inside_a_backward_pass(make_config: MakeConfig) -> None:
+    calls = run_group(group.probed, make_config(), frozenset({Phase.BACKWARD}), WORK[:2])[0]
+    assert [phase for phase, _ in calls if phase is Phase.BACKWARD] == [Phase.BACKWARD] * 2
+    is_inside = dict(calls[:2])
+    assert is_inside[Phase.BACKWARD]
+    assert not is_inside[Phase.FORWARD]
+
+
+def test_transfers_between_stages_are_probed(make_config: MakeConfig) -> None:
+    phases = frozenset({Phase.SEND, Phase.RECEIVE})
+    for calls in run_group(group.probed, make_config(pipeline_parallel=2), phases, WORK[:3]):
+        counts = {phase: sum(call is phase for call, _ in calls) for phase in Phase}
+        # Each microbatch goes one way as an activation and comes back as a gradient; some calls do both at once.
+        assert counts[Phase.SEND] == counts[Phase.RECEIVE] == 3
+        assert counts[Phase.FORWARD] == 3
+        assert counts[Phase.BACKWARD] == 0
+
+
+def test_only_the_optimizer_takes_cpu_tensors_for_cuda_tensors(make_config: MakeConfig) -> None:
+    ours, the_optimizers = run_group(group.type_of_a_tensor_on_a_rank, make_config())[0]
+    assert (ours, the_optimizers) == ("torch.FloatTensor", "torch.cuda.FloatTensor")
+
+
+# -------------------------------------------------------------------------------------------------------- helpers
+
+
+def only_rank(config: RunConfig) -> RunConfig:
+    return replace(config, layout=LayoutConfig(num_groups=config.layout.num_groups))
+
+
+def whole_model(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) -> tuple[group.Arrays, group.Arrays]:
+    """Values and gradients of the whole model, put together from those of the ranks."""
+    values: group.Arrays = {}
+    gradients: group.Arrays = {}
+    width = config.layout.tensor_parallel
+    for stage in range(config.layout.pipeline_parallel):
+        parts = [parameters for _, parameters in ranks[stage * width : (stage + 1) * width]]
+        for name, (value, gradient, partition_dim) in parts[0].items():
+            if partition_dim is not None:
+                value = np.concatenate([part[name][0] for part in parts], axis=partition_dim)  # noqa: PLW2901
+                gradient = np.concatenate([part[name][1] for part in parts], axis=partition_dim)  # noqa: PLW2901
+            values[name], gradients[name] = value, gradient
+    if config.model.tie_embeddings and config.layout.pipeline_parallel > 1:
+        for arrays in (values, gradients):
+            np.testing.assert_array_equal(arrays.pop("output_layer.weight"), arrays["embedding.word_embeddings.weight"])
+    return values, gradients
+
+
+def relative_distance(one: group.Arrays, other: group.Arrays) -> float:
+    """L2 norm of the difference over that of the second."""
+    assert one.keys() == other.keys()
+    apart = sum(float(np.sum((one[name].astype(np.float64) - other[name]) ** 2)) for name in one)
+    size = sum(float(np.sum(other[name].astype(np.float64) ** 2)) for name in other)
+    return float(np.sqrt(apart / size))
+
+
+def plain_adamw(config: RunConfig, before: group.Arrays, gradients: group.Arrays, norm: float) -> group.Arrays:
+    """One step of torch's AdamW on clipped gradients, without weight decay on vectors."""
+    settings = config.optimizer
+    parameters = {name: torch.nn.Parameter(torch.from_numpy(value.copy())) for name, value in before.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = torch.from_numpy(gradients[name]) * min(1.0, settings.clip_grad / (norm + 1e-6))
+    decay = [
+        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    betas = (settings.beta1, settings.beta2)
+    torch.optim.AdamW(decay, lr=settings.learning_rate, betas=betas, eps=settings.eps).step()
+    return {name: parameter.detach().numpy() for name, parameter in parameters.items()}

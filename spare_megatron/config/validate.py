@@ -208,7 +208,7 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
             f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
             f"optimizer.learning_rate={settings.learning_rate}; lower the first or raise the second"
         )
-    if settings.warmup_steps >= steps:
+    if settings.warmup_steps > 0 and settings.warmup_steps >= steps:
         yield (
             f"optimizer.warmup_steps={settings.warmup_steps} must be below train.steps={steps}; "
             f"lower the first or raise the second"

@@ -1,0 +1,150 @@
+"""Every problem and every doubt that validation knows."""
+
+import dataclasses
+
+import pytest
+
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
+
+CPU = Machine(num_gpus=0, num_cores=64, has_corpus=True)
+GOLOMB = ("layout.num_groups=7", "spare.redundancy=3")
+
+
+def configured(*overrides: str) -> RunConfig:
+    return load_run_config(None, ["data.corpus=c", *overrides]).config
+
+
+def only_problem(*overrides: str, machine: Machine = CPU) -> str:
+    found = problems(configured(*overrides), machine)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_the_defaults_with_a_corpus_are_fine() -> None:
+    assert problems(configured(), CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["spare.redundancy=5"], "spare.redundancy=5 exceeds layout.num_groups=4"),
+        (["spare.redundancy=0"], "spare.redundancy=0 must be at least 1"),
+        (["spare.microbatches_per_shard=0"], "spare.microbatches_per_shard=0 must be at least 1"),
+        (["train.micro_batch_size=0"], "train.micro_batch_size=0 must be at least 1"),
+        (["train.steps=0"], "train.steps=0 must be at least 1"),
+        (["layout.tensor_parallel=0"], "layout.tensor_parallel=0 must be at least 1"),
+        (["faults.seed=-1"], "faults.seed=-1 must be at least 0"),
+        (["model.num_layers=3", "layout.pipeline_parallel=2"], "model.num_layers=3 is not a multiple of"),
+        (["model.num_attention_heads=3"], "model.hidden_size=64 is not a multiple of model.num_attention_heads=3"),
+        (["layout.tensor_parallel=8"], "model.num_attention_heads=4 is not a multiple of layout.tensor_parallel=8"),
+        (["model.ffn_hidden_size=9", "layout.tensor_parallel=2"], "model.ffn_hidden_size=9 is not a multiple"),
+        (["model.vocab_size=255", "layout.tensor_parallel=2"], "model.vocab_size=255 is not a multiple"),
+        (["model.hidden_dropout=1.0"], "model.hidden_dropout=1.0 lies outside [0, 1)"),
+        (["model.attention_dropout=-0.1"], "model.attention_dropout=-0.1 lies outside [0, 1)"),
+        (["optimizer.beta2=1"], "optimizer.beta2=1.0 lies outside [0, 1)"),
+        (["layout.virtual_pipeline=2"], "layout.pipeline_parallel=1"),
+        (
+            ["layout.virtual_pipeline=2", "layout.pipeline_parallel=2", "megatron.batch_p2p_comm=true"],
+            "silently wrong gradients",
+        ),
+        (["optimizer.learning_rate=0", "optimizer.min_learning_rate=0"], "optimizer.learning_rate=0.0 must be above 0"),
+        (["optimizer.eps=0"], "optimizer.eps=0.0 must be above 0"),
+        (["optimizer.clip_grad=-1"], "optimizer.clip_grad=-1.0 must be at least 0"),
+        (["optimizer.weight_decay=nan"], "optimizer.weight_decay=nan must be at least 0"),
+        (["optimizer.min_learning_rate=1"], "optimizer.min_learning_rate=1.0 exceeds optimizer.learning_rate=0.001"),
+        (["optimizer.warmup_steps=20"], "optimizer.warmup_steps=20 must be below train.steps=20"),
+        (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),
+        (["control.startup_timeout_s=-1"], "control.startup_timeout_s=-1.0 must be above 0"),
+        (["control.decision_timeout_s=240"], "must exceed reduce.timeout_s + control.group_timeout_s = 240.0"),
+        (["megatron.num_layers=3"], "megatron.num_layers follows from model.num_layers"),
+        (["megatron.calculate_per_token_loss=false"], "megatron.calculate_per_token_loss cannot be set"),
+        (["megatron.sequence_parallel=true"], "megatron.sequence_parallel=true does not work on CPUs"),
+        (["megatron.recompute_granularity=full"], "megatron.recompute_granularity=full does not work on CPUs"),
+        (["model.transformer_impl=transformer_engine"], "needs cluster.device=gpu"),
+        (["layout.context_parallel=2"], "layout.context_parallel=2 needs the attention of transformer-engine"),
+        (
+            ["faults.trace=[{phase='forward', step=20}]"],
+            "faults.trace[0].step=20 lies outside 0 to 19; train.steps is 20",
+        ),
+        (["faults.trace=[{phase='forward', group=4}]"], "faults.trace[0].group=4 lies outside 0 to 3"),
+        (["faults.trace=[{phase='forward', rank=-1}]"], "faults.trace[0].rank=-1 lies outside 0 to 0"),
+        (["faults.trace=[{phase='send'}]"], "faults.trace[0].phase=send is never reached"),
+        (["faults.trace=[{phase='patch'}]"], "faults.trace[0].phase=patch is never reached"),
+        (
+            ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]"],
+            "faults.trace[1].group=1 is the group that faults.trace[0] hits",
+        ),
+        (
+            ["layout.num_groups=1", "spare.redundancy=1", "faults.trace=[{phase='forward'}, {phase='forward'}]"],
+            "faults.trace has 2 faults for layout.num_groups=1",
+        ),
+        (["data.corpus="], "data.corpus is empty"),
+    ],
+)
+def test_a_problem_names_the_value_and_the_setting(overrides: list[str], expected: str) -> None:
+    assert expected in only_problem(*overrides)
+
+
+def test_all_problems_are_returned_at_once() -> None:
+    found = problems(configured("train.steps=0", "layout.tensor_parallel=0", "megatron.bf16=true", "data.corpus="), CPU)
+    assert len(found) == 4
+
+
+def test_a_missing_corpus_comes_with_the_command_that_writes_it() -> None:
+    text = only_problem(machine=dataclasses.replace(CPU, has_corpus=False))
+    assert "spare preprocess --input DIR --output-prefix c --tokenizer byte" in text
+
+
+def test_more_ranks_than_gpus_is_a_problem_on_gpus_only() -> None:
+    machine = Machine(num_gpus=3, num_cores=64, has_corpus=True)
+    assert "4 ranks" in only_problem("cluster.device=gpu", machine=machine)
+    assert "there are 3" in only_problem("cluster.device=auto", machine=machine)
+    assert problems(configured("cluster.device=cpu"), machine) == []
+
+
+def test_what_cpus_lack_is_allowed_on_gpus() -> None:
+    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    config = configured("megatron.sequence_parallel=true", "layout.tensor_parallel=2", "layout.context_parallel=1")
+    assert problems(config, machine) == []
+    assert problems(configured("layout.context_parallel=2"), machine) == []
+    assert "transformer-engine" in only_problem(
+        "layout.context_parallel=2", "model.transformer_impl=local", machine=machine
+    )
+
+
+def test_pieces_of_the_sequence_must_come_out_even() -> None:
+    machine = Machine(num_gpus=8, num_cores=64, has_corpus=True)
+    text = only_problem("layout.context_parallel=2", "model.seq_length=66", machine=machine)
+    assert "model.seq_length=66 is not a multiple of 2 x layout.context_parallel=4" in text
+    text = only_problem(
+        "layout.tensor_parallel=2", "model.seq_length=65", "megatron.sequence_parallel=true", machine=machine
+    )
+    assert "model.seq_length=65 is not a multiple of layout.tensor_parallel=2" in text
+
+
+def test_auto_takes_gpus_when_there_are_any() -> None:
+    assert resolve_device(configured(), CPU) == "cpu"
+    assert resolve_device(configured(), dataclasses.replace(CPU, num_gpus=1)) == "gpu"
+    assert resolve_device(configured("cluster.device=cpu"), dataclasses.replace(CPU, num_gpus=1)) == "cpu"
+
+
+def test_a_comfortable_run_raises_no_doubt() -> None:
+    assert warnings(configured(*GOLOMB), CPU) == []
+
+
+def test_more_threads_than_cores_is_doubtful() -> None:
+    (text,) = warnings(configured(*GOLOMB, "cluster.threads_per_rank=2"), dataclasses.replace(CPU, num_cores=13))
+    assert "7 ranks with cluster.threads_per_rank=2 share 13 cores" in text
+
+
+def test_redundancy_of_one_masks_nothing() -> None:
+    (text,) = warnings(configured("spare.redundancy=1"), CPU)
+    assert "masks nothing" in text
+
+
+def test_shards_that_share_hosts_are_doubtful() -> None:
+    (text,) = warnings(configured("layout.num_groups=7", "spare.redundancy=3", "spare.placement=consecutive"), CPU)
+    assert "share 2 of their spare.redundancy=3 hosts" in text
+    assert "from about layout.num_groups=7 on" in text

@@ -1,0 +1,181 @@
+"""Drawing what a trace leaves open, and carrying faults out."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import GroupId
+from spare_megatron.faults.injection import InjectedFault, Injector
+from spare_megatron.faults.trace import Fault, resolve_trace
+
+SEEDS = range(200)
+
+
+def configured(trace: str, *overrides: str) -> RunConfig:
+    base = ["layout.num_groups=7", "layout.pipeline_parallel=2", "train.steps=60", f"faults.trace={trace}"]
+    return load_run_config(None, [*base, *overrides]).config
+
+
+def traces(trace: str, *overrides: str) -> list[tuple[Fault, ...]]:
+    """The trace for many seeds."""
+    return [resolve_trace(configured(trace, *overrides, f"faults.seed={seed}")) for seed in SEEDS]
+
+
+def test_no_faults_configured_means_none() -> None:
+    assert resolve_trace(RunConfig()) == ()
+
+
+def test_the_same_configuration_gives_the_same_trace() -> None:
+    config = configured("[{phase='backward'}, {phase='in_reduce'}]")
+    assert resolve_trace(config) == resolve_trace(config)
+
+
+def test_another_seed_gives_another_trace() -> None:
+    assert len(set(traces("[{phase='backward'}, {phase='in_reduce'}]"))) > 100
+
+
+def test_what_is_stated_stays() -> None:
+    text = "[{phase='forward', step=5, group=2, rank=1, kind='raise'}]"
+    for (fault,) in traces(text):
+        assert (fault.step, fault.group, fault.rank, fault.phase, fault.kind) == (5, 2, 1, Phase.FORWARD, "raise")
+
+
+def test_stating_one_field_leaves_the_others_as_drawn() -> None:
+    (drawn,) = resolve_trace(configured("[{phase='forward'}]"))
+    (stated,) = resolve_trace(configured("[{phase='forward', step=5}]"))
+    assert (stated.group, stated.rank, stated.ordinal) == (drawn.group, drawn.rank, drawn.ordinal)
+
+
+def test_drawn_values_cover_their_range_and_stay_in_it() -> None:
+    faults = [fault for (fault,) in traces("[{phase='backward'}]")]
+    assert {fault.group for fault in faults} == set(range(7))
+    assert {fault.rank for fault in faults} == {0, 1}
+    assert {fault.ordinal for fault in faults} == {1, 2, 3, 4}
+    steps = {fault.step for fault in faults}
+    assert min(steps) < 6
+    assert 54 <= max(steps) < 60
+
+
+def test_phases_outside_microbatches_are_hit_the_first_time() -> None:
+    assert {fault.ordinal for (fault,) in traces("[{phase='in_reduce'}]")} == {1}
+
+
+def test_steps_come_in_the_order_given() -> None:
+    for faults in traces("[{phase='forward'}, {phase='in_reduce'}, {phase='after_vote'}]", "spare.redundancy=4"):
+        steps = [fault.step for fault in faults]
+        assert steps == sorted(set(steps))
+        assert steps[0] < 20
+
+
+def test_open_steps_fall_between_the_stated_ones() -> None:
+    for faults in traces("[{phase='forward', step=10}, {phase='forward'}, {phase='forward', step=14}]"):
+        assert 10 < faults[1].step < 14
+
+
+def test_open_steps_without_room_still_fall_into_the_run() -> None:
+    for faults in traces("[{phase='forward', step=59}, {phase='forward'}]"):
+        assert [fault.step for fault in faults] == [59, 59]
+
+
+@pytest.mark.parametrize("phase", ["patch", "rebuild"])
+def test_a_fault_that_needs_a_loss_shares_the_step_of_the_loss(phase: str) -> None:
+    for first, second in traces(f"[{{phase='forward'}}, {{phase='{phase}'}}]"):
+        assert first.step == second.step
+        assert first.group != second.group
+
+
+def test_groups_are_distinct_and_leave_every_shard_a_host() -> None:
+    placement = make_placement("golomb", 7, 3)
+    text = "[{phase='forward'}, {phase='forward', group=3}, {phase='forward'}, {phase='forward'}]"
+    for faults in traces(text):
+        lost = {fault.group for fault in faults}
+        assert len(lost) == 4
+        assert placement.uncovered(frozenset(map(GroupId, range(7))) - lost) == ()
+
+
+def test_a_drawn_wipe_out_is_refused() -> None:
+    config = configured("[{phase='forward'}]", "spare.redundancy=1")
+    with pytest.raises(ValueError, match=r"faults\.trace\[0\] leaves its group open.*wipes out a shard"):
+        resolve_trace(config)
+
+
+def test_a_stated_wipe_out_is_allowed() -> None:
+    (fault,) = resolve_trace(configured("[{phase='forward', group=2}]", "spare.redundancy=1"))
+    assert fault.group == 2
+
+
+# --------------------------------------------------------------------------------------------------- injection
+
+
+def make_fault(phase: Phase = Phase.BACKWARD, *, step: int = 3, kind: str = "raise", ordinal: int = 1) -> Fault:
+    assert kind in ("kill", "raise")
+    return Fault(
+        step=step, group=GroupId(0), rank=0, phase=phase, kind="kill" if kind == "kill" else "raise", ordinal=ordinal
+    )
+
+
+def run_steps(probe: Injector, num_steps: int) -> list[tuple[int, Phase, int]]:
+    """Probes each phase three times in each step and lists the moments at which a fault was raised."""
+    hits = []
+    for step in range(num_steps):
+        probe.step = step
+        for phase in Phase:
+            for ordinal in (1, 2, 3):
+                try:
+                    probe(phase)
+                except InjectedFault:
+                    hits.append((step, phase, ordinal))
+    return hits
+
+
+def test_a_fault_is_carried_out_once_at_its_moment() -> None:
+    reported: list[Fault] = []
+    faults = [make_fault(ordinal=2), make_fault(Phase.IN_REDUCE, step=5)]
+    probe = Injector(faults, reported.append)
+    assert probe.phases == {Phase.BACKWARD, Phase.IN_REDUCE}
+    assert run_steps(probe, 8) == [(3, Phase.BACKWARD, 2), (5, Phase.IN_REDUCE, 1)]
+    assert reported == faults
+
+
+def test_going_through_the_step_again_does_not_hit_again() -> None:
+    probe = Injector([make_fault()], lambda fault: None)
+    assert len(run_steps(probe, 5)) == 1
+    assert run_steps(probe, 5) == []
+
+
+def test_the_count_goes_on_when_the_same_step_is_set_again() -> None:
+    probe = Injector([make_fault(ordinal=2)], lambda fault: None)
+    probe.step = 3
+    probe(Phase.BACKWARD)
+    probe.step = 3
+    with pytest.raises(InjectedFault, match="backward of step 3"):
+        probe(Phase.BACKWARD)
+
+
+def test_a_rank_without_faults_has_nothing_to_probe() -> None:
+    probe = Injector([], lambda fault: None)
+    assert probe.phases == frozenset()
+    assert run_steps(probe, 3) == []
+
+
+def test_a_kill_is_reported_before_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    story: list[object] = []
+
+    def kill(pid: int, number: int) -> None:
+        story.append((pid, number))
+        raise SystemExit  # nothing runs after the signal
+
+    monkeypatch.setattr(os, "kill", kill)
+    report: Callable[[Fault], None] = story.append
+    fault = make_fault(kind="kill")
+    probe = Injector([fault], report)
+    probe.step = 3
+    with pytest.raises(SystemExit):
+        probe(Phase.BACKWARD)
+    assert story == [fault, (os.getpid(), signal.SIGKILL)]

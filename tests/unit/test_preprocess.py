@@ -1,0 +1,126 @@
+"""`spare preprocess`, called as users call it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from spare_megatron.cli import preprocess
+from spare_megatron.cli.main import app
+
+
+def spare(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["preprocess", *map(str, arguments)])
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    (folder / "sub" / "vendored").mkdir(parents=True)
+    (folder / "b.py").write_bytes(b"bb")
+    (folder / "sub" / "a.rst").write_bytes("a\u00e9".encode())
+    (folder / "sub" / "vendored" / "c.py").write_bytes(b"c")
+    (folder / "sub" / "d.bin").write_bytes(b"a\0b")
+    (folder / "sub" / "e.bin").write_bytes(b"\xff\xfe")
+    (folder / "sub" / "f.bin").write_bytes(b"")
+    return folder
+
+
+def documents_of(prefix: Path) -> list[bytes]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    return [bytes(tokens.tolist()) for tokens in IndexedDataset(str(prefix))]
+
+
+def test_each_text_file_becomes_a_document_of_its_bytes(texts: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "out" / "corpus"
+    done = spare("--input", texts, "--output-prefix", prefix, "--tokenizer", "byte", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == {"documents": 3, "tokens": 9, "bytes": 6, "skipped_files": 3}
+    assert documents_of(prefix) == [b"bb\0", b"a\xc3\xa9\0", b"c\0"]
+
+
+def test_suffixes_and_excluded_folders_choose_the_files(texts: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    choice = ["--suffix", ".py", "--suffix", ".bin", "--exclude", "vendored"]
+    done = spare("--input", texts, "--output-prefix", prefix, *choice)
+    assert done.exit_code == 0, done.output
+    assert "1 documents, 3 tokens, 2 bytes" in done.stdout
+    assert "skipped 3 files: 1 empty, 1 not UTF-8, 1 with byte 0, 0 unreadable" in done.stdout
+
+
+def test_a_file_named_twice_is_read_once(texts: Path) -> None:
+    assert preprocess.find_files([texts / "b.py", texts / "b.py", texts], suffixes=[".py"]) == [
+        texts / "b.py",
+        texts / "sub" / "vendored" / "c.py",
+    ]
+
+
+def test_progress_comes_in_lines_where_there_is_no_terminal(texts: Path, tmp_path: Path) -> None:
+    done = spare("--input", texts, "--output-prefix", tmp_path / "corpus")
+    assert "read 6 of 6 files" in done.stderr
+
+
+def test_an_existing_dataset_is_kept_unless_overwrite_is_given(texts: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    assert spare("--input", texts / "b.py", "--output-prefix", prefix).exit_code == 0
+    before = Path(f"{prefix}.bin").read_bytes()
+    refused = spare("--input", texts, "--output-prefix", prefix)
+    assert refused.exit_code == 2
+    assert "corpus.bin exists; choose another --output-prefix or give --overwrite" in refused.stderr
+    assert Path(f"{prefix}.bin").read_bytes() == before
+    assert spare("--input", texts, "--output-prefix", prefix, "--overwrite").exit_code == 0
+    assert Path(f"{prefix}.bin").read_bytes() != before
+
+
+def test_an_input_without_text_is_refused_and_leaves_nothing(texts: Path, tmp_path: Path) -> None:
+    done = spare("--input", texts, "--output-prefix", tmp_path / "corpus", "--suffix", ".bin")
+    assert done.exit_code == 2
+    assert "no document" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--suffix", ".md"], "holds no files with suffix .md"),
+        (["--tokenizer", "bpe"], "--tokenizer bpe is unknown; the only one is byte"),
+        (["--input", "nowhere"], "--input nowhere is neither a file nor a folder"),
+    ],
+)
+def test_what_cannot_be_done_is_explained(texts: Path, tmp_path: Path, arguments: list[str], expected: str) -> None:
+    done = spare("--input", texts, "--output-prefix", tmp_path / "corpus", *arguments)
+    assert done.exit_code == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_a_folder_that_cannot_be_made_is_explained(texts: Path) -> None:
+    done = spare("--input", texts, "--output-prefix", texts / "b.py" / "corpus")
+    assert done.exit_code == 2
+    assert "cannot be made" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_explained(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write everywhere, so the answer of the system is put in its mouth.
+    monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
+    done = spare("--input", texts, "--output-prefix", tmp_path / "corpus")
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr
+
+
+def test_the_version_can_be_asked_for() -> None:
+    from spare_megatron import __version__
+
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"spare_megatron {__version__}\n")
+
+
+def test_no_arguments_show_the_help() -> None:
+    done = CliRunner().invoke(app, [])
+    assert "Usage" in done.output
+    assert "preprocess" in done.output

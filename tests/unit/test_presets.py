@@ -1,0 +1,39 @@
+"""Every preset that comes with the package can be used as it is."""
+
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.validate import Machine, problems
+from spare_megatron.faults.trace import resolve_trace
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PRESETS = sorted(CONFIGS.rglob("*.toml"))
+RUNS = sorted(CONFIGS.glob("run/*.toml"))
+
+
+def test_presets_lie_in_the_three_folders() -> None:
+    assert PRESETS
+    assert {path.parent.name for path in PRESETS} == {"model", "cluster", "run"}
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_preset_loads(preset: Path) -> None:
+    assert load_run_config(preset).provenance
+
+
+@pytest.mark.parametrize("preset", RUNS, ids=lambda path: path.name)
+def test_run_preset_is_valid_and_its_faults_can_be_drawn(preset: Path) -> None:
+    config = load_run_config(preset).config
+    has_everything = Machine(num_gpus=config.parallel.num_ranks, num_cores=config.parallel.num_ranks, has_corpus=True)
+    assert problems(config, has_everything) == []
+    assert len(resolve_trace(config)) == len(config.faults.trace)
+
+
+def test_the_demo_kills_two_groups_in_different_phases_of_different_steps() -> None:
+    first, second = resolve_trace(load_run_config(CONFIGS / "run/demo_cpu.toml").config)
+    assert (first.phase, second.phase) == ("backward", "in_reduce")
+    assert (first.kind, second.kind) == ("kill", "kill")
+    assert first.group != second.group
+    assert first.step < second.step

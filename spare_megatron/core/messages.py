@@ -38,11 +38,20 @@ class Retry:
     attempt: int
 
 
-Entry = Commit | Fence | Retry
-_ENTRY_KINDS: dict[str, type[Commit] | type[Fence] | type[Retry]] = {
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """The run cannot go on correctly: every group stops before it changes anything."""
+
+    step: int
+    reason: str
+
+
+Entry = Commit | Fence | Retry | Halt
+_ENTRY_KINDS: dict[str, type[Commit] | type[Fence] | type[Retry] | type[Halt]] = {
     "commit": Commit,
     "fence": Fence,
     "retry": Retry,
+    "halt": Halt,
 }
 
 
@@ -134,6 +143,22 @@ class ComputePatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BuildCommunicator:
+    """Let go of the cross-group communicator and begin to build this one; the next attempt uses it.
+
+    Attributes:
+        key: Index of the log entry that made the one before useless, so that no name is ever used twice;
+            -1 for the first.
+        epoch: Number of the set of groups.
+        members: The groups it connects, ascending.
+    """
+
+    key: int
+    epoch: int
+    members: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptReduce:
     """Reduce over these groups, out of place, and vote on it."""
 
@@ -142,13 +167,6 @@ class AttemptReduce:
     epoch: int
     members: tuple[GroupId, ...]
     plan_digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbandonReduce:
-    """The communicator of this attempt is of no use any more: let go of it."""
-
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,15 +214,24 @@ class StopWipeOut:
     shards: tuple[ShardId, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopHalted:
+    """The groups cannot agree: stop and say why."""
+
+    step: int
+    reason: str
+
+
 Action = (
     ComputeStep
     | ComputePatch
     | AttemptReduce
-    | AbandonReduce
+    | BuildCommunicator
     | ReadVotes
     | AppendEntry
     | ReadEntry
     | UpdateModel
     | FinishRun
     | StopWipeOut
+    | StopHalted
 )

@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from spare_megatron.core.topology import GroupId, ShardId
@@ -15,43 +17,61 @@ class Microbatch(NamedTuple):
     index: int
 
 
+class Work:
+    """What each group computes: its microbatches in order of computation. Immutable.
+
+    A step without a loss repeats the work of the step before, so what is derived from it is derived once.
+
+    Args:
+        by_group: Group -> its microbatches. Groups may be absent; they compute nothing.
+    """
+
+    def __init__(self, by_group: Mapping[GroupId, Sequence[Microbatch]]) -> None:
+        self.by_group: Mapping[GroupId, tuple[Microbatch, ...]] = MappingProxyType(
+            {group: tuple(by_group[group]) for group in sorted(by_group)}
+        )
+
+    def of(self, group: GroupId) -> tuple[Microbatch, ...]:
+        """The microbatches of one group; empty when it is absent."""
+        return self.by_group.get(group, ())
+
+    @cached_property
+    def makespan(self) -> int:
+        """The largest load: microbatches of the group that computes most."""
+        return max((len(items) for items in self.by_group.values()), default=0)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        return sum(len(items) for items in self.by_group.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 in hex, equal on two ranks exactly when their work is."""
+        text = ";".join(
+            f"{group}:" + ",".join(f"{item.shard}.{item.index}" for item in items)
+            for group, items in self.by_group.items()
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The ordered microbatches each group computes and owns in one step, or in one patch of it.
+    """The work of one step, or of one patch of it.
 
     Attributes:
-        step: The step the plan belongs to, from 0.
+        step: The step, from 0.
         epoch: Number of the agreed set of surviving groups the plan was made for.
-        work: For each surviving group, in ascending order of ids, its microbatches in order of computation.
+        work: Who computes what.
+        digest: Equal on two ranks exactly when step, epoch, work, and what was planned for the step before are.
     """
 
     step: int
     epoch: int
-    work: tuple[tuple[GroupId, tuple[Microbatch, ...]], ...]
-
-    def of(self, group: GroupId) -> tuple[Microbatch, ...]:
-        """The microbatches of one group; empty when the plan does not name it."""
-        return dict(self.work).get(group, ())
-
-    @property
-    def makespan(self) -> int:
-        """The largest load: microbatches of the group that computes most."""
-        return max((len(items) for _, items in self.work), default=0)
-
-    @property
-    def num_microbatches(self) -> int:
-        return sum(len(items) for _, items in self.work)
-
-    @property
-    def digest(self) -> str:
-        """Sixteen hex digits that are equal on two ranks exactly when their plans are."""
-        text = f"{self.step}|{self.epoch}|" + ";".join(
-            f"{group}:" + ",".join(f"{item.shard}.{item.index}" for item in items) for group, items in self.work
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    work: Work
+    digest: str
 
 
-def make_plan(step: int, epoch: int, work: Mapping[GroupId, Sequence[Microbatch]]) -> StepPlan:
-    """A plan from a mapping, with groups in ascending order and each group's order kept."""
-    ordered = tuple((group, tuple(work[group])) for group in sorted(work))
-    return StepPlan(step=step, epoch=epoch, work=ordered)
+def make_plan(step: int, epoch: int, work: Work, *, after: str = "") -> StepPlan:
+    """A plan with its digest, which continues the digest of the plan it patches."""
+    digest = hashlib.sha256(f"{after}|{step}|{epoch}|{work.digest}".encode()).hexdigest()[:16]
+    return StepPlan(step=step, epoch=epoch, work=work, digest=digest)

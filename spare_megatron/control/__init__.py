@@ -1,0 +1,1 @@
+"""The control store: the one place where groups agree."""

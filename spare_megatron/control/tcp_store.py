@@ -1,0 +1,105 @@
+"""The embedded control store: torch's TCPStore, its server in a process of its own.
+
+It has no authentication and listens on the loopback address only. torch is imported inside the functions, so
+that this package loads without it.
+"""
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from spare_megatron.control.store import StoreLost, StoreTimeout
+
+LOOPBACK = "127.0.0.1"
+_CONNECT_TIMEOUT_S = 60.0
+
+
+def serve(parent: Connection) -> None:
+    """Serves a store until the other end of `parent` is closed; sends the port first.
+
+    A bare TCPStore server binds every interface, so it is handed a socket that is bound to the loopback address.
+    """
+    import torch.distributed as dist
+
+    listener = socket.socket()
+    listener.bind((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    parent.send(store.port)
+    with contextlib.suppress(EOFError):
+        parent.recv()
+
+
+class TcpControlStore:
+    """A client connection to the embedded store; a `ControlStore`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        import torch.distributed as dist
+
+        self._address = (host, port)
+        with _lost_when_unreachable():
+            self._client = dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S)
+            )
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        with _lost_when_unreachable():
+            return bytes(self._client.compare_set(key, "", value)).decode()
+
+    def put(self, key: str, value: str) -> None:
+        with _lost_when_unreachable():
+            self._client.set(key, value)
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        with _lost_when_unreachable():
+            # multi_get would wait for a key that is not there.
+            if self._client.check(list(keys)):
+                return [bytes(value).decode() for value in self._client.multi_get(list(keys))]
+            return [bytes(self._client.get(key)).decode() if self._client.check([key]) else None for key in keys]
+
+    def exists(self, key: str) -> bool:
+        with _lost_when_unreachable():
+            return bool(self._client.check([key]))
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        import torch.distributed as dist
+
+        with _lost_when_unreachable():
+            try:
+                self._client.wait([key], timedelta(seconds=timeout_s))
+            except dist.DistStoreError as error:
+                raise StoreTimeout(f"{key} was not written within {timeout_s:g} s") from error
+            return bytes(self._client.get(key)).decode()
+
+    def count_up(self, key: str) -> int:
+        with _lost_when_unreachable():
+            return int(self._client.add(key, 1))
+
+    def delete(self, key: str) -> None:
+        with _lost_when_unreachable():
+            self._client.delete_key(key)
+
+    def rendezvous(self, prefix: str) -> Any:
+        import torch.distributed as dist
+
+        with _lost_when_unreachable():
+            return dist.PrefixStore(prefix, self._client.clone())
+
+    def close(self) -> None:
+        """The connection ends with the object."""
+        del self._client
+
+
+@contextlib.contextmanager
+def _lost_when_unreachable() -> Iterator[None]:
+    import torch.distributed as dist
+
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise StoreLost(f"the control store does not answer: {error}") from error

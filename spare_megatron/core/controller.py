@@ -1,0 +1,223 @@
+"""The function that folds the decision log: membership, plans, patch plans and what to do next.
+
+A driver feeds events and executes the returned actions in order, those of a later event before the rest of
+an earlier one. All groups run the same controller over the same log and so come to the same actions:
+
+    RunStarted      -> BuildCommunicator, ComputeStep, AttemptReduce, ReadEntry
+    entry Commit    -> UpdateModel, then the next step (ComputeStep, AttemptReduce, ReadEntry) or FinishRun
+    entry Fence     -> BuildCommunicator, ReadVotes, ReadEntry  the loss may or may not have cost us the sum
+    entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce again
+    VotesRead       -> AppendEntry(Commit or Retry) once every survivor has voted
+
+A fence alone decides nothing about the step. Every survivor votes exactly once on each attempt, and only when
+all of them have voted is the attempt decided, by the next entry: Commit if each holds the complete sum (what a
+group contributed before it was lost stays counted), Retry otherwise. So a loss at any moment, also in the
+middle of a recovery, is just one more entry.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spare_megatron.core.messages import (
+    Action,
+    AppendEntry,
+    AttemptReduce,
+    BuildCommunicator,
+    Commit,
+    ComputePatch,
+    ComputeStep,
+    Entry,
+    EntryRead,
+    Event,
+    Fence,
+    FinishRun,
+    Halt,
+    ReadEntry,
+    ReadVotes,
+    Retry,
+    RunStarted,
+    StopHalted,
+    StopWipeOut,
+    UpdateModel,
+    Vote,
+    VotesRead,
+)
+from spare_megatron.core.order import Granularity, Order, initial_order
+from spare_megatron.core.placement import Placement, WipeOut
+from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
+from spare_megatron.core.topology import GroupId
+
+MAX_RETRIES_WITHOUT_LOSS = 5
+"""Attempts of one step that may fail in a row without any group being lost, before the run halts.
+
+A broken connection between two living groups is worth another attempt; one that breaks every time is not.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSetup:
+    """What is fixed for a run."""
+
+    placement: Placement
+    microbatches_per_shard: int
+    num_steps: int
+    granularity: Granularity = "microbatch"
+
+
+class Controller:
+    """Folds the log of one run. Every rank has one, and all are equal after the same entries."""
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        self._setup = setup
+        self.members: tuple[GroupId, ...] = tuple(GroupId(g) for g in range(setup.placement.num_groups))
+        self.epoch = 0
+        self.head = 0
+        self.step = 0
+        self.attempt = 0
+        self._order: Order = initial_order(setup.placement, setup.microbatches_per_shard, setup.granularity)
+        self._ordered_for = self.members
+        self._assigned: dict[GroupId, tuple[Microbatch, ...]] = {}
+        self._orphans: list[Microbatch] = []
+        self._plan_digest = ""
+        self._retries_without_loss = 0
+        self._is_communicator_unused = False
+
+    def handle(self, event: Event) -> tuple[Action, ...]:
+        """The actions that follow from an event.
+
+        Raises:
+            ValueError: An entry is not the one at the head, or does not fit the state: the log is damaged.
+        """
+        match event:
+            case RunStarted():
+                return (self._build_communicator(), *self._begin_step())
+            case EntryRead(index=index, entry=entry):
+                if index != self.head:
+                    raise ValueError(f"log entry {index} read, but the next one to fold is {self.head}")
+                self.head += 1
+                return self._fold(entry)
+            case VotesRead(attempt=attempt, votes=votes):
+                return self._decide(attempt, votes)
+
+    # ------------------------------------------------------------------------------------------- folding the log
+
+    def _fold(self, entry: Entry) -> tuple[Action, ...]:
+        match entry:
+            case Fence(group=group):
+                return self._lose(group)
+            case Commit(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._commit()
+            case Retry(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return self._retry()
+            case Halt(step=step, reason=reason):
+                return (StopHalted(step=step, reason=reason),)
+
+    def _expect(self, entry: Entry, step: int, attempt: int) -> None:
+        if (step, attempt) != (self.step, self.attempt):
+            raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
+
+    def _lose(self, group: GroupId) -> tuple[Action, ...]:
+        if group not in self.members:  # two who saw the same loss both wrote it
+            return (ReadEntry(index=self.head),)
+        self.members = tuple(member for member in self.members if member != group)
+        self.epoch += 1
+        self._retries_without_loss = 0
+        self._orphans += self._assigned.pop(group, ())
+        return (
+            self._build_communicator(),
+            ReadVotes(attempt=self.attempt),
+            ReadEntry(index=self.head),
+        )
+
+    def _commit(self) -> tuple[Action, ...]:
+        update = UpdateModel(step=self.step, attempt=self.attempt)
+        self.step += 1
+        self.attempt += 1
+        self._retries_without_loss = 0
+        if self.step == self._setup.num_steps:
+            return (update, FinishRun(step=self.step))
+        return (update, *self._begin_step())
+
+    def _retry(self) -> tuple[Action, ...]:
+        self.attempt += 1
+        # A loss during the attempt has brought a new communicator already. Without one, the attempt's own is broken.
+        build = () if self._is_communicator_unused else (self._build_communicator(),)
+        self._retries_without_loss += len(build)
+        if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
+            reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
+            return (StopHalted(step=self.step, reason=reason),)
+        try:
+            patch = self._plan_patch()
+        except WipeOut as wipe_out:
+            return (StopWipeOut(step=self.step, shards=wipe_out.shards),)
+        compute = (ComputePatch(plan=patch),) if patch.work.num_microbatches else ()
+        return (*build, *compute, self._attempt_reduce(), ReadEntry(index=self.head))
+
+    # ------------------------------------------------------------------------------------------------- deciding
+
+    def _decide(self, attempt: int, votes: Mapping[GroupId, Vote]) -> tuple[Action, ...]:
+        if attempt != self.attempt or any(member not in votes for member in self.members):
+            return ()
+        counted = [votes[member] for member in self.members]
+        entry: Entry
+        if len({vote.plan_digest for vote in counted}) > 1:
+            entry = Halt(step=self.step, reason=f"groups have different plans: {_by_value(votes, 'plan_digest')}")
+        elif len({vote.params_digest for vote in counted}) > 1:
+            entry = Halt(step=self.step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}")
+        elif all(vote.is_complete for vote in counted):
+            entry = Commit(step=self.step, attempt=attempt)
+        else:
+            entry = Retry(step=self.step, attempt=attempt)
+        return (AppendEntry(index=self.head, entry=entry),)
+
+    # ------------------------------------------------------------------------------------------------- planning
+
+    def _begin_step(self) -> tuple[Action, ...]:
+        try:
+            plan = self._plan_step()
+        except WipeOut as wipe_out:
+            return (StopWipeOut(step=self.step, shards=wipe_out.shards),)
+        return (ComputeStep(plan=plan), self._attempt_reduce(), ReadEntry(index=self.head))
+
+    def _plan_step(self) -> StepPlan:
+        if self._ordered_for != self.members:
+            self._order = self._order.without_lost(frozenset(self.members))
+            self._ordered_for = self.members
+        self._orphans = []
+        self._assigned = dict(self._order.work.by_group)
+        return self._planned(make_plan(self.step, self.epoch, self._order.work))
+
+    def _plan_patch(self) -> StepPlan:
+        patch = self._order.patch(frozenset(self.members), self._orphans)
+        self._orphans = []
+        for group, items in patch.by_group.items():
+            self._assigned[group] = self._assigned.get(group, ()) + items
+        return self._planned(make_plan(self.step, self.epoch, patch, after=self._plan_digest))
+
+    def _planned(self, plan: StepPlan) -> StepPlan:
+        self._plan_digest = plan.digest
+        return plan
+
+    def _build_communicator(self) -> BuildCommunicator:
+        self._is_communicator_unused = True
+        return BuildCommunicator(key=self.head - 1, epoch=self.epoch, members=self.members)
+
+    def _attempt_reduce(self) -> AttemptReduce:
+        self._is_communicator_unused = False
+        return AttemptReduce(
+            step=self.step,
+            attempt=self.attempt,
+            epoch=self.epoch,
+            members=self.members,
+            plan_digest=self._plan_digest,
+        )
+
+
+def _by_value(votes: Mapping[GroupId, Vote], field: str) -> str:
+    """`value: groups` for every value that the votes hold, for a message."""
+    groups: dict[str, list[int]] = {}
+    for group in sorted(votes):
+        groups.setdefault(str(getattr(votes[group], field)) or "none", []).append(group)
+    return "; ".join(f"{value}: groups {ids}" for value, ids in sorted(groups.items()))

@@ -1,0 +1,200 @@
+"""The facts a run writes down, one JSON object a line.
+
+Times are wall-clock seconds since the epoch (`_at_s`) or durations (`_s`). Every line also carries `at_s`, when
+it was written, and `source`, who wrote it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The terms of the run, written by the supervisor before any rank starts."""
+
+    name: str
+    num_groups: int
+    ranks_per_group: int
+    redundancy: int
+    microbatches_per_shard: int
+    num_steps: int
+    placement: str
+    granularity: str
+    reduce_mode: str
+    faults: list[dict[str, Any]]
+    """The faults to be injected: step, group, rank, phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionRecord:
+    """What a group brings into one attempt to reduce a step, written before the attempt."""
+
+    group: int
+    step: int
+    attempt: int
+    epoch: int
+    members: list[int]
+    microbatches: dict[str, list[int]]
+    """Shard -> indices of all microbatches this group has computed in this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VoteRecord:
+    """A group's only vote on an attempt."""
+
+    group: int
+    step: int
+    attempt: int
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryRecord:
+    """An entry of the decision log as a group folded it."""
+
+    group: int
+    index: int
+    entry: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRecord:
+    """A committed step, applied to the group's parameters."""
+
+    group: int
+    step: int
+    attempt: int
+    num_microbatches: int
+    """Microbatches in the sum, as counted inside the reduction."""
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    makespan: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamsRecord:
+    """Digest of all parameters of a group after `step` committed steps."""
+
+    group: int
+    step: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryRecord:
+    """How one surviving group spent the time from a loss to the commit of the step it hit."""
+
+    group: int
+    step: int
+    lost: list[int]
+    computed_at_s: float
+    """End of the group's own compute."""
+    noticed_at_s: float
+    """The first loss of this recovery folded."""
+    agree_s: float
+    """From noticing to the decision whether the sum is complete, over all losses of the recovery."""
+    patch_s: float
+    rebuild_s: float
+    """Waiting for the new communicator. It is built while the patch is computed."""
+    reduce_s: float
+    """From the new communicator to the commit."""
+    num_patched: int
+    """Microbatches of the lost groups that this group computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRecord:
+    """An injected fault, written by its victim right before it strikes."""
+
+    group: int
+    rank: int
+    step: int
+    phase: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRecord:
+    """A group found lost by the supervisor."""
+
+    group: int
+    rank: int
+    cause: str
+    entry_index: int
+    """Index of the log entry that fences the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecord:
+    """The end of the run, written by the supervisor when no rank is left."""
+
+    outcome: Outcome
+    reason: str
+
+
+Record = (
+    RunRecord
+    | ContributionRecord
+    | VoteRecord
+    | EntryRecord
+    | UpdateRecord
+    | ParamsRecord
+    | RecoveryRecord
+    | FaultRecord
+    | LossRecord
+    | EndRecord
+)
+
+_KINDS: dict[str, type[Record]] = {
+    "run": RunRecord,
+    "contribution": ContributionRecord,
+    "vote": VoteRecord,
+    "entry": EntryRecord,
+    "update": UpdateRecord,
+    "params": ParamsRecord,
+    "recovery": RecoveryRecord,
+    "fault": FaultRecord,
+    "loss": LossRecord,
+    "end": EndRecord,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A record with its writer and time."""
+
+    source: str
+    at_s: float
+    record: Record
+
+
+def encode_line(line: Line) -> str:
+    """The line as JSON, without a line end."""
+    head: Mapping[str, Any] = {"record": _NAMES[type(line.record)], "source": line.source, "at_s": round(line.at_s, 6)}
+    return json.dumps({**head, **asdict(line.record)}, separators=(",", ":"))
+
+
+def decode_line(text: str) -> Line:
+    """The line that `encode_line` wrote.
+
+    Raises:
+        ValueError: The text is no record of a kind that this version knows.
+    """
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError(f"not a record: {text[:80]}")
+    kind = _KINDS.get(str(fields.pop("record", None)))
+    if kind is None:
+        raise ValueError(f"record of unknown kind: {text[:80]}")
+    try:
+        source, at_s = fields.pop("source"), fields.pop("at_s")
+        return Line(source=source, at_s=at_s, record=kind(**fields))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"damaged record: {error}: {text[:80]}") from error

@@ -1,0 +1,125 @@
+"""A run in figures, from its journal alone."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from spare_megatron.journal.check import Verdict, check_journal
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import (
+    EndRecord,
+    EntryRecord,
+    FaultRecord,
+    LossRecord,
+    ParamsRecord,
+    RecoveryRecord,
+    UpdateRecord,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One recovery, along the survivor that finished its own compute last.
+
+    That survivor waits least for others, so what it spends is what the loss costs the step.
+
+    Attributes:
+        step: The step that was hit.
+        lost: The groups lost, in one or several losses before the step was committed.
+        detect_s: From the loss, or from the end of the survivor's own compute if that was later, to folding the fence.
+        agree_s: To the decision whether the sum was complete.
+        patch_s: Computing the lost groups' microbatches.
+        rebuild_s: Waiting for the new communicator, which is built while the patch is computed.
+        reduce_s: From the new communicator to the commit.
+        total_s: Sum of these.
+        num_patched: Microbatches of the lost groups computed again, over all survivors.
+        phase: Moment of the injected fault; None if the loss was not injected.
+    """
+
+    step: int
+    lost: tuple[int, ...]
+    detect_s: float
+    agree_s: float
+    patch_s: float
+    rebuild_s: float
+    reduce_s: float
+    total_s: float
+    num_patched: int
+    phase: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What `summary.json` holds."""
+
+    verdict: str
+    reasons: tuple[str, ...]
+    outcome: str
+    steps_committed: int
+    steps_lost: int
+    """Steps that were committed and had to be committed again: 0 as long as no checkpoint is loaded."""
+    groups_lost: int
+    microbatches_recomputed: int
+    final_loss: float | None
+    params_sha256: str | None
+    recoveries: tuple[Recovery, ...]
+
+
+def summarize(journal: Journal) -> Summary:
+    """The figures of a run that has ended."""
+    verdict: Verdict = check_journal(journal)
+    updates, params, ends = journal.of(UpdateRecord), journal.of(ParamsRecord), journal.of(EndRecord)
+    recoveries = find_recoveries(journal)
+    entries = {record.index: record.entry for record in journal.of(EntryRecord)}
+    fenced = {entry["group"] for entry in entries.values() if entry["entry"] == "fence"}
+    num_commits = sum(entry["entry"] == "commit" for entry in entries.values())
+    last = max(updates, key=lambda record: record.step, default=None)
+    last_params = max(params, key=lambda record: record.step, default=None)
+    return Summary(
+        verdict=verdict.verdict,
+        reasons=verdict.reasons,
+        outcome=ends[0].outcome if ends else "unknown",
+        steps_committed=verdict.steps_committed,
+        steps_lost=num_commits - verdict.steps_committed,
+        groups_lost=len(fenced),
+        microbatches_recomputed=sum(recovery.num_patched for recovery in recoveries),
+        final_loss=None if last is None else last.loss,
+        params_sha256=None if last_params is None else last_params.sha256,
+        recoveries=recoveries,
+    )
+
+
+def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
+    """The recoveries of a run in the order of their steps."""
+    by_step: dict[int, list[RecoveryRecord]] = defaultdict(list)
+    for record in journal.of(RecoveryRecord):
+        by_step[record.step].append(record)
+    return tuple(_recovery(journal, by_step[step]) for step in sorted(by_step))
+
+
+def _recovery(journal: Journal, records: list[RecoveryRecord]) -> Recovery:
+    last = max(records, key=lambda record: record.computed_at_s)
+    lost = tuple(sorted({group for record in records for group in record.lost}))
+    struck = [(line.at_s, line.record) for line in journal.lines if _is_loss(line.record, last.step, lost)]
+    faults = [record for _, record in struck if isinstance(record, FaultRecord)]
+    lost_at_s = min((at_s for at_s, _ in struck), default=last.computed_at_s)
+    detect_s = max(0.0, last.noticed_at_s - max(last.computed_at_s, lost_at_s))
+    return Recovery(
+        step=last.step,
+        lost=lost,
+        detect_s=detect_s,
+        agree_s=last.agree_s,
+        patch_s=last.patch_s,
+        rebuild_s=last.rebuild_s,
+        reduce_s=last.reduce_s,
+        total_s=detect_s + last.agree_s + last.patch_s + last.rebuild_s + last.reduce_s,
+        num_patched=sum(record.num_patched for record in records),
+        phase=faults[0].phase if faults else None,
+    )
+
+
+def _is_loss(record: Any, step: int, lost: tuple[int, ...]) -> bool:
+    """Whether the record tells when one of these groups was hit: by an injected fault, or as the supervisor saw it."""
+    if isinstance(record, FaultRecord):
+        return record.group in lost and record.step == step
+    return isinstance(record, LossRecord) and record.group in lost

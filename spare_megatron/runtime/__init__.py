@@ -1,0 +1,1 @@
+"""Processes: supervisor, ranks, communicators, and the training loop that carries out what `core` decides."""

@@ -1,0 +1,141 @@
+"""A group's voice: agreement between its ranks, its one vote on an attempt, and the log entries it folds.
+
+Only the leader (rank 0 of the group) talks to the control store about votes and entries; the other ranks hear of
+entries from it. Every rank may ask whether an entry is written, which is what ends a wait that nobody else can end.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.messages import (
+    Entry,
+    Vote,
+    VotesRead,
+    decode_entry,
+    decode_vote,
+    encode_entry,
+    encode_vote,
+)
+from spare_megatron.core.topology import GroupId
+
+_ENTRY_BYTES = 1024
+
+
+class GroupBroken(Exception):
+    """A rank of this group is gone, so the group is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOpinion:
+    """What all ranks of a group found in one attempt.
+
+    Attributes:
+        is_complete: Every rank holds the whole cross-group sum.
+        loss_sum: The summed loss, known to every rank; NaN unless is_complete.
+    """
+
+    is_complete: bool
+    loss_sum: float
+
+
+class GroupAgreement:
+    """One rank's part in its group's agreement.
+
+    Args:
+        group: The group.
+        ranks: Process group of the group's ranks for CPU tensors; its timeout bounds how long ranks wait for their
+            leader, so it is longer than decision_timeout_s.
+        log: The decision log, on this rank's own connection.
+        decision_timeout_s: Longest wait for an entry.
+    """
+
+    def __init__(
+        self, group: GroupId, ranks: dist.ProcessGroup, log: DecisionLog, decision_timeout_s: float
+    ) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._log = log
+        self._decision_timeout_s = decision_timeout_s
+        self.is_leader = ranks.rank() == 0
+
+    def is_written(self, index: int) -> bool:
+        """Whether the log entry is written, asked of the store by this rank alone."""
+        return self._log.has(index)
+
+    def settle(self, *, is_complete: bool, work_digest: str, loss_sum: float | None) -> GroupOpinion:
+        """The group's opinion of an attempt.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            is_complete: Whether this rank holds the whole sum.
+            work_digest: Digest in hex of the work this rank computed in the step.
+            loss_sum: The summed loss where this rank knows it (last pipeline stage), else None.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+            RuntimeError: The ranks computed different work.
+        """
+        work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
+        loss = -math.inf if loss_sum is None else loss_sum
+        mine = torch.tensor([float(not is_complete), work, -work, loss], dtype=torch.float64)
+        self._collective(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ranks))
+        has_failed, highest, negated_lowest, loss = mine.tolist()
+        if highest != -negated_lowest:
+            raise RuntimeError(f"the ranks of group {self._group} computed different work in one step")
+        return GroupOpinion(is_complete=not has_failed, loss_sum=math.nan if has_failed else loss)
+
+    def combine_digests(self, digest: str) -> str:
+        """SHA-256 over the digests of the group's ranks in the order of the ranks.
+
+        Collective over: all ranks of the group.
+        """
+        mine = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)
+        all_digests = [torch.empty_like(mine) for _ in range(self._ranks.size())]
+        self._collective(lambda: dist.all_gather(all_digests, mine, group=self._ranks))
+        return hashlib.sha256(b"".join(bytes(part.tolist()) for part in all_digests)).hexdigest()
+
+    def vote(self, attempt: int, vote: Vote, members: Sequence[GroupId]) -> VotesRead | None:
+        """Leader: casts the group's vote. Returns all votes if it was the last one, for the leader to decide."""
+        num_votes = self._log.vote(attempt, self._group, encode_vote(vote))
+        if attempt > 0:
+            self._log.forget_vote(attempt - 1, self._group)
+        return self.read_votes(attempt, members) if num_votes >= len(members) else None
+
+    def read_votes(self, attempt: int, members: Sequence[GroupId]) -> VotesRead:
+        """Leader: the votes cast so far."""
+        votes = self._log.votes(attempt, members)
+        return VotesRead(attempt=attempt, votes={GroupId(g): decode_vote(text) for g, text in votes.items()})
+
+    def append(self, index: int, entry: Entry) -> None:
+        """Leader: writes the entry unless another stands at the index."""
+        self._log.append(index, encode_entry(entry))
+
+    def read_entry(self, index: int) -> Entry:
+        """The entry at the index, as soon as it is written.
+
+        Collective over: all ranks of the group. Only the leader waits on the store, so that the store serves one
+        connection per group here.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+            StoreTimeout: The entry was not written within the decision timeout.
+        """
+        message = torch.zeros(_ENTRY_BYTES, dtype=torch.uint8)
+        if self.is_leader:
+            text = self._log.wait(index, self._decision_timeout_s).encode()
+            message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._collective(lambda: dist.broadcast(message, group=self._ranks, group_src=0))
+        return decode_entry(bytes(message.tolist()).rstrip(b"\0").decode())
+
+    def _collective(self, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except RuntimeError as error:
+            raise GroupBroken(f"a rank of group {self._group} is gone: {error}") from error

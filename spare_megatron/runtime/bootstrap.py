@@ -1,0 +1,77 @@
+"""A rank's process from its first line to its group being ready to train."""
+
+import ctypes
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.runtime.spec import RankSpec
+
+_PR_SET_PDEATHSIG = 1
+_MARGIN_S = 30.0
+"""Ranks wait this much longer for their leader than the leader waits for the store."""
+
+
+def prepare_process(spec: RankSpec) -> None:
+    """Makes this process a rank: it dies with its parent, leaves Ctrl-C to the supervisor, and logs to a file."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = spec.run_dir / "logs" / f"{spec.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    torch.set_num_threads(spec.config.cluster.threads_per_rank)
+
+
+def choose_device(spec: RankSpec) -> torch.device:
+    """The rank's device, made current where it is a GPU."""
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def join_group(spec: RankSpec, store: TcpControlStore, device: torch.device) -> dist.ProcessGroup:
+    """Makes the group's ranks a torch.distributed world of their own.
+
+    Collective over: all ranks of the group.
+
+    Returns:
+        A process group of the same ranks for CPU tensors, whose timeout outlasts the wait for a decision.
+    """
+    control = spec.config.control
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store.rendezvous(f"world/{spec.group}"),
+        rank=spec.rank,
+        world_size=spec.config.parallel.ranks_per_group,
+        timeout=timedelta(seconds=control.group_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=control.decision_timeout_s + _MARGIN_S))
+
+
+def wait_for_all_groups(spec: RankSpec, store: TcpControlStore, ranks: dist.ProcessGroup) -> None:
+    """Returns when every group has its model built.
+
+    Collective over: all ranks of the group.
+
+    Raises:
+        StoreTimeout: Some group was not ready in time.
+    """
+    dist.barrier(group=ranks)
+    if spec.rank == 0:
+        if store.count_up("groups_ready") == spec.config.layout.num_groups:
+            store.put("all_groups_ready", "yes")
+        store.wait("all_groups_ready", spec.config.control.startup_timeout_s)
+    dist.barrier(group=ranks)

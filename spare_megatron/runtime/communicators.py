@@ -1,0 +1,189 @@
+"""The cross-group communicator of one rank: built aside, used out of place, abandoned without waiting.
+
+Rank j of every group belongs to the j-th cross-group communicator. It is a bare c10d backend on a store prefix
+that is never used twice, registered in no world, so that a dead group breaks nothing else.
+
+What gloo makes necessary (found by measuring):
+    its constructor blocks until every member is there, so it runs in a thread with a store connection of its own;
+    abort() ends no work in flight and the destructor waits for it, so what is abandoned is kept until it has ended;
+    abandoned work may still write its tensor, so its buffer is kept with it and never used again.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spare_megatron.control.store import ControlStore
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.topology import GroupId
+
+_POLL_S = 0.0005
+_LOG_POLL_S = 0.010
+"""How often a waiting rank asks for the log entry. A loss is usually seen on the socket first."""
+
+
+@dataclass(slots=True)
+class _Build:
+    """A communicator on its way, in a thread."""
+
+    thread: threading.Thread
+    result: list[Any] = field(default_factory=list)
+    """The backend, or the exception that its constructor raised."""
+
+
+@dataclass(slots=True)
+class _Abandoned:
+    """What must live until its work has ended."""
+
+    backend: Any
+    work: Any
+    buffer: torch.Tensor | None
+
+
+class CrossGroupCommunicator:
+    """The j-th cross-group communicator as one rank sees it, over its rebuilds.
+
+    Args:
+        group: This rank's group.
+        position: j, this rank's index inside its group.
+        device: Where the tensors are; decides between gloo and NCCL.
+        store: The control store, for the rendezvous.
+        timeout_s: Longest wait for a build or a reduction.
+        probe: Called when the reduction is in flight.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: GroupId,
+        position: int,
+        device: torch.device,
+        store: ControlStore,
+        timeout_s: float,
+        probe: Callable[[Phase], None],
+    ) -> None:
+        self._group = group
+        self._position = position
+        self._device = device
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._probe = probe
+        self._backend: Any = None
+        self._build: _Build | None = None
+        self._num_members = 1
+        self._abandoned: list[_Abandoned] = []
+        self._abandoned_builds: list[_Build] = []
+        self.evidence = ""
+        """Why the last wait ended without a result."""
+        self.ready_at_s: float | None = None
+        """Monotonic time at which the last reduction had its communicator; None if it never had."""
+
+    def begin_build(self, key: int, members: Sequence[GroupId]) -> None:
+        """Lets go of the present communicator and begins to build the next one in the background."""
+        self._let_go()
+        self._num_members = len(members)
+        if self._num_members == 1:
+            return
+        build = _Build(thread=threading.Thread(target=lambda: build.result.append(self._construct(key, members))))
+        build.thread.daemon = True
+        build.thread.start()
+        self._build = build
+
+    def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
+        """Sums the buffer over all members, in place of the buffer.
+
+        Collective over: rank j of every member group. The buffer belongs to the communicator when the result is
+        False: some transfer may still write it.
+
+        Returns:
+            True if the sum is complete on this rank; False if a connection broke, or if `is_decided` said that the
+            log has moved on, so that nobody needs this sum any more.
+        """
+        self._sweep()
+        self.evidence, self.ready_at_s = "", None
+        if self._num_members == 1:
+            self.ready_at_s = time.monotonic()
+            return True
+        if is_decided() or not self._finish_build(is_decided):
+            self.evidence = self.evidence or "log"
+            return False
+        self.ready_at_s = time.monotonic()
+        work = None
+        try:
+            work = self._backend.allreduce([buffer], dist.AllreduceOptions())
+            self._probe(Phase.IN_REDUCE)
+            if self._wait(work.is_completed, is_decided):
+                work.wait()  # raises what went wrong
+                return True
+            self.evidence = "log"
+        except RuntimeError as error:
+            self.evidence = f"connection: {str(error).splitlines()[0]}"
+        self._abandoned.append(_Abandoned(backend=self._backend, work=work, buffer=buffer))
+        self._backend = None
+        return False
+
+    @property
+    def num_abandoned(self) -> int:
+        """Communicators and builds let go of that have not ended yet."""
+        return len(self._abandoned) + len(self._abandoned_builds)
+
+    def _construct(self, key: int, members: Sequence[GroupId]) -> Any:
+        """The new backend, or the exception: it is read in the rank's own thread."""
+        rank, size = list(members).index(self._group), len(members)
+        try:
+            store = self._store.rendezvous(f"communicator/{key}/{self._position}")
+            store.set_timeout(self._timeout)
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # this thread's own
+                return dist.ProcessGroupNCCL(store, rank, size, self._timeout)
+            return dist.ProcessGroupGloo(store, rank, size, self._timeout)
+        except Exception as error:
+            return error
+
+    def _finish_build(self, is_decided: Callable[[], bool]) -> bool:
+        """Whether there is a communicator to use, after waiting for the one being built."""
+        if self._build is None:
+            return self._backend is not None
+        build = self._build
+        if not self._wait(lambda: not build.thread.is_alive(), is_decided):
+            return False
+        self._build = None
+        result = build.result[0]
+        if isinstance(result, Exception):
+            self.evidence = f"rebuild: {result}"
+            return False
+        self._backend = result
+        return True
+
+    def _wait(self, is_done: Callable[[], bool], is_decided: Callable[[], bool]) -> bool:
+        """Waits for is_done; False if the log was decided first."""
+        ask_log_at_s = time.monotonic() + _LOG_POLL_S
+        while not is_done():
+            time.sleep(_POLL_S)
+            if time.monotonic() >= ask_log_at_s:
+                if is_decided():
+                    return is_done()
+                ask_log_at_s = time.monotonic() + _LOG_POLL_S
+        return True
+
+    def _let_go(self) -> None:
+        if self._build is not None:
+            self._abandoned_builds.append(self._build)
+            self._build = None
+        if self._backend is not None:
+            self._abandoned.append(_Abandoned(backend=self._backend, work=None, buffer=None))
+            self._backend = None
+        if self._device.type == "cuda":
+            for abandoned in self._abandoned:
+                abandoned.backend.abort()
+
+    def _sweep(self) -> None:
+        """Frees what was abandoned and has ended since."""
+        self._abandoned = [item for item in self._abandoned if item.work is not None and not item.work.is_completed()]
+        self._abandoned_builds = [build for build in self._abandoned_builds if build.thread.is_alive()]

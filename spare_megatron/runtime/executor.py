@@ -1,0 +1,276 @@
+"""Carries out the controller's actions on one rank: compute, reduce, vote, follow the log, update."""
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from spare_megatron.core.messages import AttemptReduce, Entry, EntryRead, Event, Fence, Vote
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch, StepPlan
+from spare_megatron.core.topology import GroupId
+from spare_megatron.faults.injection import Injector
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, UpdateRecord, VoteRecord
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.recovery_clock import RecoveryClock
+from spare_megatron.runtime.reports import StepCommitted
+
+
+class Fenced(Exception):
+    """The log says that this group is lost. It must not touch the run any more."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the rank knows of the step under way."""
+
+    step: int
+    started_s: float
+    computed: list[Microbatch]
+    makespan: int
+    num_alive: int
+    loss_sum: float = float("nan")
+
+
+class GroupExecutor:
+    """One rank's hands. It decides nothing.
+
+    Args:
+        group: The rank's group.
+        trainer: The rank's part of the model.
+        agreement: The group's voice.
+        communicator: The rank's cross-group communicator.
+        journal: The rank's journal; only leaders write here.
+        report: Tells the supervisor of a committed step.
+        injector: Called at the moments at which faults can strike.
+        params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for the end only.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: GroupId,
+        trainer: GroupTrainer,
+        agreement: GroupAgreement,
+        communicator: CrossGroupCommunicator,
+        journal: JournalWriter,
+        report: Callable[[StepCommitted], None],
+        injector: Injector,
+        params_check_every_steps: int,
+    ) -> None:
+        self._group = group
+        self._trainer = trainer
+        self._agreement = agreement
+        self._communicator = communicator
+        self._journal = journal
+        self._report = report
+        self._injector = injector
+        self._params_check_every_steps = params_check_every_steps
+        self._clock = RecoveryClock(group)
+        self._buffer: torch.Tensor | None = None
+        self._step: _Step | None = None
+        self._head = 0
+        self._params_digest = self.check_params(0)
+
+    # --------------------------------------------------------------------------------------------------- compute
+
+    def compute_step(self, plan: StepPlan, num_alive: int) -> None:
+        """Computes this group's part of the plan, from zero sums."""
+        self._injector.step = plan.step
+        self._step = _Step(
+            step=plan.step,
+            started_s=time.monotonic(),
+            computed=[],
+            makespan=plan.work.makespan,
+            num_alive=num_alive,
+        )
+        self._trainer.begin_step(plan.step)
+        self._compute(plan.work.of(self._group))
+        self._clock.computed()
+
+    def compute_patch(self, plan: StepPlan) -> None:
+        """Adds this group's part of a patch to the local sums."""
+        self._injector(Phase.PATCH)
+        self._compute(plan.work.of(self._group))
+        self._clock.patched(len(plan.work.of(self._group)))
+
+    def _compute(self, work: Sequence[Microbatch]) -> None:
+        self._trainer.compute(work)
+        self._now.computed.extend(work)
+
+    # ---------------------------------------------------------------------------------------------------- reduce
+
+    def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
+        """Begins to build the communicator of the next attempt."""
+        if key >= 0:
+            self._injector(Phase.REBUILD)
+        self._communicator.begin_build(key, members)
+
+    def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
+        """Sums over the groups out of place and casts the group's vote.
+
+        Returns:
+            On the leader whose vote was the last, all votes; else nothing.
+        """
+        buffer = self._trainer.gradients.new_buffer() if self._buffer is None else self._buffer
+        self._buffer = None
+        self._trainer.gradients.pack_into(buffer)
+        self._write_contribution(action)
+        self._injector(Phase.BEFORE_REDUCE)
+        is_complete = self._communicator.reduce(buffer, lambda: self._agreement.is_written(self._head))
+        self._clock.reduced(self._communicator.ready_at_s)
+        if is_complete:
+            self._buffer = buffer
+            self._injector(Phase.AFTER_REDUCE)
+        return self._vote(action, is_complete)
+
+    def _vote(self, action: AttemptReduce, is_complete: bool) -> list[Event]:
+        opinion = self._agreement.settle(
+            is_complete=is_complete,
+            work_digest=_digest(self._now.computed),
+            loss_sum=None if self._buffer is None else self._trainer.loss_of(self._buffer),
+        )
+        self._now.loss_sum = opinion.loss_sum
+        last_votes = None
+        if self._agreement.is_leader:
+            record = VoteRecord(
+                group=self._group, step=action.step, attempt=action.attempt, is_complete=opinion.is_complete
+            )
+            self._journal.write(record)
+            vote = Vote(
+                is_complete=opinion.is_complete,
+                plan_digest=action.plan_digest,
+                params_digest=self._params_digest,
+            )
+            last_votes = self._agreement.vote(action.attempt, vote, action.members)
+        self._injector(Phase.AFTER_VOTE)
+        return [] if last_votes is None else [last_votes]
+
+    def _write_contribution(self, action: AttemptReduce) -> None:
+        if not self._agreement.is_leader:
+            return
+        microbatches: dict[str, list[int]] = defaultdict(list)
+        for item in self._now.computed:
+            microbatches[str(item.shard)].append(item.index)
+        record = ContributionRecord(
+            group=self._group,
+            step=action.step,
+            attempt=action.attempt,
+            epoch=action.epoch,
+            members=[int(member) for member in action.members],
+            microbatches=dict(microbatches),
+        )
+        self._journal.write(record)
+
+    # --------------------------------------------------------------------------------------------------- the log
+
+    def read_votes(self, attempt: int, members: Sequence[GroupId]) -> list[Event]:
+        """On the leader, the votes cast so far."""
+        return [self._agreement.read_votes(attempt, members)] if self._agreement.is_leader else []
+
+    def append_entry(self, index: int, entry: Entry) -> None:
+        """On the leader, writes the entry unless another stands there."""
+        if self._agreement.is_leader:
+            self._agreement.append(index, entry)
+
+    def read_entry(self, index: int) -> list[Event]:
+        """Waits for the entry.
+
+        Raises:
+            Fenced: It fences this group.
+        """
+        entry = self._agreement.read_entry(index)
+        self._head = index + 1
+        if self._agreement.is_leader:
+            self._journal.write(EntryRecord(group=self._group, index=index, entry=_as_fields(entry)))
+        if isinstance(entry, Fence):
+            if entry.group == self._group:
+                raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")
+            self._clock.lost(self._now.step, entry.group)
+        else:
+            self._clock.decided()
+        return [EntryRead(index=index, entry=entry)]
+
+    # ---------------------------------------------------------------------------------------------------- update
+
+    def update_model(self, step: int, attempt: int) -> None:
+        """Applies the committed sums to the parameters."""
+        assert self._buffer is not None, "a commit needs the group's own complete sum"
+        for record in self._clock.committed():
+            self._write_if_leader(record)
+        self._injector(Phase.AFTER_COMMIT)
+        result = self._trainer.update(self._buffer, self._now.loss_sum)
+        step_s = time.monotonic() - self._now.started_s
+        self._write_if_leader(
+            UpdateRecord(
+                group=self._group,
+                step=step,
+                attempt=attempt,
+                num_microbatches=result.num_microbatches,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                learning_rate=result.learning_rate,
+                makespan=self._now.makespan,
+                step_s=round(step_s, 6),
+            )
+        )
+        self._params_digest = ""
+        if self._params_check_every_steps and (step + 1) % self._params_check_every_steps == 0:
+            self._params_digest = self.check_params(step + 1)
+        if self._agreement.is_leader:
+            self._report(
+                StepCommitted(
+                    group=self._group,
+                    step=step,
+                    loss=result.loss,
+                    grad_norm=result.grad_norm,
+                    num_alive=self._now.num_alive,
+                    makespan=self._now.makespan,
+                    step_s=step_s,
+                    head=self._head,
+                )
+            )
+
+    def check_params(self, step: int) -> str:
+        """Digest of the group's parameters, journaled.
+
+        Collective over: all ranks of the group.
+        """
+        digest = self._agreement.combine_digests(self._trainer.params_sha256())
+        self._write_if_leader(ParamsRecord(group=self._group, step=step, sha256=digest))
+        return digest
+
+    def stop(self, step: int) -> None:
+        """Writes down how the group ends after this many committed steps.
+
+        Collective over: all ranks of the group.
+        """
+        for record in self._clock.stopped():
+            self._write_if_leader(record)
+        if not self._params_digest:
+            self.check_params(step)
+
+    # --------------------------------------------------------------------------------------------------- helpers
+
+    @property
+    def _now(self) -> _Step:
+        assert self._step is not None, "no step has begun"
+        return self._step
+
+    def _write_if_leader(self, record) -> None:
+        if self._agreement.is_leader:
+            self._journal.write(record)
+
+
+def _digest(work: Sequence[Microbatch]) -> str:
+    return hashlib.sha256(repr([tuple(item) for item in work]).encode()).hexdigest()
+
+
+def _as_fields(entry: Entry) -> dict:
+    return {"entry": type(entry).__name__.lower(), **asdict(entry)}

@@ -1,0 +1,99 @@
+"""The processes of a run on this machine: control store, data preparation, ranks. All are forked from one server.
+
+The fork server imports torch and Megatron once; a rank starts in milliseconds after that. It has no threads and
+has not touched a GPU, which is what makes forking it safe.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from spare_megatron.control.tcp_store import LOOPBACK, serve
+
+_REAP_TIMEOUT_S = 10.0
+_STORE_START_TIMEOUT_S = 120.0
+
+
+def fork_server() -> ForkServerContext:
+    """The context that all processes of a run are started from; it has what a rank imports."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["spare_megatron.runtime.rank"])
+    return context
+
+
+@dataclass(slots=True)
+class Child:
+    """A started process and the pipe it reports through."""
+
+    process: ForkServerProcess
+    reports: Connection
+
+
+def start_child(context: ForkServerContext, name: str, target: Callable[..., None], *args: Any) -> Child:
+    """Starts `target(*args, pipe)` in a process of its own."""
+    ours, theirs = context.Pipe(duplex=True)
+    process = context.Process(target=target, name=name, args=(*args, theirs), daemon=False)
+    process.start()
+    theirs.close()
+    return Child(process=process, reports=ours)
+
+
+def start_store(context: ForkServerContext) -> tuple[Child, tuple[str, int]]:
+    """The embedded control store and its address.
+
+    Raises:
+        RuntimeError: It did not come up.
+    """
+    child = start_child(context, "control-store", serve)
+    if not child.reports.poll(_STORE_START_TIMEOUT_S):
+        end_child(child)
+        raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s")
+    try:
+        return child, (LOOPBACK, child.reports.recv())
+    except EOFError:
+        end_child(child)
+        raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None
+
+
+def end_child(child: Child) -> None:
+    """Kills the process if it is there, and reaps it."""
+    if child.process.is_alive():
+        child.process.kill()
+    child.process.join(_REAP_TIMEOUT_S)
+    child.reports.close()
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, for people."""
+    if code is None:
+        return "still running"
+    if code >= 0:
+        return f"exit code {code}"
+    import signal
+
+    return signal.Signals(-code).name
+
+
+def run_to_end(child: Child, timeout_s: float) -> str | None:
+    """Waits for a process that reports at most one text, its error; returns that text.
+
+    Raises:
+        RuntimeError: It was killed, or did not end in time.
+    """
+    error: str | None = None
+    if child.reports in wait([child.reports, child.process.sentinel], timeout_s):
+        try:
+            error = child.reports.recv()
+        except EOFError:
+            error = None
+    child.process.join(timeout_s)
+    code = child.process.exitcode
+    end_child(child)
+    if error is None and code != 0:
+        raise RuntimeError(f"{child.process.name} ended with {describe_exit(code)}")
+    return error

@@ -1,0 +1,140 @@
+"""The main function of a rank's process."""
+
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.store import StoreLost
+from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.messages import FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.placement import make_placement
+from spare_megatron.faults.injection import Injector
+from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import FaultRecord
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.agreement import GroupAgreement, GroupBroken
+from spare_megatron.runtime.bootstrap import (
+    choose_device,
+    join_group,
+    prepare_process,
+    wait_for_all_groups,
+)
+from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.detect import fence, is_connection_error
+from spare_megatron.runtime.executor import Fenced, GroupExecutor
+from spare_megatron.runtime.reports import ExitCode, RankRaised, RanksReady, RunStopped
+from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.train import Stop, train
+
+
+def run_rank(spec: RankSpec, reports: Connection) -> None:
+    """Runs one rank to its end and leaves the process with an `ExitCode`.
+
+    The process is left without running destructors: those of communicators that were abandoned would wait for
+    transfers that cannot end.
+    """
+    prepare_process(spec)
+    code = ExitCode.RAISED
+    try:
+        code = _Rank(spec, reports).run()
+    except Exception:
+        text = traceback.format_exc()
+        sys.stderr.write(text)
+        reports.send(RankRaised(group=spec.group, rank=spec.rank, traceback=text))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Rank:
+    """One rank's parts, put together."""
+
+    def __init__(self, spec: RankSpec, reports: Connection) -> None:
+        self._spec = spec
+        self._reports = reports
+        self._store = TcpControlStore(*spec.store_address)
+        self._log = DecisionLog(self._store)
+        self._journal = JournalWriter(spec.run_dir, spec.name)
+        self._injector = Injector(spec.faults, self._journal_fault)
+        spare, config = spec.config.spare, spec.config
+        setup = ControllerSetup(
+            placement=make_placement(spare.placement, config.layout.num_groups, spare.redundancy),
+            microbatches_per_shard=spare.microbatches_per_shard,
+            num_steps=config.train.steps,
+            granularity=spare.granularity,
+        )
+        self._controller = Controller(setup)
+
+    def run(self) -> ExitCode:
+        """Trains, and turns the ways in which a run may end for this rank into exit codes."""
+        try:
+            return self._stopped(train(self._controller, self._executor()))
+        except Fenced as error:
+            print(error, file=sys.stderr)
+            return ExitCode.FENCED
+        except StoreLost as error:
+            print(error, file=sys.stderr)
+            return ExitCode.STORE_LOST
+        except GroupBroken as error:
+            return self._broken(error)
+        except RuntimeError as error:
+            if not is_connection_error(error):
+                raise
+            return self._broken(error)
+
+    def _executor(self) -> GroupExecutor:
+        spec, config = self._spec, self._spec.config
+        device = choose_device(spec)
+        ranks = join_group(spec, self._store, device)
+        trainer = GroupTrainer(config, device, self._injector)
+        agreement = GroupAgreement(spec.group, ranks, self._log, config.control.decision_timeout_s)
+        communicator = CrossGroupCommunicator(
+            group=spec.group,
+            position=spec.rank,
+            device=device,
+            store=self._store,
+            timeout_s=config.reduce.timeout_s,
+            probe=self._injector,
+        )
+        executor = GroupExecutor(
+            group=spec.group,
+            trainer=trainer,
+            agreement=agreement,
+            communicator=communicator,
+            journal=self._journal,
+            report=self._reports.send,
+            injector=self._injector,
+            params_check_every_steps=config.train.params_check_every_steps,
+        )
+        wait_for_all_groups(spec, self._store, ranks)
+        if agreement.is_leader:
+            self._reports.send(RanksReady(group=spec.group))
+        return executor
+
+    def _stopped(self, stop: Stop) -> ExitCode:
+        if isinstance(stop, FinishRun):
+            return ExitCode.FINISHED
+        if isinstance(stop, StopWipeOut):
+            reason = f"no surviving group hosts shards {[int(shard) for shard in stop.shards]}"
+        else:
+            reason = stop.reason
+        if self._spec.rank == 0:
+            self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason))
+        return ExitCode.HALTED if isinstance(stop, StopHalted) else ExitCode.WIPE_OUT
+
+    def _broken(self, error: Exception) -> ExitCode:
+        """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""
+        print(error, file=sys.stderr)
+        fence(self._log, self._spec.group, f"rank {self._spec.rank} lost a peer in its group", self._controller.head)
+        return ExitCode.GROUP_BROKEN
+
+    def _journal_fault(self, fault: Fault) -> None:
+        record = FaultRecord(
+            group=fault.group, rank=fault.rank, step=fault.step, phase=str(fault.phase), kind=fault.kind
+        )
+        self._journal.write(record)

@@ -1,0 +1,107 @@
+"""One run on this machine from its configuration to its summary."""
+
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from spare_megatron import __version__
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate import Machine, resolve_device
+from spare_megatron.faults.trace import Fault, resolve_trace
+from spare_megatron.journal.files import JournalWriter, read_journal
+from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.runtime.supervisor import Supervisor, SupervisorEvent
+from spare_megatron.runtime.telemetry import MetricsWriter
+
+
+def look_at_machine(config: RunConfig) -> Machine:
+    """What this machine offers a run."""
+    corpus = Path(config.data.corpus)
+    return Machine(
+        num_gpus=_count_gpus(),
+        num_cores=len(os.sched_getaffinity(0)),
+        has_corpus=all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx")),
+    )
+
+
+def start_run(config: RunConfig, run_dir: Path, on_event: Callable[[SupervisorEvent], None]) -> Summary:
+    """Trains, and leaves everything the run was and did in its directory.
+
+    Args:
+        config: A configuration without problems on this machine.
+        run_dir: A directory that does not exist yet, or is empty.
+        on_event: Told of everything that happens.
+
+    Raises:
+        FileExistsError: The directory holds something.
+        KeyboardInterrupt: After all processes have been ended and the summary is written.
+    """
+    device = resolve_device(config, look_at_machine(config))
+    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if any(run_dir.iterdir()):
+        raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
+    faults = resolve_trace(config)
+    (run_dir / "config.toml").write_text(dump_run_config(config))
+    (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
+    journal, metrics = JournalWriter(run_dir, "supervisor"), MetricsWriter(run_dir)
+    journal.write(_run_record(config, faults))
+
+    def tell(event: SupervisorEvent) -> None:
+        metrics.take(event)
+        on_event(event)
+
+    supervisor = Supervisor(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
+    try:
+        supervisor.run()
+    finally:
+        journal.close()
+        metrics.close()
+        summary = summarize(read_journal(run_dir))
+        (run_dir / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    return summary
+
+
+def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
+    return RunRecord(
+        name=config.name,
+        num_groups=config.layout.num_groups,
+        ranks_per_group=config.parallel.ranks_per_group,
+        redundancy=config.spare.redundancy,
+        microbatches_per_shard=config.spare.microbatches_per_shard,
+        num_steps=config.train.steps,
+        placement=config.spare.placement,
+        granularity=config.spare.granularity,
+        reduce_mode=config.reduce.mode,
+        faults=[
+            {"step": fault.step, "group": int(fault.group), "rank": fault.rank, "phase": str(fault.phase)}
+            for fault in faults
+        ],
+    )
+
+
+def _origin() -> dict[str, str]:
+    """Which code ran: the version, and the commit where the package stands in a checkout."""
+    folder = Path(__file__).resolve().parent
+    found = subprocess.run(
+        ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    return {"version": __version__, "commit": found.stdout.strip() if found.returncode == 0 else "unknown"}
+
+
+def _count_gpus() -> int:
+    """NVIDIA GPUs as the driver lists them, without loading torch."""
+    devices = Path("/proc/driver/nvidia/gpus")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([item for item in visible.split(",") if item.strip()])
+    return len(list(devices.iterdir())) if devices.is_dir() else 0

@@ -1,0 +1,256 @@
+"""Starts the ranks of this machine, reaps them, fences the group of one that dies, and ends the run cleanly."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.store import StoreLost
+from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.core.topology import GroupId
+from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EndRecord, LossRecord, Outcome
+from spare_megatron.runtime.detect import fence
+from spare_megatron.runtime.processes import (
+    Child,
+    describe_exit,
+    end_child,
+    fork_server,
+    run_to_end,
+    start_child,
+    start_store,
+)
+from spare_megatron.runtime.reports import ExitCode, RankRaised, RanksReady, Report, RunStopped, StepCommitted
+from spare_megatron.runtime.spec import RankSpec
+
+_LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED, ExitCode.STORE_LOST)
+"""Ends that all groups come to by themselves: no reason to fence anybody."""
+
+
+class RunFailed(Exception):
+    """The run could not start or go on, for a reason that no redundancy masks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starting:
+    """A stage of the start, for people."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLost:
+    """A group has been found lost and is fenced."""
+
+    group: GroupId
+    rank: int
+    cause: str
+    traceback: str
+
+
+SupervisorEvent = Report | Starting | GroupLost
+
+
+class Supervisor:
+    """One run on this machine.
+
+    Args:
+        config: The resolved configuration, without problems.
+        run_dir: The run's directory; it exists.
+        faults: The faults to inject.
+        journal: The supervisor's journal.
+        on_event: Told of everything that happens, in the supervisor's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_dir: Path,
+        faults: tuple[Fault, ...],
+        journal: JournalWriter,
+        on_event: Callable[[SupervisorEvent], None],
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._faults = faults
+        self._journal = journal
+        self._on_event = on_event
+        self._context = fork_server()
+        self._ranks: dict[tuple[GroupId, int], Child] = {}
+        self._lost: set[GroupId] = set()
+        self._ready: set[GroupId] = set()
+        self._tracebacks: dict[tuple[GroupId, int], str] = {}
+        self._exits: dict[tuple[GroupId, int], int] = {}
+        self._stop_reason = ""
+        self._head_hint = 0
+
+    def run(self) -> EndRecord:
+        """Runs to the end, whatever that is; leaves no process behind.
+
+        Returns:
+            How it ended; the same record closes the journal.
+
+        Raises:
+            KeyboardInterrupt: After everything has been ended.
+        """
+        end = EndRecord(outcome="interrupted", reason="the supervisor was told to stop")
+        store: Child | None = None
+        try:
+            self._prepare_data()
+            self._on_event(Starting(what="control store"))
+            store, address = start_store(self._context)
+            self._log = DecisionLog(TcpControlStore(*address))
+            self._start_ranks(address)
+            self._watch(store)
+            end = self._end()
+        except (RunFailed, StoreLost, RuntimeError) as error:
+            end = EndRecord(outcome="failed", reason=str(error))
+        finally:
+            for child in self._ranks.values():
+                end_child(child)
+            if store is not None:
+                end_child(store)
+            self._journal.write(end)
+        return end
+
+    # ----------------------------------------------------------------------------------------------------- start
+
+    def _prepare_data(self) -> None:
+        self._on_event(Starting(what="sample index of the corpus"))
+        child = start_child(self._context, "data-preparation", _prepare_data, self._config)
+        error = run_to_end(child, self._config.control.startup_timeout_s)
+        if error is not None:
+            raise RunFailed(f"the corpus cannot be used: {error}")
+
+    def _start_ranks(self, address: tuple[str, int]) -> None:
+        layout = self._config.parallel
+        self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
+        for group in range(layout.num_groups):
+            for rank in range(layout.ranks_per_group):
+                spec = RankSpec(
+                    config=self._config,
+                    run_dir=self._run_dir,
+                    group=GroupId(group),
+                    rank=rank,
+                    device=choose_device(self._config, group * layout.ranks_per_group + rank),
+                    store_address=address,
+                    faults=tuple(f for f in self._faults if (f.group, f.rank) == (group, rank)),
+                )
+                self._ranks[spec.group, rank] = start_child(self._context, spec.name, _run_rank, spec)
+
+    # ----------------------------------------------------------------------------------------------------- watch
+
+    def _watch(self, store: Child) -> None:
+        """Serves reports and deaths until no rank is left."""
+        pipes: dict[Connection, tuple[GroupId, int]] = {child.reports: key for key, child in self._ranks.items()}
+        sentinels = {child.process.sentinel: key for key, child in self._ranks.items()}
+        while sentinels:
+            ready = wait([*pipes, *sentinels, store.process.sentinel])
+            # Deaths first: a fence is urgent, a report is not.
+            for key in [sentinels.pop(item) for item in ready if item in sentinels]:
+                self._reap(key)
+            for pipe in [item for item in ready if item in pipes]:
+                self._serve(pipe, pipes)
+            if store.process.sentinel in ready:
+                raise RunFailed(f"the control store died: {describe_exit(store.process.exitcode)}")
+        for pipe in list(pipes):
+            while pipe in pipes and pipe.poll():
+                self._serve(pipe, pipes)
+
+    def _serve(self, pipe: Connection, pipes: dict[Connection, tuple[GroupId, int]]) -> None:
+        try:
+            report = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            del pipes[pipe]
+            return
+        self._take(report)
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case RanksReady(group=group):
+                self._ready.add(group)
+            case StepCommitted(head=head):
+                self._head_hint = max(self._head_hint, head)
+            case RankRaised(group=group, rank=rank, traceback=text):
+                self._tracebacks[group, rank] = text
+            case RunStopped(reason=reason):
+                self._stop_reason = reason
+        self._on_event(report)
+
+    def _reap(self, key: tuple[GroupId, int]) -> None:
+        group, rank = key
+        child = self._ranks[key]
+        child.process.join()
+        code = child.process.exitcode
+        assert code is not None, "a process whose sentinel is ready has ended"
+        self._exits[key] = code
+        if code in _LOSSLESS_EXITS or group in self._lost:
+            return
+        self._lost.add(group)
+        cause = describe_exit(code) if code != ExitCode.GROUP_BROKEN else "lost a peer in its group"
+        index = fence(self._log, group, f"rank {rank}: {cause}", self._head_hint)
+        self._journal.write(LossRecord(group=group, rank=rank, cause=cause, entry_index=index))
+        self._end_group(group)
+        self._report_loss(group, rank, cause)
+        if len(self._ready) < self._config.layout.num_groups:
+            raise RunFailed(f"group {group} was lost before training began ({cause} of rank {rank})")
+
+    def _end_group(self, group: GroupId) -> None:
+        """The rest of a fenced group is of no use, and must not linger."""
+        for (other, _), child in self._ranks.items():
+            if other == group and child.process.is_alive():
+                child.process.kill()
+
+    def _report_loss(self, group: GroupId, rank: int, cause: str) -> None:
+        """Tells of the loss with the traceback that the rank sent before it ended."""
+        pipe = self._ranks[group, rank].reports
+        while pipe.poll():
+            try:
+                self._take(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                break
+        text = self._tracebacks.get((group, rank), "")
+        if text:
+            cause = text.strip().splitlines()[-1]
+        self._on_event(GroupLost(group=group, rank=rank, cause=cause, traceback=text))
+
+    # ------------------------------------------------------------------------------------------------------- end
+
+    def _end(self) -> EndRecord:
+        codes = {code for (group, _), code in self._exits.items() if group not in self._lost}
+        outcome: Outcome = "failed"
+        if ExitCode.HALTED in codes:
+            outcome = "halted"
+        elif ExitCode.WIPE_OUT in codes or not codes:
+            outcome = "wipe_out"
+        elif codes == {ExitCode.FINISHED}:
+            outcome = "finished"
+        reason = self._stop_reason or ("no group is left" if not codes else f"exit codes {sorted(codes)}")
+        return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
+
+
+def choose_device(config: RunConfig, local_rank: int) -> str:
+    """The device of the rank with this index on this machine."""
+    return f"cuda:{local_rank}" if config.cluster.device == "gpu" else "cpu"
+
+
+def _run_rank(spec: RankSpec, reports: Connection) -> None:
+    """Imported in the child, where the fork server has it already; the supervisor needs no Megatron."""
+    from spare_megatron.runtime.rank import run_rank
+
+    run_rank(spec, reports)
+
+
+def _prepare_data(config: RunConfig, reports: Connection) -> None:
+    """Builds the sample index once, before ranks start that all need it."""
+    from spare_megatron.mcore.data import prepare_index
+
+    try:
+        prepare_index(config)
+    except Exception:
+        reports.send(traceback.format_exc(limit=-3))

@@ -1,0 +1,32 @@
+"""Metrics of a run: one JSON line a step in `RUN_DIR/metrics.jsonl`."""
+
+import json
+from pathlib import Path
+
+from spare_megatron.runtime.reports import StepCommitted
+
+
+class MetricsWriter:
+    """Writes each committed step once, as the first group reports it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._next_step = 0
+
+    def take(self, event: object) -> None:
+        """Writes the event if it is the first word of a step."""
+        if not isinstance(event, StepCommitted) or event.step < self._next_step:
+            return
+        self._next_step = event.step + 1
+        metrics = {
+            "step": event.step,
+            "train/loss": event.loss,
+            "train/grad_norm": event.grad_norm,
+            "spare/groups_alive": event.num_alive,
+            "spare/makespan": event.makespan,
+            "perf/step_s": round(event.step_s, 6),
+        }
+        self._file.write(json.dumps(metrics) + "\n")
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,58 @@
+"""The training loop: the controller decides, the executor obeys."""
+
+from collections import deque
+
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.messages import (
+    Action,
+    AppendEntry,
+    AttemptReduce,
+    BuildCommunicator,
+    ComputePatch,
+    ComputeStep,
+    Event,
+    FinishRun,
+    ReadEntry,
+    ReadVotes,
+    RunStarted,
+    StopHalted,
+    StopWipeOut,
+    UpdateModel,
+)
+from spare_megatron.runtime.executor import GroupExecutor
+
+Stop = FinishRun | StopWipeOut | StopHalted
+
+
+def train(controller: Controller, executor: GroupExecutor) -> Stop:
+    """Trains until the controller says stop, and returns why."""
+    actions: deque[Action] = deque(controller.handle(RunStarted()))
+    while True:
+        action = actions.popleft()
+        if isinstance(action, Stop):
+            executor.stop(action.step)
+            return action
+        for event in _execute(action, controller, executor):
+            actions.extendleft(reversed(controller.handle(event)))
+
+
+def _execute(action: Action, controller: Controller, executor: GroupExecutor) -> list[Event]:
+    """One action, in the order in which a step meets them. Returns the events it brings about."""
+    match action:
+        case ComputeStep(plan=plan):
+            executor.compute_step(plan, len(controller.members))
+        case BuildCommunicator(key=key, members=members):
+            executor.build_communicator(key, members)
+        case AttemptReduce():
+            return executor.attempt_reduce(action)
+        case ReadVotes(attempt=attempt):
+            return executor.read_votes(attempt, controller.members)
+        case AppendEntry(index=index, entry=entry):
+            executor.append_entry(index, entry)
+        case ReadEntry(index=index):
+            return executor.read_entry(index)
+        case ComputePatch(plan=plan):
+            executor.compute_patch(plan)
+        case UpdateModel(step=step, attempt=attempt):
+            executor.update_model(step, attempt)
+    return []

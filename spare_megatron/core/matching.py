@@ -84,16 +84,21 @@ class Bottleneck:
 
 
 def capacity_bound(problem: SpreadProblem) -> int:
-    """A capacity below which no spread exists, from all the demand together and from each shard alone.
+    """A capacity below which no spread exists: from all groups together, each shard, and each group alone with some.
 
     Every shard with demand needs a surviving host. Cost: O(N r).
     """
-    reachable = problem.is_alive[problem.placement.host_array] & (problem.demand > 0)[:, None]
-    num_hosts = np.unique(problem.placement.host_array[reachable]).size
-    if num_hosts == 0:
-        return 0
-    per_shard = -(-problem.demand // np.maximum(reachable.sum(axis=1), 1))
-    return max(-(-int(problem.demand.sum()) // num_hosts), int(per_shard.max()))
+    placement, demand = problem.placement, problem.demand
+    is_alive = problem.is_alive[placement.host_array]
+    num_hosts = is_alive.sum(axis=1)
+    asked = np.zeros(placement.num_groups, dtype=np.bool_)
+    asked[placement.host_array[demand > 0]] = True
+    per_group = -(-int(demand.sum()) // max(int((asked & problem.is_alive).sum()), 1))
+    per_shard = -(-demand // np.maximum(num_hosts, 1))
+    alone = is_alive & (num_hosts == 1)[:, None]
+    sole_host, its_shards = placement.host_array[alone], np.nonzero(alone)[0]
+    per_sole_host = np.bincount(sole_host, weights=demand[its_shards], minlength=1)
+    return max(per_group, int(per_shard.max()), int(per_sole_host.max()))
 
 
 def least_spread(problem: SpreadProblem) -> Spread:
@@ -172,7 +177,11 @@ class _Residual:
         placement = problem.placement
         self.num_groups, self.redundancy = placement.host_array.shape
         self.hosts = placement.host_array.ravel()
-        self.pairs_of_host = placement.pair_array
+        self.host_array, self.pair_array, self.stack_array = (
+            placement.host_array,
+            placement.pair_array,
+            placement.stack_array,
+        )
         self.is_alive = problem.is_alive
         self.free = problem.free
         self.demand = problem.demand
@@ -192,40 +201,29 @@ class _Residual:
 
         Dial's algorithm, a whole level at a time; distances beyond the nearest spare host are upper bounds.
         """
+        ahead, back = self._reduced_costs()
         to_shard = np.where(self.unplaced > 0, 0, _FAR)
         to_host = np.where(self.spare < 0, 0, _FAR)
         has_spare = self.spare > 0
         level = 0
-        while True:
+        while level < _FAR:
             shards, hosts = np.flatnonzero(to_shard == level), np.flatnonzero(to_host == level)
             while shards.size or hosts.size:
-                next_hosts = self._relax_from_shards(shards, to_shard, to_host, level)
-                shards = self._relax_from_hosts(hosts, to_shard, to_host, level)
+                next_hosts = _relax(to_host, self.host_array[shards], ahead[shards], level)
+                shards = _relax(to_shard, self.stack_array[hosts], back[hosts], level)
                 hosts = next_hosts
-            if (has_spare & (to_host == level)).any():
+            if has_spare[to_host == level].any():
                 return to_shard, to_host, level
-            ahead = np.concatenate((to_shard[to_shard > level], to_host[to_host > level]))
-            level = int(ahead.min(initial=_FAR))
-            if level == _FAR:
-                return Bottleneck(
-                    demand=int(self.demand[to_shard < _FAR].sum()), num_hosts=int((to_host < _FAR).sum())
-                )
+            level = min(int(distance[distance > level].min(initial=_FAR)) for distance in (to_shard, to_host))
+        return Bottleneck(demand=int(self.demand[to_shard < _FAR].sum()), num_hosts=int((to_host < _FAR).sum()))
 
-    def _relax_from_shards(self, shards: IntArray, to_shard: IntArray, to_host: IntArray, level: int) -> IntArray:
-        """Offer the hosts of some shards a distance; the hosts that now stand at this very level."""
-        pairs = (shards[:, None] * self.redundancy + np.arange(self.redundancy)).ravel()
-        hosts = self.hosts[pairs]
-        price = np.where(self.flow[pairs] < self.free[pairs], 0, 1)
-        offer = level + price + np.repeat(self.shard_potential[shards], self.redundancy) - self.host_potential[hosts]
-        return _lower(to_host, hosts, offer, self.is_alive[hosts], level)
-
-    def _relax_from_hosts(self, hosts: IntArray, to_shard: IntArray, to_host: IntArray, level: int) -> IntArray:
-        """Offer the shards that have units on some hosts a distance; the shards that now stand at this level."""
-        pairs = self.pairs_of_host[hosts].ravel()
-        shards = pairs // self.redundancy
-        refund = np.where(self.flow[pairs] > self.free[pairs], 1, 0)
-        offer = level - refund + np.repeat(self.host_potential[hosts], self.redundancy) - self.shard_potential[shards]
-        return _lower(to_shard, shards, offer, self.flow[pairs] > 0, level)
+    def _reduced_costs(self) -> tuple[IntArray, IntArray]:
+        """Of one unit more for each pair, by shard, and of one unit less, by host. `_FAR` where that cannot be."""
+        gap = self.host_potential[self.host_array] - self.shard_potential[:, None]
+        flow, free = self.flow.reshape(gap.shape), self.free.reshape(gap.shape)
+        ahead = np.where(self.is_alive[self.host_array], (flow >= free) - gap, _FAR)
+        back = np.where(flow > 0, gap - (flow > free), _FAR)
+        return ahead, back.ravel()[self.pair_array]
 
     def augment(self, to_shard: IntArray, to_host: IntArray, level: int) -> None:
         """Push as much as fits through the arcs on shortest chains."""
@@ -286,9 +284,11 @@ class _Residual:
         return change
 
 
-def _lower(distance: IntArray, nodes: IntArray, offer: IntArray, is_open: BoolArray, level: int) -> IntArray:
-    """Lower distances in place where an open arc offers less; the nodes that came to stand at the level."""
-    better = is_open & (offer < distance[nodes])
-    nodes, offer = nodes[better], offer[better]
-    np.minimum.at(distance, nodes, offer)
-    return np.unique(nodes[offer == level])
+def _relax(distance: IntArray, heads: IntArray, cost: IntArray, level: int) -> IntArray:
+    """Lower distances in place along arcs that leave a level; the nodes that came to stand at that level too."""
+    better = cost < distance[heads] - level
+    heads, cost = heads[better], cost[better]
+    np.minimum.at(distance, heads, cost + level)
+    is_next = np.zeros(distance.size, dtype=np.bool_)
+    is_next[heads[cost == 0]] = True
+    return np.flatnonzero(is_next)

@@ -11,6 +11,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from spare_megatron.core.golomb import check_redundancy
 from spare_megatron.core.golomb import golomb_offsets as golomb_offsets
 from spare_megatron.core.topology import GroupId, ShardId
 
@@ -158,21 +159,6 @@ def make_placement(kind: PlacementKind, num_groups: int, redundancy: int) -> Pla
     return Placement(
         hosts=tuple(tuple(GroupId((shard - o) % num_groups) for o in offsets) for shard in range(num_groups))
     )
-
-
-def check_redundancy(num_groups: int, redundancy: int) -> None:
-    """Refuse a redundancy that the number of groups does not allow.
-
-    Raises:
-        ValueError: The redundancy is below 1 or above the number of groups.
-    """
-    if redundancy < 1:
-        raise ValueError(f"spare.redundancy={redundancy} is below 1; set it to 1 (no spare hosts) or more")
-    if redundancy > num_groups:
-        raise ValueError(
-            f"spare.redundancy={redundancy} exceeds the {num_groups} data-parallel groups; "
-            f"lower it or raise the data-parallel size"
-        )
 
 
 def _placement(hosts: tuple[tuple[GroupId, ...], ...]) -> Placement:

@@ -25,8 +25,7 @@ class Reorder:
         makespan: Microbatches of the group that computes most.
         num_moves: Microbatches whose owner changed, those of lost groups included.
         path: What decided it, for statistics: "unchanged" (nothing had to move), "orphans" (only microbatches
-            without a surviving owner moved, one direct hop each), "chains" (microbatches of survivors were displaced,
-            or had to be looked at).
+            without a surviving owner moved), "chains" (microbatches of survivors had to give way).
     """
 
     owners: Owners
@@ -93,9 +92,8 @@ def reorder_microbatches(placement: Placement, alive: frozenset[GroupId], owners
         placement=placement, is_alive=is_alive, demand=demand, free=kept.ravel(), start=kept.ravel()
     )
     spread = least_spread(problem)
-    path: ReorderPath = "unchanged" if spread.num_phases == 0 else "chains"
-    if spread.num_phases == 1 and spread.cost == owners.size - int(kept.sum()):
-        path = "orphans"
+    num_orphans = owners.size - int(kept.sum())
+    path: ReorderPath = "chains" if spread.cost > num_orphans else "orphans" if num_orphans else "unchanged"
     return Reorder(
         owners=_read_only(_hand_over(placement, owners, kept, spread.flow.reshape(kept.shape))),
         makespan=int(np.bincount(placement.host_array.ravel(), weights=spread.flow).max()),
@@ -149,8 +147,10 @@ def patch_work(
 
 def _count_owned(placement: Placement, owners: Owners) -> IntArray:
     """For each shard and each of its hosts, the microbatches the host owns now."""
-    hosts = placement.host_array.astype(owners.dtype)
-    columns = [np.count_nonzero(owners == hosts[:, [j]], axis=1) for j in range(placement.redundancy)]
+    # Microbatch by microbatch down the shards: sums over the first axis are several times faster.
+    by_index = np.ascontiguousarray(owners.T)
+    hosts = placement.host_array.T.astype(owners.dtype)
+    columns = [np.add.reduce(by_index == column, axis=0, dtype=np.int16) for column in hosts]
     return np.stack(columns, axis=1).astype(np.int64)
 
 

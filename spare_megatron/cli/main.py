@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron import __version__
-from spare_megatron.cli import preprocess
+from spare_megatron.cli import check, preprocess, train
 
 app = typer.Typer(
     name="spare",
@@ -32,6 +32,8 @@ def _spare(
 
 
 app.command("preprocess")(preprocess.preprocess)
+app.command("train")(train.train)
+app.command("check")(check.check)
 
 if __name__ == "__main__":
     app()

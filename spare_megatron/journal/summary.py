@@ -55,6 +55,7 @@ class Summary:
     verdict: str
     reasons: tuple[str, ...]
     outcome: str
+    outcome_reason: str
     steps_committed: int
     steps_lost: int
     """Steps that were committed and had to be committed again: 0 as long as no checkpoint is loaded."""
@@ -79,6 +80,7 @@ def summarize(journal: Journal) -> Summary:
         verdict=verdict.verdict,
         reasons=verdict.reasons,
         outcome=ends[0].outcome if ends else "unknown",
+        outcome_reason=ends[0].reason if ends else "the journal has no end",
         steps_committed=verdict.steps_committed,
         steps_lost=num_commits - verdict.steps_committed,
         groups_lost=len(fenced),

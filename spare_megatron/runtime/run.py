@@ -15,7 +15,7 @@ from spare_megatron.faults.trace import Fault, resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.journal.summary import Summary, summarize
-from spare_megatron.runtime.supervisor import Supervisor, SupervisorEvent
+from spare_megatron.runtime.supervisor import RankMain, Supervisor, SupervisorEvent, rank_main
 from spare_megatron.runtime.telemetry import MetricsWriter
 
 
@@ -29,13 +29,19 @@ def look_at_machine(config: RunConfig) -> Machine:
     )
 
 
-def start_run(config: RunConfig, run_dir: Path, on_event: Callable[[SupervisorEvent], None]) -> Summary:
+def start_run(
+    config: RunConfig,
+    run_dir: Path,
+    on_event: Callable[[SupervisorEvent], None],
+    rank_main: RankMain = rank_main,
+) -> Summary:
     """Trains, and leaves everything the run was and did in its directory.
 
     Args:
         config: A configuration without problems on this machine.
         run_dir: A directory that does not exist yet, or is empty.
         on_event: Told of everything that happens.
+        rank_main: What a rank's process runs; a caller may wrap it to look inside.
 
     Raises:
         FileExistsError: The directory holds something.
@@ -56,7 +62,9 @@ def start_run(config: RunConfig, run_dir: Path, on_event: Callable[[SupervisorEv
         metrics.take(event)
         on_event(event)
 
-    supervisor = Supervisor(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
+    supervisor = Supervisor(
+        config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell, rank_main=rank_main
+    )
     try:
         supervisor.run()
     finally:

@@ -53,6 +53,7 @@ class GroupLost:
 
 
 SupervisorEvent = Report | Starting | GroupLost
+RankMain = Callable[[RankSpec, Connection], None]
 
 
 class Supervisor:
@@ -64,6 +65,7 @@ class Supervisor:
         faults: The faults to inject.
         journal: The supervisor's journal.
         on_event: Told of everything that happens, in the supervisor's thread.
+        rank_main: What a rank's process runs.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Supervisor:
         faults: tuple[Fault, ...],
         journal: JournalWriter,
         on_event: Callable[[SupervisorEvent], None],
+        rank_main: RankMain,
     ) -> None:
+        self._rank_main = rank_main
         self._config = config
         self._run_dir = run_dir
         self._faults = faults
@@ -141,7 +145,7 @@ class Supervisor:
                     store_address=address,
                     faults=tuple(f for f in self._faults if (f.group, f.rank) == (group, rank)),
                 )
-                self._ranks[spec.group, rank] = start_child(self._context, spec.name, _run_rank, spec)
+                self._ranks[spec.group, rank] = start_child(self._context, spec.name, self._rank_main, spec)
 
     # ----------------------------------------------------------------------------------------------------- watch
 
@@ -239,7 +243,7 @@ def choose_device(config: RunConfig, local_rank: int) -> str:
     return f"cuda:{local_rank}" if config.cluster.device == "gpu" else "cpu"
 
 
-def _run_rank(spec: RankSpec, reports: Connection) -> None:
+def rank_main(spec: RankSpec, reports: Connection) -> None:
     """Imported in the child, where the fork server has it already; the supervisor needs no Megatron."""
     from spare_megatron.runtime.rank import run_rank
 

@@ -1,0 +1,34 @@
+"""`spare check`: what the journal of a run proves."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+
+_EXIT_CODES = {"valid": 0, "invalid": 1, "unknown": 3}
+
+
+def check(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Prove from its journal that a run counted every microbatch of every committed step exactly once.
+
+    Exit codes: 0 valid, 1 invalid, 3 unknown (the journal lacks what the proof needs).
+    """
+    from spare_megatron.journal.check import check_journal
+    from spare_megatron.journal.files import read_journal
+
+    with explained_errors("check"):
+        verdict = check_journal(read_journal(run_dir))
+    if as_json:
+        typer.echo(json.dumps(asdict(verdict)))
+    else:
+        typer.echo(f"{verdict.verdict}: {verdict.steps_committed} steps committed")
+        for reason in verdict.reasons:
+            typer.echo(f"  {reason}")
+    raise typer.Exit(_EXIT_CODES[verdict.verdict])

@@ -1,0 +1,128 @@
+"""What `spare train` shows: a live view on a terminal, plain lines elsewhere, and the table at the end."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.summary import Recovery, Summary
+from spare_megatron.runtime.reports import RanksReady, RunStopped, StepCommitted
+from spare_megatron.runtime.supervisor import GroupLost, Starting, SupervisorEvent
+
+_PLAIN_INTERVAL_S = 2.0
+"""Without a terminal, seconds between lines about steps; events are told at once."""
+
+
+class RunProgress:
+    """Follows a run's events. Use as a context manager around the run."""
+
+    def __init__(self, config: RunConfig, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._lost: set[int] = set()
+        self._last: StepCommitted | None = None
+        self._last_event = "starting"
+        self._next_line_at_s = 0.0
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def take(self, event: SupervisorEvent) -> None:
+        """Shows an event."""
+        match event:
+            case Starting(what=what):
+                self._tell(f"starting: {what}")
+            case RanksReady():
+                self._last_event = "all ranks start with the same parameters"
+            case StepCommitted():
+                self._committed(event)
+            case GroupLost(group=group, rank=rank, cause=cause, traceback=text):
+                self._lost.add(group)
+                self._tell(f"group {group} lost: rank {rank}: {cause}; the others go on")
+                if text:
+                    self._console.print(Text(text.rstrip()))
+            case RunStopped(step=step, reason=reason):
+                self._tell(f"stopped after {step} committed steps: {reason}", is_repeatable=False)
+
+    def _committed(self, event: StepCommitted) -> None:
+        if self._last is not None and event.step <= self._last.step:
+            return
+        self._last = event
+        is_end = event.step + 1 == self._config.train.steps
+        if not self._console.is_terminal and (time.monotonic() >= self._next_line_at_s or is_end):
+            self._next_line_at_s = time.monotonic() + _PLAIN_INTERVAL_S
+            self._console.print(self._describe_step(event), highlight=False)
+
+    def _describe_step(self, event: StepCommitted) -> str:
+        return (
+            f"step {event.step + 1}/{self._config.train.steps}  loss {event.loss:.4f}  "
+            f"groups {event.num_alive}/{self._config.layout.num_groups}  "
+            f"load {event.makespan} microbatches  {event.step_s * 1e3:.0f} ms"
+        )
+
+    def _tell(self, text: str, *, is_repeatable: bool = True) -> None:
+        if not is_repeatable and text == self._last_event:
+            return
+        self._last_event = text
+        self._console.print(text, highlight=False)
+
+    def _render(self) -> RenderableType:
+        groups = Text("groups ")
+        for group in range(self._config.layout.num_groups):
+            is_lost = group in self._lost
+            groups.append(f" {group}:{'lost' if is_lost else 'alive'} ", style="bold red" if is_lost else "green")
+        num_committed = 0 if self._last is None else self._last.step + 1
+        bar = ProgressBar(total=self._config.train.steps, completed=num_committed, width=50)
+        step = Text("no step committed yet" if self._last is None else self._describe_step(self._last))
+        return Group(bar, step, groups, Text(f"last: {self._last_event}"))
+
+
+def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
+    """The table at the end of a run."""
+    table = Table(title="run", show_header=False)
+    for name, value in _figures(summary, run_dir):
+        table.add_row(name, value)
+    console.print(table)
+    if summary.recoveries:
+        console.print(_recovery_table(summary.recoveries))
+    for reason in summary.reasons:
+        console.print(Text(reason))
+
+
+def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
+    yield "outcome", summary.outcome + (f": {summary.outcome_reason}" if summary.outcome_reason else "")
+    yield "steps committed", str(summary.steps_committed)
+    yield "steps lost", str(summary.steps_lost)
+    yield "groups lost", str(summary.groups_lost)
+    yield "microbatches recomputed", str(summary.microbatches_recomputed)
+    yield "final loss", "none" if summary.final_loss is None else f"{summary.final_loss:.4f}"
+    yield "spare check", summary.verdict
+    yield "run directory", str(run_dir)
+
+
+def _recovery_table(recoveries: tuple[Recovery, ...]) -> Table:
+    stages = ("detect", "agree", "rebuild", "patch", "reduce", "total")
+    table = Table(title="recovery of each loss, ms")
+    for name in ("step", "group", "during", *stages, "recomputed"):
+        table.add_column(name, justify="right")
+    for recovery in recoveries:
+        spent = [f"{getattr(recovery, f'{stage}_s') * 1e3:.0f}" for stage in stages]
+        lost = ", ".join(str(group) for group in recovery.lost)
+        table.add_row(str(recovery.step), lost, recovery.phase or "-", *spent, str(recovery.num_patched))
+    return table

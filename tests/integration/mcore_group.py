@@ -104,7 +104,7 @@ def _run_rank(
         sender.send((task(config, *arguments), None))
         # A rank that left would break the sockets of one that still computes.
         dist.barrier()
-    except Exception:
+    except Exception:  # noqa: BLE001  (the parent shall see it, whatever it is)
         sender.send((None, traceback.format_exc()))
 
 

@@ -240,8 +240,8 @@ def whole_model(ranks: Sequence[tuple[Any, dict[str, Any]]], config: RunConfig) 
         parts = [parameters for _, parameters in ranks[stage * width : (stage + 1) * width]]
         for name, (value, gradient, partition_dim) in parts[0].items():
             if partition_dim is not None:
-                value = np.concatenate([part[name][0] for part in parts], axis=partition_dim)  # noqa: PLW2901
-                gradient = np.concatenate([part[name][1] for part in parts], axis=partition_dim)  # noqa: PLW2901
+                value = np.concatenate([part[name][0] for part in parts], axis=partition_dim)
+                gradient = np.concatenate([part[name][1] for part in parts], axis=partition_dim)
             values[name], gradients[name] = value, gradient
     if config.model.tie_embeddings and config.layout.pipeline_parallel > 1:
         for arrays in (values, gradients):

@@ -63,7 +63,7 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
     if config.reduce.mode == "reproducible" and device.type == "cuda":
         fields["deterministic_mode"] = True
     if device.type == "cpu":
-        fields |= {"use_cpu_initialization": True, "masked_softmax_fusion": False}
+        fields["use_cpu_initialization"] = True
     fields |= {key: _megatron_value(key, value) for key, value in config.megatron.items()}
     return TransformerConfig(**fields)
 

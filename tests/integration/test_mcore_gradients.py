@@ -60,6 +60,7 @@ LAYOUTS = {
     "one rank": {},
     "two tensor-parallel ranks": {"tensor_parallel": 2},
     "two stages": {"pipeline_parallel": 2},
+    "four stages": {"pipeline_parallel": 4},
     "two by two": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
 }

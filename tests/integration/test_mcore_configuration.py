@@ -1,0 +1,149 @@
+"""A run's configuration in Megatron's terms: what is passed on, and what is refused before it trains wrong."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+
+from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import ShardId
+from spare_megatron.mcore import check_megatron_core, rng
+from spare_megatron.mcore.attention import TorchCoreAttention
+from spare_megatron.mcore.gradients import fixed_point
+from spare_megatron.mcore.model import padded_vocab_size
+from spare_megatron.mcore.transformer import transformer_config
+
+CPU = torch.device("cpu")
+
+
+def with_megatron(**megatron: Any) -> RunConfig:
+    return RunConfig(megatron=megatron)
+
+
+# ----------------------------------------------------------------------------------------------------- the version
+
+
+@pytest.mark.parametrize("installed", [None, "0.15.3", "0.16.0", "0.17.0", "1.16.1", "0.16.0rc1"])
+def test_other_versions_of_megatron_are_refused(installed: str | None) -> None:
+    with pytest.raises(ImportError, match=r"pip install 'megatron-core==0\.16\.1'"):
+        check_megatron_core(installed)
+
+
+@pytest.mark.parametrize("installed", ["0.16.1", "0.16.2+cu128", "0.16.10"])
+def test_supported_versions_of_megatron_are_accepted(installed: str) -> None:
+    check_megatron_core(installed)
+
+
+# ------------------------------------------------------------------------------------------------------- the fields
+
+
+def test_megatrons_fields_are_passed_on_in_its_own_spelling() -> None:
+    fields = {"init_method_std": 0.5, "normalization": "RMSNorm", "add_bias_linear": False, "batch_p2p_sync": True}
+    built = transformer_config(with_megatron(**fields), CPU)
+    assert {key: getattr(built, key) for key in fields} == fields
+
+
+def test_names_stand_for_functions_and_enumerations() -> None:
+    built = transformer_config(with_megatron(activation_func="silu", attention_backend="fused"), CPU)
+    assert built.activation_func is F.silu
+    assert built.attention_backend is AttnBackend.fused
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"init_method_sdt": 0.5}, r"megatron\.init_method_sdt is no field .* did you mean init_method_std"),
+        ({"num_layers": 2}, r"follows from model\.num_layers"),
+        ({"finalize_model_grads_func": "x"}, "after the commit"),
+        ({"num_moe_experts": 8}, "inside one group only"),
+        ({"mtp_num_layers": 1}, "not reduced over groups"),
+        ({"defer_embedding_wgrad_compute": True}, "a patch is a second one"),
+        ({"attention_backend": "flush"}, "did you mean flash"),
+        ({"activation_func": "gelo"}, "no function of torch"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transformer_config(with_megatron(**fields), CPU)
+
+
+def test_the_interleaved_schedule_never_batches_its_transfers() -> None:
+    layout = LayoutConfig(pipeline_parallel=2, virtual_pipeline=2)
+    assert transformer_config(RunConfig(layout=layout), CPU).batch_p2p_comm is False
+    # Both transfers of a batch go to the same rank when there are two stages: gradients were wrong, without an error.
+    with pytest.raises(ValueError, match="corrupts gradients"):
+        transformer_config(RunConfig(layout=layout, megatron={"batch_p2p_comm": True}), CPU)
+    with pytest.raises(ValueError, match=r"needs layout\.pipeline_parallel > 1"):
+        transformer_config(RunConfig(layout=LayoutConfig(virtual_pipeline=2)), CPU)
+
+
+def test_fused_gradient_accumulation_hides_what_fixed_point_must_see() -> None:
+    config = RunConfig(reduce=ReduceConfig(mode="reproducible"), megatron={"gradient_accumulation_fusion": True})
+    with pytest.raises(ValueError, match=r"reduce\.mode=fast"):
+        transformer_config(config, CPU)
+
+
+def test_gpus_initialize_on_the_gpu_and_are_told_to_be_deterministic() -> None:
+    reproducible = RunConfig(reduce=ReduceConfig(mode="reproducible"), model=ModelConfig(precision="bf16"))
+    gpu = transformer_config(reproducible, torch.device("cuda"))
+    assert (gpu.use_cpu_initialization, gpu.deterministic_mode) == (False, True)
+    assert gpu.params_dtype is gpu.pipeline_dtype is torch.bfloat16
+    cpu = transformer_config(reproducible, CPU)
+    assert (cpu.use_cpu_initialization, cpu.deterministic_mode) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("size", "tensor_parallel", "padded"), [(256, 1, 256), (256, 2, 256), (257, 1, 384), (1, 4, 512)]
+)
+def test_the_vocabulary_is_padded_for_every_tensor_rank(size: int, tensor_parallel: int, padded: int) -> None:
+    assert padded_vocab_size(size, tensor_parallel) == padded
+
+
+# ------------------------------------------------------------------------------------------------- small machinery
+
+
+def test_fixed_point_cannot_overflow_and_uses_what_there_is() -> None:
+    for num_tokens, num_microbatches in [(1, 1), (128, 16), (100, 17), (8192, 2048)]:
+        fixed = fixed_point(num_tokens, num_microbatches)
+        assert num_microbatches * fixed.largest <= 2.0**62
+        assert fixed.largest / fixed.scale >= 2.0**12 * num_tokens
+        assert 2 * num_microbatches * fixed.largest > 2.0**62
+        # At the precision of the mean gradient per token.
+        assert 1.0 / (fixed.scale * num_tokens) < 2.0**-37
+
+
+def test_random_numbers_depend_on_the_work_and_the_stage_alone() -> None:
+    def draw(step: int, shard: int, index: int, stage: int) -> float:
+        rng.seed_microbatch(7, step, Microbatch(ShardId(shard), index), stage, 0, CPU)
+        return float(torch.rand(()))
+
+    addresses = [
+        (step, shard, index, stage)
+        for step in range(2)
+        for shard in range(2)
+        for index in range(2)
+        for stage in range(2)
+    ]
+    drawn = [draw(*address) for address in addresses]
+    assert len(set(drawn)) == len(addresses)
+    assert [draw(*address) for address in reversed(addresses)] == drawn[::-1]
+
+
+@pytest.mark.parametrize("num_key_heads", [4, 2], ids=["one key per head", "grouped queries"])
+def test_attention_is_causal_softmax_attention(num_key_heads: int) -> None:
+    config = transformer_config(RunConfig(), CPU)
+    groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
+    attention = TorchCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(6, 2, heads, 16, generator=generator) for heads in (4, num_key_heads, num_key_heads)
+    )
+    every_key, every_value = (tensor.repeat_interleave(4 // num_key_heads, dim=2) for tensor in (key, value))
+    scores = torch.einsum("qbhd,kbhd->bhqk", query, every_key) / 4.0
+    scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf"))
+    expected = torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), every_value).reshape(6, 2, 64)
+    torch.testing.assert_close(attention(query, key, value, None), expected)

@@ -27,9 +27,7 @@ def serve(parent: Connection) -> None:
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     parent.send(store.port)
     with contextlib.suppress(EOFError):
         parent.recv()

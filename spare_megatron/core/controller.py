@@ -165,7 +165,9 @@ class Controller:
         if len({vote.plan_digest for vote in counted}) > 1:
             entry = Halt(step=self.step, reason=f"groups have different plans: {_by_value(votes, 'plan_digest')}")
         elif len({vote.params_digest for vote in counted}) > 1:
-            entry = Halt(step=self.step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}")
+            entry = Halt(
+                step=self.step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}"
+            )
         elif all(vote.is_complete for vote in counted):
             entry = Commit(step=self.step, attempt=attempt)
         else:

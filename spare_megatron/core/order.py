@@ -7,6 +7,8 @@ import numpy as np
 
 from spare_megatron.core.placement import Placement
 from spare_megatron.core.reorder import Owners, initial_owners, patch_work, reorder_microbatches
+from spare_megatron.core.stack_reorder import StackOrder, reorder_stacks
+from spare_megatron.core.stack_reorder import initial_order as initial_stacks
 from spare_megatron.core.stepplan import Microbatch, Work
 from spare_megatron.core.topology import GroupId, ShardId
 
@@ -37,6 +39,9 @@ class Order(Protocol):
 
 def initial_order(placement: Placement, num_microbatches: int, granularity: Granularity) -> Order:
     """The order while nothing is lost: every group owns its home shard."""
+    if granularity == "stack":
+        home = initial_owners(placement, 1)[:, 0]
+        return WholeShards(placement, initial_stacks(placement), home, num_microbatches)
     return SingleMicrobatches(placement, initial_owners(placement, num_microbatches))
 
 
@@ -53,6 +58,27 @@ class SingleMicrobatches:
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
         return Work(patch_work(self._placement, alive, orphans))
+
+
+class WholeShards:
+    """Each shard has one owner, as in the SPARe paper. A patch hands out whole shards, too."""
+
+    def __init__(self, placement: Placement, stacks: StackOrder, owners: Owners, num_microbatches: int) -> None:
+        self._placement = placement
+        self._stacks = stacks
+        self._num_microbatches = num_microbatches
+        self.work = _work_of(np.repeat(owners[:, None], num_microbatches, axis=1))
+
+    def without_lost(self, alive: frozenset[GroupId]) -> "WholeShards":
+        reorder = reorder_stacks(self._placement, alive, self._stacks)
+        return WholeShards(self._placement, reorder.order, reorder.owners, self._num_microbatches)
+
+    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
+        shards = patch_work(
+            self._placement, alive, [Microbatch(shard, 0) for shard in sorted({o.shard for o in orphans})]
+        )
+        indices = range(self._num_microbatches)
+        return Work({g: [Microbatch(item.shard, k) for item in items for k in indices] for g, items in shards.items()})
 
 
 def _work_of(owners: Owners) -> Work:

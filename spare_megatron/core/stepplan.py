@@ -14,7 +14,7 @@ class Microbatch(NamedTuple):
     """Address of a microbatch inside a step: its shard and its index within the shard."""
 
     shard: ShardId
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which an address has no use for
 
 
 class Work:

@@ -4,6 +4,7 @@ The verdict is `invalid` when a record contradicts the invariant, `unknown` when
 missing, else `valid`. Every rule reads what was written at the time, never what the code would have done.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def _check_fold(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Findi
     if steps != list(range(len(steps))):
         yield Finding(severity="invalid", reason="steps are not committed one after another, each exactly once")
     attempts = [entry["attempt"] for entry in commits]
-    if any(later <= earlier for earlier, later in zip(attempts, attempts[1:], strict=False)):
+    if any(later <= earlier for earlier, later in itertools.pairwise(attempts)):
         yield Finding(severity="invalid", reason="two steps are committed on the same or an earlier attempt")
     if len(steps) > run.num_steps:
         yield Finding(severity="invalid", reason=f"{len(steps)} steps committed, the run has {run.num_steps}")
@@ -133,8 +134,11 @@ def _check_contributions(journal: Journal, run: RunRecord, fold: _Fold) -> Itera
         senders = Counter(record.group for record in records)
         if any(set(record.members) != members or record.step != step for record in records):
             yield Finding(severity="invalid", reason=f"step {step}: groups reduced attempt {attempt} as different sets")
-        for group in sorted(members - set(senders)) or ([] if records else ["any group"]):
-            yield Finding(severity="unknown", reason=f"step {step}: the contribution of {group} is not in the journal")
+        if not records:
+            yield Finding(severity="unknown", reason=f"step {step}: no contribution is in the journal")
+        for group in sorted(members - set(senders)):
+            reason = f"step {step}: the contribution of group {group} is not in the journal"
+            yield Finding(severity="unknown", reason=reason)
         counted = Counter(_microbatches(records))
         if records and not (members - set(senders)) and (set(counted) != expected or set(counted.values()) != {1}):
             yield Finding(severity="invalid", reason=f"step {step}: {_miscount(counted, expected)}")
@@ -189,7 +193,9 @@ def _check_votes(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Find
             if not cast:
                 yield Finding(severity="unknown", reason=f"step {step}: no vote of group {group} in the journal")
             elif not all(cast):
-                yield Finding(severity="invalid", reason=f"step {step}: committed though group {group} had no whole sum")
+                yield Finding(
+                    severity="invalid", reason=f"step {step}: committed though group {group} had no whole sum"
+                )
 
 
 def _check_updates(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:

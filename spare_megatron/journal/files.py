@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from spare_megatron.journal.records import Line, Record, decode_line, encode_line
 
-
 R = TypeVar("R", bound=Record)
 
 

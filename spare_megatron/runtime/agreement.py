@@ -55,9 +55,7 @@ class GroupAgreement:
         decision_timeout_s: Longest wait for an entry.
     """
 
-    def __init__(
-        self, group: GroupId, ranks: dist.ProcessGroup, log: DecisionLog, decision_timeout_s: float
-    ) -> None:
+    def __init__(self, group: GroupId, ranks: dist.ProcessGroup, log: DecisionLog, decision_timeout_s: float) -> None:
         self._group = group
         self._ranks = ranks
         self._log = log

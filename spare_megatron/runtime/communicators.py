@@ -143,7 +143,7 @@ class CrossGroupCommunicator:
                 torch.cuda.set_device(self._device)  # this thread's own
                 return dist.ProcessGroupNCCL(store, rank, size, self._timeout)
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (raised where it can be handled: in the rank's thread)
             return error
 
     def _finish_build(self, is_decided: Callable[[], bool]) -> bool:

@@ -14,7 +14,14 @@ from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.injection import Injector
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, UpdateRecord, VoteRecord
+from spare_megatron.journal.records import (
+    ContributionRecord,
+    EntryRecord,
+    ParamsRecord,
+    Record,
+    UpdateRecord,
+    VoteRecord,
+)
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
@@ -263,7 +270,7 @@ class GroupExecutor:
         assert self._step is not None, "no step has begun"
         return self._step
 
-    def _write_if_leader(self, record) -> None:
+    def _write_if_leader(self, record: Record) -> None:
         if self._agreement.is_leader:
             self._journal.write(record)
 

@@ -41,7 +41,7 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
     code = ExitCode.RAISED
     try:
         code = _Rank(spec, reports).run()
-    except Exception:
+    except Exception:  # noqa: BLE001  (whatever it is, it ends this rank and is told)
         text = traceback.format_exc()
         sys.stderr.write(text)
         reports.send(RankRaised(group=spec.group, rank=spec.rank, traceback=text))

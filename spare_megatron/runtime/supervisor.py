@@ -256,5 +256,5 @@ def _prepare_data(config: RunConfig, reports: Connection) -> None:
 
     try:
         prepare_index(config)
-    except Exception:
+    except Exception:  # noqa: BLE001  (whatever it is, the supervisor tells it)
         reports.send(traceback.format_exc(limit=-3))

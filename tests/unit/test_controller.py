@@ -1,0 +1,351 @@
+"""The controller as a fold of the log, and the protocol driven by hand and at random."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller, ControllerSetup
+from spare_megatron.core.messages import (
+    AppendEntry,
+    AttemptReduce,
+    BuildCommunicator,
+    Commit,
+    ComputePatch,
+    ComputeStep,
+    Entry,
+    EntryRead,
+    Fence,
+    FinishRun,
+    Halt,
+    ReadEntry,
+    ReadVotes,
+    Retry,
+    RunStarted,
+    StopHalted,
+    StopWipeOut,
+    UpdateModel,
+    Vote,
+    VotesRead,
+    decode_entry,
+    encode_entry,
+)
+from spare_megatron.core.order import Granularity
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import GroupId
+
+
+def make_controller(
+    num_groups: int = 4, redundancy: int = 3, m: int = 4, steps: int = 3, granularity: Granularity = "microbatch"
+) -> Controller:
+    setup = ControllerSetup(
+        placement=make_placement("golomb", num_groups, redundancy),
+        microbatches_per_shard=m,
+        num_steps=steps,
+        granularity=granularity,
+    )
+    return Controller(setup)
+
+
+def fence(group: int) -> Fence:
+    return Fence(group=GroupId(group))
+
+
+def fold(controller: Controller, *entries: Entry) -> list[object]:
+    """The actions of the last of some entries."""
+    actions: list[object] = []
+    for entry in entries:
+        actions = list(controller.handle(EntryRead(index=controller.head, entry=entry)))
+    return actions
+
+
+def votes(controller: Controller, **outcomes: bool) -> VotesRead:
+    """Votes of all groups, complete unless said otherwise by g0=False and so on."""
+    digest = controller._plan_digest
+    cast = {
+        GroupId(g): Vote(is_complete=outcomes.get(f"g{g}", True), plan_digest=digest)
+        for g in range(4)
+        if outcomes.get(f"g{g}", True) is not None
+    }
+    return VotesRead(attempt=controller.attempt, votes=cast)
+
+
+def test_a_run_starts_with_a_communicator_over_all_groups_and_every_group_on_its_own_shard() -> None:
+    build, compute, reduce, read = make_controller().handle(RunStarted())
+    assert build == BuildCommunicator(key=-1, epoch=0, members=(0, 1, 2, 3))
+    assert isinstance(compute, ComputeStep)
+    assert compute.plan.work.of(GroupId(2)) == tuple(Microbatch(2, k) for k in range(4))
+    assert isinstance(reduce, AttemptReduce)
+    assert (reduce.step, reduce.attempt, reduce.members) == (0, 0, (0, 1, 2, 3))
+    assert read == ReadEntry(index=0)
+
+
+def test_a_commit_updates_the_model_and_begins_the_next_step_on_a_new_attempt() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    update, compute, reduce, read = fold(controller, Commit(step=0, attempt=0))
+    assert update == UpdateModel(step=0, attempt=0)
+    assert isinstance(compute, ComputeStep)
+    assert compute.plan.step == 1
+    assert isinstance(reduce, AttemptReduce)
+    assert reduce.attempt == 1
+    assert read == ReadEntry(index=1)
+
+
+def test_the_last_commit_finishes_the_run() -> None:
+    controller = make_controller(steps=1)
+    controller.handle(RunStarted())
+    assert fold(controller, Commit(step=0, attempt=0)) == [UpdateModel(step=0, attempt=0), FinishRun(step=1)]
+
+
+def test_a_fence_decides_nothing_but_asks_for_votes_and_a_new_communicator() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    assert fold(controller, fence(1)) == [
+        BuildCommunicator(key=0, epoch=1, members=(0, 2, 3)),
+        ReadVotes(attempt=0),
+        ReadEntry(index=1),
+    ]
+
+
+def test_the_same_fence_twice_changes_nothing() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    assert fold(controller, fence(1), fence(1)) == [ReadEntry(index=2)]
+    assert controller.epoch == 1
+
+
+def test_a_loss_after_everybody_reduced_commits_without_a_patch() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    fold(controller, fence(1))
+    [append] = controller.handle(votes(controller))
+    assert append == AppendEntry(index=1, entry=Commit(step=0, attempt=0))
+
+
+def test_one_survivor_without_the_sum_makes_the_attempt_fail() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    fold(controller, fence(1))
+    [append] = controller.handle(votes(controller, g2=False))
+    assert append == AppendEntry(index=1, entry=Retry(step=0, attempt=0))
+
+
+def test_the_vote_of_a_lost_group_does_not_count() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    fold(controller, fence(1))
+    [append] = controller.handle(votes(controller, g1=False))
+    assert append.entry == Commit(step=0, attempt=0)
+
+
+def test_nothing_is_decided_before_every_survivor_has_voted() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    cast = dict(votes(controller).votes)
+    del cast[GroupId(3)]
+    assert controller.handle(VotesRead(attempt=0, votes=cast)) == ()
+
+
+def test_a_retry_after_a_loss_patches_what_the_lost_group_owed_with_at_most_half_a_shard_each() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    compute, reduce, read = fold(controller, fence(1), Retry(step=0, attempt=0))
+    assert isinstance(compute, ComputePatch)
+    patched = [item for items in compute.plan.work.by_group.values() for item in items]
+    assert sorted(patched) == [Microbatch(1, k) for k in range(4)]
+    assert compute.plan.work.makespan == 2
+    assert isinstance(reduce, AttemptReduce)
+    assert (reduce.attempt, reduce.members) == (1, (0, 2, 3))
+    assert read == ReadEntry(index=2)
+
+
+def test_a_retry_without_a_loss_rebuilds_the_communicator_and_computes_nothing() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    build, reduce, _ = fold(controller, Retry(step=0, attempt=0))
+    assert build == BuildCommunicator(key=0, epoch=0, members=(0, 1, 2, 3))
+    assert isinstance(reduce, AttemptReduce)
+    assert reduce.attempt == 1
+
+
+def test_reductions_that_always_fail_halt_the_run() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    entries = [Retry(step=0, attempt=attempt) for attempt in range(MAX_RETRIES_WITHOUT_LOSS + 1)]
+    [stop] = fold(controller, *entries)
+    assert isinstance(stop, StopHalted)
+
+
+def test_a_group_lost_while_patching_leaves_its_own_and_its_patch_work_to_the_next_patch() -> None:
+    controller = make_controller(num_groups=4, redundancy=4)
+    controller.handle(RunStarted())
+    first, *_ = fold(controller, fence(1), Retry(step=0, attempt=0))
+    assert isinstance(first, ComputePatch)
+    owed = {*first.plan.work.of(GroupId(2)), *(Microbatch(2, k) for k in range(4))}
+    second, *_ = fold(controller, fence(2), Retry(step=0, attempt=1))
+    assert isinstance(second, ComputePatch)
+    assert {item for items in second.plan.work.by_group.values() for item in items} == owed
+
+
+def test_a_wipe_out_is_met_only_after_the_step_that_survived_it_is_committed() -> None:
+    controller = make_controller(redundancy=1)
+    controller.handle(RunStarted())
+    update, stop = fold(controller, fence(1), Commit(step=0, attempt=0))
+    assert update == UpdateModel(step=0, attempt=0)
+    assert stop == StopWipeOut(step=1, shards=(1,))
+
+
+def test_a_wipe_out_that_costs_the_step_stops_at_once() -> None:
+    controller = make_controller(redundancy=1)
+    controller.handle(RunStarted())
+    assert fold(controller, fence(1), Retry(step=0, attempt=0)) == [StopWipeOut(step=0, shards=(1,))]
+
+
+@pytest.mark.parametrize("field", ["plan_digest", "params_digest"])
+def test_groups_that_disagree_halt_before_anything_is_applied(field: str) -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    cast = {GroupId(g): Vote(is_complete=True, plan_digest="a", params_digest="b") for g in range(4)}
+    cast[GroupId(2)] = Vote(is_complete=True, **{"plan_digest": "a", "params_digest": "b", field: "other"})
+    [append] = controller.handle(VotesRead(attempt=0, votes=cast))
+    assert isinstance(append, AppendEntry)
+    assert isinstance(append.entry, Halt)
+    assert "groups [2]" in append.entry.reason
+    assert fold(controller, append.entry) == [StopHalted(step=0, reason=append.entry.reason)]
+
+
+def test_an_entry_that_does_not_fit_the_state_is_refused() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted())
+    with pytest.raises(ValueError, match="does not belong to step 0"):
+        fold(controller, Commit(step=1, attempt=0))
+    with pytest.raises(ValueError, match="the next one to fold"):
+        controller.handle(EntryRead(index=7, entry=fence(1)))
+
+
+@pytest.mark.parametrize(
+    "entry", [Commit(step=1, attempt=2), fence(3), Retry(step=0, attempt=1), Halt(step=0, reason="x")]
+)
+def test_an_entry_survives_the_log(entry: Entry) -> None:
+    assert decode_entry(encode_entry(entry)) == entry
+
+
+# ------------------------------------------------------------------------------- the protocol, at random
+
+
+class Simulation:
+    """Groups that fold one log, compute, reduce and vote in a random interleaving, and are lost at random.
+
+    It knows nothing of planning or deciding: it carries the controllers' actions out, as the runtime does. A sum is
+    the multiset of contributed microbatches, so that what is counted can be compared with what should be.
+    """
+
+    def __init__(
+        self, seed: int, *, num_groups: int, redundancy: int, granularity: Granularity, num_kills: int
+    ) -> None:
+        self.random = random.Random(seed)
+        self.num_groups, self.m, self.steps = num_groups, 3, 3
+        self.log: list[Entry] = []
+        self.votes: dict[int, dict[GroupId, Vote]] = {}
+        self.sums: dict[int, dict[GroupId, list[Microbatch]]] = {}
+        self.applied: dict[GroupId, list[tuple[int, tuple[Microbatch, ...]]]] = {}
+        self.stops: dict[GroupId, object] = {}
+        self.num_kills = num_kills
+        self.controllers = {
+            GroupId(g): make_controller(num_groups, redundancy, self.m, self.steps, granularity)
+            for g in range(num_groups)
+        }
+        self.local: dict[GroupId, list[Microbatch]] = {g: [] for g in self.controllers}
+        self.runs = {g: self.group(g) for g in self.controllers}
+
+    def run(self) -> None:
+        while self.runs:
+            group = self.random.choice(sorted(self.runs))
+            if len(self.runs) > 1 and self.num_kills and self.random.random() < 0.02:
+                self.num_kills -= 1
+                del self.runs[group]
+                self.log.append(fence(group))
+            elif next(self.runs[group], None) == "done":
+                del self.runs[group]
+
+    def group(self, me: GroupId) -> Iterator[str]:
+        controller = self.controllers[me]
+        pending = list(controller.handle(RunStarted()))
+        while pending:
+            action, pending = pending[0], pending[1:]
+            yield "step"
+            match action:
+                case ComputeStep(plan=plan):
+                    self.local[me] = list(plan.work.of(me))
+                case ComputePatch(plan=plan):
+                    self.local[me] += plan.work.of(me)
+                case AttemptReduce():
+                    is_complete = yield from self.reduce(me, action, controller)
+                    vote = Vote(is_complete=is_complete, plan_digest=action.plan_digest)
+                    cast = self.votes.setdefault(action.attempt, {})
+                    assert me not in cast, "a group votes once on an attempt"
+                    cast[me] = vote
+                    if len(cast) >= len(action.members):
+                        pending = self.read_votes(controller, action.attempt) + pending
+                case ReadVotes(attempt=attempt):
+                    pending = self.read_votes(controller, attempt) + pending
+                case AppendEntry(index=index, entry=entry):
+                    if index == len(self.log):
+                        self.log.append(entry)
+                case ReadEntry(index=index):
+                    while len(self.log) <= index:
+                        yield "wait"
+                    pending = list(controller.handle(EntryRead(index=index, entry=self.log[index]))) + pending
+                case UpdateModel(step=step, attempt=attempt):
+                    summed = [item for items in self.sums[attempt].values() for item in items]
+                    self.applied.setdefault(me, []).append((step, tuple(sorted(summed))))
+                case FinishRun() | StopWipeOut() | StopHalted():
+                    self.stops[me] = action
+        yield "done"
+
+    def reduce(self, me: GroupId, action: AttemptReduce, controller: Controller) -> Iterator[str]:
+        """Completes when every member has brought its part; gives up when the log has moved on."""
+        self.sums.setdefault(action.attempt, {})[me] = list(self.local[me])
+        while set(self.sums[action.attempt]) != set(action.members):
+            if len(self.log) > controller.head:
+                return False
+            yield "wait"
+        return self.random.random() < 0.9 or len(self.log) <= controller.head
+
+    def read_votes(self, controller: Controller, attempt: int) -> list[object]:
+        return list(controller.handle(VotesRead(attempt=attempt, votes=dict(self.votes.get(attempt, {})))))
+
+
+@pytest.mark.parametrize("granularity", ["microbatch", "stack"])
+@pytest.mark.parametrize("seed", range(150))
+def test_whatever_is_lost_when_every_commit_counts_each_microbatch_once(seed: int, granularity: Granularity) -> None:
+    simulation = Simulation(seed, num_groups=5, redundancy=3, granularity=granularity, num_kills=3)
+    simulation.run()
+    everything = {Microbatch(s, k) for s in range(5) for k in range(simulation.m)}
+    lost = {entry.group for entry in simulation.log if isinstance(entry, Fence)}
+    survivors = set(simulation.controllers) - lost
+    stops = {simulation.stops[group] for group in survivors}
+    assert len(stops) == 1, "the survivors end alike"
+    applied = [simulation.applied.get(group, []) for group in survivors]
+    assert all(history == applied[0] for history in applied)
+    for _, counted in applied[0]:
+        assert Counter(counted) == Counter(everything)
+    if isinstance(stops.pop(), FinishRun):
+        assert [step for step, _ in applied[0]] == list(range(simulation.steps))
+
+
+def test_the_random_losses_reach_patches_and_wipe_outs() -> None:
+    """The test above would prove nothing if no loss ever cost a sum."""
+    kinds: Counter[str] = Counter()
+    for seed in range(150):
+        simulation = Simulation(seed, num_groups=5, redundancy=3, granularity="microbatch", num_kills=3)
+        simulation.run()
+        kinds.update(type(entry).__name__ for entry in simulation.log)
+        kinds.update({type(stop).__name__ for stop in simulation.stops.values()})
+    assert kinds["Retry"] > 20
+    assert kinds["Fence"] > 100
+    assert kinds["StopWipeOut"] > 3
+    assert kinds["FinishRun"] > 50

@@ -1,0 +1,198 @@
+"""How often a reorder reaches the least load, and how long it takes.
+
+    OMP_NUM_THREADS=1 python benchmarks/reorder.py [--json] [--states 2000] [--sequences 3]
+
+Coverage: independent random failure states (a random order of losses, cut at a random point before its wipe-out), the
+reorder being from the initial state straight to that state. Times: whole reorders, once per loss in random sequences
+until wipe-out (each from the state before), and straight from the initial state to random states. Processor time of the
+one thread that does it, so that neighbours on the machine do not count.
+"""
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from spare_megatron.core.placement import IntArray, Placement, PlacementKind, make_placement
+from spare_megatron.core.reorder import Owners, Reorder, initial_owners, least_load, reorder_microbatches
+from spare_megatron.core.stack_reorder import StackReorder, initial_order, reorder_stacks
+from spare_megatron.core.topology import GroupId
+
+NUM_MICROBATCHES = 16
+SHAPES = tuple((num_groups, redundancy) for num_groups in (200, 600, 1000) for redundancy in (8, 9, 10))
+TIMED = ((1000, 9, 10.0), (10_000, 14, 150.0))
+"""Groups, redundancy, and the limit of the 99th percentile in ms."""
+
+Row = dict[str, str | int | float]
+
+
+def loss_order(placement: Placement, rng: np.random.Generator) -> tuple[IntArray, int]:
+    """A random order of losses and the number of them that the placement endures."""
+    order = rng.permutation(placement.num_groups)
+    lost_at = np.empty(placement.num_groups, dtype=np.int64)
+    lost_at[order] = np.arange(placement.num_groups)
+    return order, int(lost_at[placement.host_array].max(axis=1).min())
+
+
+def survivors_of(order: IntArray, num_lost: int) -> frozenset[GroupId]:
+    return frozenset(map(GroupId, order[num_lost:].tolist()))
+
+
+def coverage(kind: PlacementKind, num_groups: int, redundancy: int, num_states: int, seed: int) -> Row:
+    """Share of random states whose makespan (and whose depth in stack granularity) is the least possible."""
+    placement = make_placement(kind, num_groups, redundancy)
+    rng = np.random.default_rng([seed, num_groups, redundancy])
+    owners, stacks = initial_owners(placement, NUM_MICROBATCHES), initial_order(placement)
+    num_least = num_least_depth = 0
+    excess = 0.0
+    for _ in range(num_states):
+        order, endured = loss_order(placement, rng)
+        alive = survivors_of(order, int(rng.integers(0, endured + 1)))
+        makespan = reorder_microbatches(placement, alive, owners).makespan
+        least = least_load(num_groups, len(alive), NUM_MICROBATCHES)
+        num_least += makespan == least
+        excess += makespan / least - 1
+        num_least_depth += reorder_stacks(placement, alive, stacks).depth == least_load(num_groups, len(alive), 1)
+    return {
+        "placement": kind,
+        "num_groups": num_groups,
+        "redundancy": redundancy,
+        "max_shared_hosts": placement.max_shared_hosts,
+        "states": num_states,
+        "share_least_makespan": num_least / num_states,
+        "mean_excess": excess / num_states,
+        "share_least_depth": num_least_depth / num_states,
+    }
+
+
+def timed(placement: Placement, alive: frozenset[GroupId], owners: Owners) -> tuple[float, Reorder]:
+    start_s = time.thread_time()
+    result = reorder_microbatches(placement, alive, owners)
+    return (time.thread_time() - start_s) * 1e3, result
+
+
+def sequence_times(placement: Placement, rng: np.random.Generator) -> tuple[list[float], list[str]]:
+    """Milliseconds and paths of one reorder per loss, until wipe-out."""
+    order, endured = loss_order(placement, rng)
+    owners = initial_owners(placement, NUM_MICROBATCHES)
+    times_ms: list[float] = []
+    paths: list[str] = []
+    for num_lost in range(1, endured + 1):
+        time_ms, result = timed(placement, survivors_of(order, num_lost), owners)
+        owners = result.owners
+        times_ms.append(time_ms)
+        paths.append(result.path)
+    return times_ms, paths
+
+
+def jump_times(placement: Placement, num_jumps: int, rng: np.random.Generator) -> tuple[list[float], list[str]]:
+    """Milliseconds and paths of reorders from the initial state straight to random states."""
+    owners = initial_owners(placement, NUM_MICROBATCHES)
+    times_ms: list[float] = []
+    paths: list[str] = []
+    for _ in range(num_jumps):
+        order, endured = loss_order(placement, rng)
+        time_ms, result = timed(placement, survivors_of(order, int(rng.integers(1, endured + 1))), owners)
+        times_ms.append(time_ms)
+        paths.append(result.path)
+    return times_ms, paths
+
+
+def stack_times(placement: Placement, rng: np.random.Generator) -> tuple[list[float], list[str]]:
+    """Milliseconds and phases of one stack reorder per loss, until wipe-out."""
+    order, endured = loss_order(placement, rng)
+    stacks = initial_order(placement)
+    times_ms: list[float] = []
+    phases: list[str] = []
+    for num_lost in range(1, endured + 1):
+        start_s = time.thread_time()
+        result: StackReorder = reorder_stacks(placement, survivors_of(order, num_lost), stacks)
+        times_ms.append((time.thread_time() - start_s) * 1e3)
+        phases.append(f"phase {result.phase}")
+        stacks = result.order
+    return times_ms, phases
+
+
+def time_row(case: str, placement: Placement, measured: tuple[list[float], list[str]], limit_ms: float) -> Row:
+    times_ms, paths = measured
+    return {
+        "case": case,
+        "num_groups": placement.num_groups,
+        "redundancy": placement.redundancy,
+        "reorders": len(times_ms),
+        "min_ms": min(times_ms),
+        "median_ms": float(np.median(times_ms)),
+        "p99_ms": float(np.percentile(times_ms, 99)),
+        "max_ms": max(times_ms),
+        "p99_limit_ms": limit_ms,
+        "paths": ", ".join(f"{path} {paths.count(path)}" for path in sorted(set(paths))),
+    }
+
+
+def time_rows(num_groups: int, redundancy: int, limit_ms: float, num_sequences: int, seed: int) -> list[Row]:
+    placement = make_placement("golomb", num_groups, redundancy)
+    rng = np.random.default_rng([seed, num_groups, redundancy])
+    timed(placement, survivors_of(np.arange(num_groups), 1), initial_owners(placement, NUM_MICROBATCHES))  # warm up
+    sequences = [sequence_times(placement, rng) for _ in range(num_sequences)]
+    together = [t for times, _ in sequences for t in times], [p for _, paths in sequences for p in paths]
+    return [
+        time_row("one loss at a time", placement, together, limit_ms),
+        time_row("from the initial state", placement, jump_times(placement, 200, rng), limit_ms),
+        time_row("stacks, one loss at a time", placement, stack_times(placement, rng), limit_ms),
+    ]
+
+
+def machine() -> str:
+    models = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return f"{models[0] if models else platform.processor()}, one core, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=10,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def print_table(rows: list[Row]) -> None:
+    names = list(rows[0])
+    cells = [names] + [[f"{v:.5g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    print()
+
+
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    states: Annotated[int, typer.Option(help="Random failure states per number of groups and redundancy.")] = 2000,
+    sequences: Annotated[int, typer.Option(help="Timed sequences of losses per size.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of all random states.")] = 0,
+) -> None:
+    """Measure the coverage and the speed of reorders."""
+    cases: list[tuple[PlacementKind, int, int]] = [("golomb", *shape) for shape in SHAPES]
+    cases += [("consecutive", 200, 9), ("consecutive", 1000, 9)]
+    covered = [coverage(*case, states, seed) for case in cases]
+    times = [row for shape in TIMED for row in time_rows(*shape, sequences, seed)]
+    if as_json:
+        print(json.dumps({"machine": machine(), "commit": commit(), "coverage": covered, "times": times}, indent=2))
+        return
+    print(f"{machine()}; commit {commit()}; {NUM_MICROBATCHES} microbatches per shard; measured\n")
+    print_table(covered)
+    print_table(times)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -141,8 +141,10 @@ def packed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microba
     return buffers
 
 
-def reference_sums(config: RunConfig, parameters: Arrays, work: Sequence[Microbatch]) -> tuple[float, Arrays]:
-    """Loss and gradients summed over the work, of the full model on one rank, by plain autograd."""
+def reference_sums(
+    config: RunConfig, parameters: Arrays, work: Sequence[Microbatch], step: int = 0
+) -> tuple[float, Arrays]:
+    """Loss and gradients summed over the work of a step, of the full model on one rank, by plain autograd."""
     config = replace(config, layout=replace(config.layout, tensor_parallel=1, pipeline_parallel=1, virtual_pipeline=1))
     model, corpus = _full_model(config), Corpus(config)
     named = dict(model.named_parameters())
@@ -152,7 +154,7 @@ def reference_sums(config: RunConfig, parameters: Arrays, work: Sequence[Microba
             parameter.copy_(torch.from_numpy(parameters[name]))
     loss_sum = 0.0
     for microbatch in work:
-        batch = corpus.microbatch(0, microbatch)
+        batch = corpus.microbatch(step, microbatch)
         loss = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]).sum()
         loss.backward()
         loss_sum += loss.item()
@@ -209,6 +211,16 @@ def update_with_a_missing_microbatch(config: RunConfig) -> tuple[str, bool]:
     except IncompleteSum as error:
         return str(error), trainer.params_sha256() == before
     return "", False
+
+
+def refusal_of_a_larger_layout(config: RunConfig) -> str:
+    """What building for one more pipeline stage than there are ranks raised."""
+    stages = config.layout.pipeline_parallel + 1
+    try:
+        GroupTrainer(replace(config, layout=replace(config.layout, pipeline_parallel=stages)), CPU)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def overflow_of(config: RunConfig, factor: float) -> str:

@@ -1,0 +1,34 @@
+"""What whole runs share: one fork server that has torch and Megatron, and one corpus."""
+
+import os
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.mcore.corpus_writer import write_corpus
+from spare_megatron.runtime.processes import fork_server
+
+_CORPUS_BYTES = 300_000
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_fork_server() -> None:
+    """Started before anybody else starts one: the first list of what to import is the one that counts."""
+    # The fork server does not look where pytest does.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    fork_server()
+    ensure_running()
+
+
+@pytest.fixture(scope="session")
+def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path prefix of a corpus of some of Python's own sources, as bytes."""
+    prefix = tmp_path_factory.mktemp("text") / "python"
+    documents: list[bytes] = []
+    for file in sorted(Path(os.__file__).parent.glob("*.py")):
+        documents.append(file.read_bytes())
+        if sum(map(len, documents)) > _CORPUS_BYTES:
+            break
+    write_corpus(documents, prefix)
+    return prefix

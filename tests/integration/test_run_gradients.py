@@ -1,0 +1,50 @@
+"""What a run commits while groups are killed in every phase, against one process that holds the full model."""
+
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.core.phases import Phase
+from tests.integration.reference import assert_exact
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import assert_masked, complete_run, kill, patched_in, retries_of, tiny_config
+
+COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
+TRANSFER = (Phase.SEND, Phase.RECEIVE)
+AGREE = (Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
+SUM_IS_COMPLETE = (Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
+"""Once all survivors hold the sum, which the victim is made to wait for, the loss costs no microbatch."""
+
+CASES = {
+    "one_rank": (LayoutConfig(num_groups=8), (*COMPUTE, *AGREE)),
+    "tensor_compute": (LayoutConfig(num_groups=4, tensor_parallel=2), (*COMPUTE, Phase.BEFORE_REDUCE)),
+    "tensor_agree": (LayoutConfig(num_groups=4, tensor_parallel=2), AGREE[1:]),
+    "stages_compute": (LayoutConfig(num_groups=5, pipeline_parallel=2), (*COMPUTE, *TRANSFER)),
+    "stages_agree": (LayoutConfig(num_groups=5, pipeline_parallel=2), AGREE),
+    "both_compute": (LayoutConfig(num_groups=3, tensor_parallel=2, pipeline_parallel=2), COMPUTE),
+    "both_transfer": (LayoutConfig(num_groups=3, tensor_parallel=2, pipeline_parallel=2), TRANSFER),
+    "both_before": (LayoutConfig(num_groups=3, tensor_parallel=2, pipeline_parallel=2), AGREE[:2]),
+    "both_after": (LayoutConfig(num_groups=3, tensor_parallel=2, pipeline_parallel=2), AGREE[2:]),
+}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("layout", "phases"), CASES.values(), ids=CASES)
+def test_gradients_committed_after_a_loss_are_those_of_the_full_model(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig, phases: tuple[Phase, ...], is_tied: bool
+) -> None:
+    """Step 0 loses nothing; each later step loses a group in the next phase, hit in another of its ranks."""
+    num_ranks = layout.tensor_parallel * layout.pipeline_parallel
+    faults = [kill(phase, index + 1, index, index % num_ranks) for index, phase in enumerate(phases)]
+    config = tiny_config(text_corpus, layout, steps=len(phases) + 2, faults=faults, tie_embeddings=is_tied)
+    after = frozenset((f.group, f.step, f.phase) for f in faults if f.phase in SUM_IS_COMPLETE)
+    steps = range(config.train.steps)
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(steps), after_other_votes=after))
+    assert_masked(run)
+    assert_exact(run, steps)
+    for fault in faults:
+        is_free = fault.phase in SUM_IS_COMPLETE
+        assert (retries_of(run.journal)[fault.step] == 0) == is_free, fault
+        assert (patched_in(run.journal)[fault.step] == 0) == is_free, fault

@@ -1,0 +1,200 @@
+"""A rank that a test looks into: what runs in the ranks' processes instead of `run_rank`.
+
+The classes that a rank is made of are replaced, in its process alone, by subclasses that write down what they see
+or choose the moment of a fault more closely than a configuration can.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.core.messages import AttemptReduce, Event
+from spare_megatron.core.phases import Phase
+from spare_megatron.faults.injection import Injector
+from spare_megatron.faults.trace import Fault
+from spare_megatron.mcore import trainer
+from spare_megatron.mcore.optimizer import Optimizer
+from spare_megatron.mcore.parameters import named_parameters
+from spare_megatron.runtime import rank
+from spare_megatron.runtime.executor import GroupExecutor
+from spare_megatron.runtime.spec import RankSpec
+
+_VOTES_TIMEOUT_S = 20.0
+_POLL_S = 0.002
+
+Moment = tuple[int, int, Phase]
+"""Group, step and phase of a fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What a test wants of the ranks of a run.
+
+    Attributes:
+        dump_steps: Steps whose parameters and mean gradients each rank writes down just before the update.
+        after_other_votes: Moments at which the rank waits, before the fault strikes, until all other groups have
+            voted on the attempt.
+        in_second_attempt: Moments that count only from the second attempt of their step on.
+        census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
+    """
+
+    dump_steps: frozenset[int] = frozenset()
+    after_other_votes: frozenset[Moment] = frozenset()
+    in_second_attempt: frozenset[Moment] = frozenset()
+    census_steps: frozenset[int] = frozenset()
+
+
+def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
+    """Runs a rank under watch. Give `partial(watched_rank, watch)` to `start_run`."""
+    now = _Now(spec)
+    trainer.Optimizer = partial(_DumpingOptimizer, watch, spec)
+    rank.Injector = partial(_ChoosyInjector, watch, now)
+    rank.GroupExecutor = partial(_WatchedExecutor, watch, now)
+    rank.run_rank(spec, reports)
+
+
+# ------------------------------------------------------------------------------------------------------------ dumps
+
+
+def dump_file(run_dir: Path, step: int, group: int, position: int) -> Path:
+    return run_dir / "dumps" / f"step-{step}-group-{group}-rank-{position}.npz"
+
+
+class _DumpingOptimizer(Optimizer):
+    """Writes down what it is about to apply."""
+
+    def __init__(self, watch: Watch, spec: RankSpec, config: Any, chunks: Any, groups: Any) -> None:
+        super().__init__(config, chunks, groups)
+        self._watch, self._spec, self._chunks = watch, spec, chunks
+        self._num_steps = 0
+
+    def step(self) -> tuple[float, float]:
+        if self._num_steps in self._watch.dump_steps:
+            self._dump(dump_file(self._spec.run_dir, self._num_steps, self._spec.group, self._spec.rank))
+        self._num_steps += 1
+        return super().step()
+
+    def _dump(self, file: Path) -> None:
+        arrays: dict[str, np.ndarray] = {}
+        for named in named_parameters(self._chunks):
+            arrays[f"value/{named.name}"] = named.parameter.detach().float().numpy()
+            arrays[f"gradient/{named.name}"] = named.main_grad.numpy()
+            arrays[f"dim/{named.name}"] = np.array(-1 if named.partition_dim is None else named.partition_dim)
+        file.parent.mkdir(exist_ok=True)
+        np.savez(file, **arrays)
+
+
+def read_dump(file: Path) -> dict[str, tuple[np.ndarray, np.ndarray, int | None]]:
+    """Name -> value, mean gradient, divided dimension, of the parameters of one rank."""
+    with np.load(file) as arrays:
+        names = [key.removeprefix("value/") for key in arrays.files if key.startswith("value/")]
+        dims = {name: int(arrays[f"dim/{name}"]) for name in names}
+        return {
+            name: (arrays[f"value/{name}"], arrays[f"gradient/{name}"], None if dims[name] < 0 else dims[name])
+            for name in names
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------- moments
+
+
+class _Now:
+    """The attempt that this rank is in."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        self.action: AttemptReduce | None = None
+        self.num_attempts = 0
+        self.step = -1
+
+    def attempt(self, action: AttemptReduce) -> None:
+        self.num_attempts = self.num_attempts + 1 if action.step == self.step else 1
+        self.step, self.action = action.step, action
+
+    def wait_for_other_votes(self) -> None:
+        """Waits until every other group has voted on the attempt.
+
+        Raises:
+            TimeoutError: They did not in time; then the fault never strikes, and the test that wants it fails.
+        """
+        assert self.action is not None
+        others = [group for group in self.action.members if group != self.spec.group]
+        log = DecisionLog(TcpControlStore(*self.spec.store_address))
+        end_s = time.monotonic() + _VOTES_TIMEOUT_S
+        while len(log.votes(self.action.attempt, others)) < len(others):
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"not all of {others} voted on attempt {self.action.attempt}")
+            time.sleep(_POLL_S)
+
+
+class _ChoosyInjector(Injector):
+    """Carries out the faults of the trace at moments that are named more closely."""
+
+    def __init__(self, watch: Watch, now: _Now, faults: Sequence[Fault], report: Callable[[Fault], None]) -> None:
+        super().__init__(faults, report)
+        self._watch, self._now = watch, now
+
+    def __call__(self, phase: Phase) -> None:
+        moment = (int(self._now.spec.group), self.step, phase)
+        is_second = self._now.step == self.step and self._now.num_attempts >= 2
+        if moment in self._watch.in_second_attempt and not is_second:
+            return
+        if moment in self._watch.after_other_votes:
+            self._now.wait_for_other_votes()
+        super().__call__(phase)
+
+
+class _WatchedExecutor(GroupExecutor):
+    """Knows the attempt, and counts what the process holds."""
+
+    def __init__(self, watch: Watch, now: _Now, **parts: Any) -> None:
+        self._watch, self._attempts = watch, now
+        super().__init__(**parts)
+
+    def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
+        self._attempts.attempt(action)
+        return super().attempt_reduce(action)
+
+    def update_model(self, step: int, attempt: int) -> None:
+        super().update_model(step, attempt)
+        if step in self._watch.census_steps:
+            _take_census(self._attempts.spec, step)
+
+
+# ----------------------------------------------------------------------------------------------------------- census
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """What one rank's process held after a step."""
+
+    num_threads: int
+    num_files: int
+    resident_bytes: int
+
+
+def _take_census(spec: RankSpec, step: int) -> None:
+    census = {
+        "num_threads": len(os.listdir("/proc/self/task")),
+        "num_files": len(os.listdir("/proc/self/fd")),
+        "resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    }
+    with (spec.run_dir / f"census-{spec.name}.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, **census}) + "\n")
+
+
+def read_census(run_dir: Path, group: int, position: int) -> dict[int, Census]:
+    """Step -> what the rank held after it."""
+    text = (run_dir / f"census-group-{group:04d}-rank-{position}.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    return {row.pop("step"): Census(**row) for row in rows}

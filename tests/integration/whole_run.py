@@ -1,0 +1,133 @@
+"""Whole runs for tests: tiny configurations, a run from start to end, and what its journal says of the faults."""
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.config.schema import (
+    ClusterConfig,
+    ControlConfig,
+    DataConfig,
+    FaultConfig,
+    FaultsConfig,
+    LayoutConfig,
+    ModelConfig,
+    ReduceConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
+from spare_megatron.config.validate import problems
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.files import Journal, read_journal
+from spare_megatron.journal.records import EntryRecord, FaultRecord, RecoveryRecord, UpdateRecord
+from spare_megatron.journal.summary import Summary
+from spare_megatron.runtime.run import look_at_machine, start_run
+from spare_megatron.runtime.supervisor import SupervisorEvent
+from tests.integration.watched_rank import Watch, watched_rank
+
+
+def kill(phase: Phase | str, step: int, group: int, rank: int = 0) -> FaultConfig:
+    return FaultConfig(phase=Phase(phase), step=step, group=group, rank=rank)
+
+
+def tiny_config(
+    corpus: Path,
+    layout: LayoutConfig,
+    *,
+    steps: int = 4,
+    faults: Sequence[FaultConfig] = (),
+    redundancy: int | None = None,
+    num_microbatches: int = 2,
+    mode: str = "fast",
+    granularity: str = "microbatch",
+    **model: Any,
+) -> RunConfig:
+    """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less."""
+    stages = layout.pipeline_parallel * layout.virtual_pipeline
+    shape = {"num_layers": max(2, stages), "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
+    config = RunConfig(
+        model=ModelConfig(**{**shape, **model}),
+        layout=layout,
+        spare=SpareConfig(
+            redundancy=redundancy or layout.num_groups,
+            microbatches_per_shard=num_microbatches,
+            granularity=granularity,
+        ),
+        data=DataConfig(corpus=str(corpus)),
+        train=TrainConfig(steps=steps, micro_batch_size=1, params_check_every_steps=1),
+        reduce=ReduceConfig(mode=mode, timeout_s=20.0),
+        control=ControlConfig(startup_timeout_s=60.0, decision_timeout_s=60.0, group_timeout_s=20.0),
+        faults=FaultsConfig(trace=tuple(faults)),
+        cluster=ClusterConfig(device="cpu"),
+    )
+    assert problems(config, look_at_machine(config)) == []
+    return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run that has ended."""
+
+    config: RunConfig
+    run_dir: Path
+    summary: Summary
+    journal: Journal
+    events: tuple[SupervisorEvent, ...]
+
+
+def complete_run(config: RunConfig, run_dir: Path, watch: Watch | None = None) -> Run:
+    """The whole run, with the supervisor in this process. Leaves no process behind."""
+    events: list[SupervisorEvent] = []
+    summary = start_run(config, run_dir, events.append, rank_main=partial(watched_rank, watch or Watch()))
+    assert multiprocessing.active_children() == []
+    return Run(config=config, run_dir=run_dir, summary=summary, journal=read_journal(run_dir), events=tuple(events))
+
+
+# ----------------------------------------------------------------------------------------------- what a journal says
+
+
+def assert_masked(run: Run) -> None:
+    """The run finished, its journal is valid, and every fault of the trace struck and cost exactly its group."""
+    assert run.summary.outcome == "finished", run.summary.outcome_reason
+    assert run.summary.verdict == "valid", run.summary.reasons
+    assert run.summary.steps_committed == run.config.train.steps
+    assert run.summary.steps_lost == 0
+    struck = sorted((r.step, r.group, r.rank, r.phase) for r in run.journal.of(FaultRecord))
+    assert struck == sorted((f.step, f.group, f.rank, str(f.phase)) for f in run.config.faults.trace)
+    assert fenced_groups(run.journal) == {fault.group for fault in run.config.faults.trace}
+
+
+def entries_of(journal: Journal) -> list[dict[str, Any]]:
+    """The decision log."""
+    entries = {record.index: record.entry for record in journal.of(EntryRecord)}
+    return [entries[index] for index in sorted(entries)]
+
+
+def fenced_groups(journal: Journal) -> set[int]:
+    return {entry["group"] for entry in entries_of(journal) if entry["entry"] == "fence"}
+
+
+def retries_of(journal: Journal) -> Counter[int]:
+    """Step -> how many of its attempts failed."""
+    return Counter(entry["step"] for entry in entries_of(journal) if entry["entry"] == "retry")
+
+
+def patched_in(journal: Journal) -> Counter[int]:
+    """Step -> microbatches of lost groups that survivors computed in it."""
+    patched: Counter[int] = Counter()
+    for record in journal.of(RecoveryRecord):
+        patched[record.step] += record.num_patched
+    return patched
+
+
+def losses_of(journal: Journal) -> dict[int, set[tuple[float, float]]]:
+    """Step -> the mean losses and gradient norms that groups applied; more than one is an error."""
+    losses: dict[int, set[tuple[float, float]]] = {}
+    for record in journal.of(UpdateRecord):
+        losses.setdefault(record.step, set()).add((record.loss, record.grad_norm))
+    return losses

@@ -50,7 +50,7 @@ def build_chunks(
 
     Collective over: all ranks of the group (stages that share embeddings make them equal).
     """
-    spec = _layer_spec(config, transformer, device)
+    spec = layer_spec(config, transformer, device)
     return [
         _build_chunk(config, transformer, spec, groups, device, virtual)
         for virtual in range(config.layout.virtual_pipeline)
@@ -107,7 +107,7 @@ def _build_chunk(
     return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 
 
-def _layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:
+def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.device) -> ModuleSpec:
     """What a layer is built from.
 
     Raises:

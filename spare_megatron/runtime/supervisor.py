@@ -126,7 +126,7 @@ class Supervisor:
 
     def _prepare_data(self) -> None:
         self._on_event(Starting(what="sample index of the corpus"))
-        child = start_child(self._context, "data-preparation", _prepare_data, self._config)
+        child = start_child(self._context, "data-preparation", prepare_data, self._config)
         error = run_to_end(child, self._config.control.startup_timeout_s)
         if error is not None:
             raise RunFailed(f"the corpus cannot be used: {error}")
@@ -250,7 +250,7 @@ def rank_main(spec: RankSpec, reports: Connection) -> None:
     run_rank(spec, reports)
 
 
-def _prepare_data(config: RunConfig, reports: Connection) -> None:
+def prepare_data(config: RunConfig, reports: Connection) -> None:
     """Builds the sample index once, before ranks start that all need it."""
     from spare_megatron.mcore.data import prepare_index
 

@@ -1,0 +1,18 @@
+"""Where a figure comes from: machine, commit and date, to stand beside it."""
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+
+def origin() -> dict[str, str]:
+    """Machine, commit and date."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return {
+        "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {platform.system()}",
+        "commit": found.stdout.strip() or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -1,0 +1,106 @@
+"""Plain Megatron on the same model and data: one world, its own DistributedDataParallel, no redundancy.
+
+What every comparison is measured against. It goes through Megatron's global parallel state, its schedules, its
+gradient finalization inside the schedule and its optimizer, as Megatron's own training loop does.
+"""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import ShardId
+from spare_megatron.mcore import cpu, rng
+from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.model import Chunk, layer_spec, padded_vocab_size
+from spare_megatron.mcore.optimizer import Optimizer
+from spare_megatron.mcore.transformer import transformer_config
+
+_TIMEOUT = timedelta(seconds=120)
+
+
+def train_plain(config: RunConfig, rank: int, address: tuple[str, int], answer: Connection) -> None:
+    """Trains as one rank of plain Megatron and sends the wall-clock time of the end of every step."""
+    torch.set_num_threads(config.cluster.threads_per_rank)
+    device = torch.device("cpu")
+    cpu.install()
+    store = TcpControlStore(*address).rendezvous("plain")
+    world_size = config.parallel.num_ranks
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.layout.tensor_parallel,
+        pipeline_model_parallel_size=config.layout.pipeline_parallel,
+    )
+    answer.send(_train(config, device))
+    dist.barrier()
+
+
+def _train(config: RunConfig, device: torch.device) -> list[float]:
+    transformer = transformer_config(config, device)
+    transformer.finalize_model_grads_func = finalize_model_grads
+    chunk = _build(config, transformer, device)
+    optimizer = Optimizer(config, [chunk], ProcessGroupCollection.use_mpu_process_groups())
+    corpus, schedule, ends = Corpus(config), get_forward_backward_func(), []
+    shard = ShardId(parallel_state.get_data_parallel_rank())
+    for step in range(config.train.steps):
+        chunk.module.zero_grad_buffer()
+        optimizer.zero_grad()
+        schedule(
+            forward_step_func=_forward,
+            data_iterator=_batches(config, corpus, step, shard),
+            model=[chunk.module],
+            num_microbatches=config.spare.microbatches_per_shard,
+            seq_length=config.model.seq_length,
+            micro_batch_size=config.train.micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+        ends.append(time.time())
+    return ends
+
+
+def _build(config: RunConfig, transformer: Any, device: torch.device) -> Chunk:
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    rng.seed_parameters(config.train.seed, stage, parallel_state.get_tensor_model_parallel_rank(), device)
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = GPTModel(
+        config=transformer,
+        transformer_layer_spec=layer_spec(config, transformer, device),
+        vocab_size=padded_vocab_size(config.model.vocab_size, config.layout.tensor_parallel),
+        max_sequence_length=config.model.seq_length,
+        pre_process=is_first,
+        post_process=is_last,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+        position_embedding_type=config.model.position_embedding,
+    )
+    module = DistributedDataParallel(transformer, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    module.broadcast_params()
+    return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
+
+
+def _batches(config: RunConfig, corpus: Corpus, step: int, shard: ShardId) -> Iterator[dict[str, torch.Tensor]]:
+    for index in range(config.spare.microbatches_per_shard):
+        yield corpus.microbatch(step, Microbatch(shard, index))
+
+
+def _forward(batches: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    output = module(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        loss = losses.float().sum()
+        return loss, torch.tensor(losses.numel(), dtype=torch.int), {"loss": loss.detach()}
+
+    return output, loss_function

@@ -14,7 +14,7 @@ from spare_megatron.core.topology import ShardId
 from spare_megatron.mcore import check_megatron_core, rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.gradients import fixed_point
-from spare_megatron.mcore.model import padded_vocab_size
+from spare_megatron.mcore.model import layer_spec, padded_vocab_size
 from spare_megatron.mcore.transformer import transformer_config
 
 CPU = torch.device("cpu")
@@ -101,6 +101,19 @@ def test_gpus_initialize_on_the_gpu_and_are_told_to_be_deterministic() -> None:
 )
 def test_the_vocabulary_is_padded_for_every_tensor_rank(size: int, tensor_parallel: int, padded: int) -> None:
     assert padded_vocab_size(size, tensor_parallel) == padded
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RunConfig(model=ModelConfig(transformer_impl="transformer_engine")), r"needs GPUs .* set it to auto or local"),
+        (RunConfig(layout=LayoutConfig(context_parallel=2)), r"context_parallel=2 needs the attention of transformer"),
+    ],
+    ids=["transformer-engine", "context parallelism"],
+)
+def test_layers_that_need_a_gpu_are_refused_without_one(config: RunConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer_spec(config, transformer_config(config, CPU), CPU)
 
 
 # ------------------------------------------------------------------------------------------------- small machinery

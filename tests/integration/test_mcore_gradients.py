@@ -192,6 +192,11 @@ def test_a_sum_that_misses_a_microbatch_is_not_applied(make_config: MakeConfig) 
     assert is_unchanged
 
 
+def test_a_world_of_another_size_than_the_layout_is_refused(make_config: MakeConfig) -> None:
+    message = run_group(group.refusal_of_a_larger_layout, make_config())[0]
+    assert "the world has 1 ranks, but tensor x context x pipeline parallel size is 2" in message
+
+
 def test_fingerprints_see_the_least_change_of_one_element(make_config: MakeConfig) -> None:
     built, nudged, restored = run_group(group.fingerprints, make_config(model={"precision": "fp32"}))[0]
     assert built == restored

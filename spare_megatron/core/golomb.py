@@ -4,9 +4,9 @@ r offsets are a modular Golomb ruler mod N when all their r(r - 1) differences a
 N >= r(r - 1) + 1, and there is equality for Singer's difference sets only.
 
 Distinct differences are not enough, though. The short rulers of the literature put all hosts of a shard within a
-narrow window of neighbours, so a window that loses more than its share of groups cannot pass the surplus on (N =
-1000, r = 9: the least load is then exceeded in several percent of random failure states). So among rulers the one
-wins that mixes best: the least second singular value of the placement, max over k != 0 of |sum_o exp(2 pi i k o / N)|
+narrow window of neighbours, and a window that loses more than its share of groups is slow to pass the surplus on, or
+cannot: chains of displacements grow long, and sometimes the least load is out of reach. So among rulers the one wins
+that mixes best: the least second singular value of the placement, max over k != 0 of |sum_o exp(2 pi i k o / N)|
 (the expander mixing lemma: the smaller, the closer every set of groups comes to its fair share of shards).
 """
 

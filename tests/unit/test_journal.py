@@ -1,0 +1,108 @@
+"""Journal lines, files, and the figures drawn from them. Whole runs are checked in tests/integration."""
+
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.journal.check import check_journal
+from spare_megatron.journal.files import Journal, JournalWriter, read_journal
+from spare_megatron.journal.records import (
+    FaultRecord,
+    Line,
+    LossRecord,
+    Record,
+    RecoveryRecord,
+    VoteRecord,
+    decode_line,
+    encode_line,
+)
+from spare_megatron.journal.summary import find_recoveries, summarize
+
+VOTE = VoteRecord(group=1, step=2, attempt=3, is_complete=True)
+
+
+def journal_of(*records: tuple[float, Record]) -> Journal:
+    lines = (Line(source="test", at_s=at_s, record=record) for at_s, record in records)
+    return Journal(lines=tuple(sorted(lines, key=lambda line: line.at_s)))
+
+
+def recovery(group: int, computed_at_s: float, noticed_at_s: float, num_patched: int = 2) -> RecoveryRecord:
+    return RecoveryRecord(
+        group=group,
+        step=7,
+        lost=[3],
+        computed_at_s=computed_at_s,
+        noticed_at_s=noticed_at_s,
+        agree_s=0.25,
+        patch_s=0.5,
+        rebuild_s=0.125,
+        reduce_s=0.0625,
+        num_patched=num_patched,
+    )
+
+
+def test_a_line_survives_the_file(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, "writer", now_s=lambda: 12.5)
+    writer.write(VOTE)
+    writer.close()
+    assert read_journal(tmp_path).lines == (Line(source="writer", at_s=12.5, record=VOTE),)
+
+
+def test_a_torn_last_line_was_never_written(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, "writer")
+    writer.write(VOTE)
+    file = tmp_path / "journal" / "writer.jsonl"
+    file.write_text(file.read_text() + '{"record":"vote","sour')
+    journal = read_journal(tmp_path)
+    assert [line.record for line in journal.lines] == [VOTE]
+    assert journal.damage == ()
+
+
+@pytest.mark.parametrize("text", ["not json", "[1]", '{"record":"guess"}', '{"record":"vote","source":"x","at_s":1}'])
+def test_any_other_line_that_cannot_be_read_makes_the_journal_invalid(tmp_path: Path, text: str) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "writer.jsonl").write_text(text + "\n")
+    journal = read_journal(tmp_path)
+    assert len(journal.damage) == 1
+    assert check_journal(journal).verdict == "invalid"
+
+
+def test_a_directory_without_a_journal_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        read_journal(tmp_path)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown kind"):
+        decode_line('{"record":"guess"}')
+    assert decode_line(encode_line(Line(source="s", at_s=1.0, record=VOTE))).record == VOTE
+
+
+def test_a_journal_without_a_run_proves_nothing() -> None:
+    assert check_journal(journal_of((1.0, VOTE))).verdict == "unknown"
+
+
+def test_a_recovery_is_that_of_the_survivor_who_finished_computing_last() -> None:
+    fault = FaultRecord(group=3, rank=0, step=7, phase="forward", kind="kill")
+    journal = journal_of((100.0, fault), (105.0, recovery(0, 101.0, 104.0)), (105.0, recovery(1, 103.0, 103.5)))
+    [found] = find_recoveries(journal)
+    assert found.detect_s == 0.5
+    assert found.total_s == 0.5 + 0.25 + 0.5 + 0.125 + 0.0625
+    assert (found.num_patched, found.lost, found.phase) == (4, (3,), "forward")
+
+
+def test_detection_starts_at_the_loss_if_the_survivor_was_waiting_already() -> None:
+    fault = FaultRecord(group=3, rank=0, step=7, phase="in_reduce", kind="kill")
+    [found] = find_recoveries(journal_of((103.0, fault), (105.0, recovery(0, 101.0, 103.25))))
+    assert found.detect_s == 0.25
+
+
+def test_without_an_injected_fault_the_loss_is_when_the_supervisor_saw_it() -> None:
+    loss = LossRecord(group=3, rank=0, cause="SIGKILL", entry_index=9)
+    [found] = find_recoveries(journal_of((103.0, loss), (105.0, recovery(0, 101.0, 103.5))))
+    assert (found.detect_s, found.phase) == (0.5, None)
+
+
+def test_the_summary_of_a_journal_that_was_cut_off_says_so() -> None:
+    summary = summarize(journal_of((1.0, VOTE)))
+    assert (summary.outcome, summary.steps_committed, summary.final_loss) == ("unknown", 0, None)

@@ -15,9 +15,9 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
-from spare_megatron.runtime.processes import end_child, fork_server, run_to_end, start_child, start_store
+from spare_megatron.runtime.preflight import preflight
+from spare_megatron.runtime.processes import end_child, fork_server, start_child, start_store
 from spare_megatron.runtime.run import start_run
-from spare_megatron.runtime.supervisor import prepare_data
 
 NUM_WARMUP = 5
 """Steps at the start of each run that are not measured."""
@@ -25,7 +25,7 @@ NUM_WARMUP = 5
 
 def step_times_of_ours(config: RunConfig, folder: Path) -> list[float]:
     """Seconds between the ends of successive steps, at group 0."""
-    summary = start_run(config, folder, lambda event: None)
+    summary = start_run(config, folder, lambda _: None)
     assert summary.verdict == "valid", summary.reasons
     lines = [line for line in read_journal(folder).lines if line.source == "group-0000-rank-0"]
     return _intervals([line.at_s for line in lines if isinstance(line.record, UpdateRecord)])
@@ -34,7 +34,7 @@ def step_times_of_ours(config: RunConfig, folder: Path) -> list[float]:
 def step_times_of_plain(config: RunConfig) -> list[float]:
     """Seconds between the ends of successive steps, at rank 0."""
     context = fork_server()
-    run_to_end(start_child(context, "data-preparation", prepare_data, config), timeout_s=120)
+    preflight(config)
     store, address = start_store(context)
     ranks = [
         start_child(context, f"plain-{rank}", train_plain, config, rank, address)

@@ -1,4 +1,4 @@
-"""How long a loss keeps the survivors from their next commit, and where that time goes. Real processes, real SIGKILLs."""
+"""How long a loss keeps the survivors from their next commit, and where that time goes, with real SIGKILLs."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def recover_once(config_file: Path, overrides: list[str], phase: str, seed: int,
     """One run with one kill; who is hit follows from the seed."""
     trace = f'faults.trace=[{{phase="{phase}", step={KILL_STEP}}}]'
     settings = [f"train.steps={NUM_STEPS}", f"faults.seed={seed}", trace, *overrides]
-    summary = start_run(load_run_config(config_file, settings).config, folder, lambda event: None)
+    summary = start_run(load_run_config(config_file, settings).config, folder, lambda _: None)
     if summary.verdict != "valid" or len(summary.recoveries) != 1:
         raise RuntimeError(f"{phase}, seed {seed}: {summary.verdict}, {summary.reasons}, {summary.recoveries}")
     return summary.recoveries[0]

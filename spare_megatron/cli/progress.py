@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -95,7 +96,7 @@ class RunProgress:
 
 def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
     """The table at the end of a run."""
-    table = Table(title="run", show_header=False)
+    table = Table(title="run", show_header=False, box=box.SIMPLE)
     for name, value in _figures(summary, run_dir):
         table.add_row(name, value)
     console.print(table)
@@ -118,9 +119,9 @@ def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
 
 def _recovery_table(recoveries: tuple[Recovery, ...]) -> Table:
     stages = ("detect", "agree", "rebuild", "patch", "reduce", "total")
-    table = Table(title="recovery of each loss, ms")
-    for name in ("step", "group", "during", *stages, "recomputed"):
-        table.add_column(name, justify="right")
+    table = Table(title="recovery of each loss: ms, and microbatches computed again", box=box.SIMPLE)
+    for name in ("step", "group", "during", *stages, "again"):
+        table.add_column(name, justify="right", no_wrap=True)
     for recovery in recoveries:
         spent = [f"{getattr(recovery, f'{stage}_s') * 1e3:.0f}" for stage in stages]
         lost = ", ".join(str(group) for group in recovery.lost)

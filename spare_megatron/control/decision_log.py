@@ -43,10 +43,6 @@ class DecisionLog:
         return {group: vote for group, vote in zip(groups, found, strict=True) if vote is not None}
 
     def forget_vote(self, attempt: int, group: int) -> None:
-        """Removes the group's vote on an attempt that nobody will ask for again.
-
-        That holds for every attempt before the one a group has last voted on: an attempt is begun only when the
-        one before it is decided.
-        """
+        """Removes the group's vote on an attempt that nobody will ask for again."""
         self._store.delete(f"vote/{attempt}/{group}")
         self._store.delete(f"votes/{attempt}")

@@ -1,5 +1,6 @@
 """Everything that touches megatron-core: model, data, gradients, optimizer. Nothing else imports `megatron`."""
 
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED_MEGATRON_CORE = "0.16"
@@ -33,4 +34,14 @@ def _installed_megatron_core() -> str | None:
         return None
 
 
+def _hush_advice_about_gpu_packages() -> None:
+    """Megatron advises at every import to install packages that only a GPU has a use for."""
+    import torch
+
+    if torch.version.cuda is None:
+        warnings.filterwarnings("ignore", message=".*Apex.*Falling back", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*Transformer Engine.*Falling back", category=UserWarning)
+
+
 check_megatron_core(_installed_megatron_core())
+_hush_advice_about_gpu_packages()

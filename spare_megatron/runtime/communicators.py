@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -114,16 +114,23 @@ class CrossGroupCommunicator:
             self.evidence = self.evidence or "log"
             return False
         self.ready_at_s = time.monotonic()
-        work = None
         try:
             work = self._backend.allreduce([buffer], dist.AllreduceOptions())
-            self._probe(Phase.IN_REDUCE)
+        except RuntimeError as error:
+            return self._abandon(None, buffer, error)
+        # Outside: what a probe raises is no broken connection.
+        self._probe(Phase.IN_REDUCE)
+        try:
             if self._wait(work.is_completed, is_decided):
                 work.wait()  # raises what went wrong
                 return True
-            self.evidence = "log"
         except RuntimeError as error:
-            self.evidence = f"connection: {str(error).splitlines()[0]}"
+            return self._abandon(work, buffer, error)
+        return self._abandon(work, buffer, None)
+
+    def _abandon(self, work: Any, buffer: torch.Tensor, error: RuntimeError | None) -> Literal[False]:
+        """Gives up a reduction that broke, or that nobody needs any more if there is no error."""
+        self.evidence = "log" if error is None else f"connection: {str(error).splitlines()[0]}"
         self._abandoned.append(_Abandoned(backend=self._backend, work=work, buffer=buffer))
         self._backend = None
         return False
@@ -141,7 +148,10 @@ class CrossGroupCommunicator:
             store.set_timeout(self._timeout)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # this thread's own
-                return dist.ProcessGroupNCCL(store, rank, size, self._timeout)
+                backend = dist.ProcessGroupNCCL(store, rank, size, self._timeout)
+                # NCCL would connect in the first reduction otherwise, where nothing could end the wait for a dead peer.
+                backend.eager_connect_single_device(self._device)
+                return backend
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
         except Exception as error:  # noqa: BLE001  (raised where it can be handled: in the rank's thread)
             return error

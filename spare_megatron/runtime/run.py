@@ -15,7 +15,8 @@ from spare_megatron.faults.trace import Fault, resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.journal.summary import Summary, summarize
-from spare_megatron.runtime.supervisor import RankMain, Supervisor, SupervisorEvent, rank_main
+from spare_megatron.runtime.preflight import preflight
+from spare_megatron.runtime.supervisor import RankMain, Starting, Supervisor, SupervisorEvent, rank_main
 from spare_megatron.runtime.telemetry import MetricsWriter
 
 
@@ -45,14 +46,17 @@ def start_run(
 
     Raises:
         FileExistsError: The directory holds something.
+        ValueError: The run cannot start; nothing has been written.
         KeyboardInterrupt: After all processes have been ended and the summary is written.
     """
     device = resolve_device(config, look_at_machine(config))
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if any(run_dir.iterdir()):
+    if run_dir.exists() and any(run_dir.iterdir()):
         raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
     faults = resolve_trace(config)
+    on_event(Starting(what="Megatron, and the sample index of the corpus"))
+    preflight(config)
+    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(dump_run_config(config))
     (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
     journal, metrics = JournalWriter(run_dir, "supervisor"), MetricsWriter(run_dir)

@@ -1,6 +1,5 @@
 """Starts the ranks of this machine, reaps them, fences the group of one that dies, and ends the run cleanly."""
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -20,7 +19,6 @@ from spare_megatron.runtime.processes import (
     describe_exit,
     end_child,
     fork_server,
-    run_to_end,
     start_child,
     start_store,
 )
@@ -105,7 +103,6 @@ class Supervisor:
         end = EndRecord(outcome="interrupted", reason="the supervisor was told to stop")
         store: Child | None = None
         try:
-            self._prepare_data()
             self._on_event(Starting(what="control store"))
             store, address = start_store(self._context)
             self._log = DecisionLog(TcpControlStore(*address))
@@ -123,13 +120,6 @@ class Supervisor:
         return end
 
     # ----------------------------------------------------------------------------------------------------- start
-
-    def _prepare_data(self) -> None:
-        self._on_event(Starting(what="sample index of the corpus"))
-        child = start_child(self._context, "data-preparation", prepare_data, self._config)
-        error = run_to_end(child, self._config.control.startup_timeout_s)
-        if error is not None:
-            raise RunFailed(f"the corpus cannot be used: {error}")
 
     def _start_ranks(self, address: tuple[str, int]) -> None:
         layout = self._config.parallel
@@ -200,9 +190,9 @@ class Supervisor:
         index = fence(self._log, group, f"rank {rank}: {cause}", self._head_hint)
         self._journal.write(LossRecord(group=group, rank=rank, cause=cause, entry_index=index))
         self._end_group(group)
-        self._report_loss(group, rank, cause)
+        cause = self._report_loss(group, rank, cause)
         if len(self._ready) < self._config.layout.num_groups:
-            raise RunFailed(f"group {group} was lost before training began ({cause} of rank {rank})")
+            raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
 
     def _end_group(self, group: GroupId) -> None:
         """The rest of a fenced group is of no use, and must not linger."""
@@ -210,8 +200,8 @@ class Supervisor:
             if other == group and child.process.is_alive():
                 child.process.kill()
 
-    def _report_loss(self, group: GroupId, rank: int, cause: str) -> None:
-        """Tells of the loss with the traceback that the rank sent before it ended."""
+    def _report_loss(self, group: GroupId, rank: int, cause: str) -> str:
+        """Tells of the loss with the traceback that the rank sent before it ended; returns the cause in a line."""
         pipe = self._ranks[group, rank].reports
         while pipe.poll():
             try:
@@ -222,6 +212,7 @@ class Supervisor:
         if text:
             cause = text.strip().splitlines()[-1]
         self._on_event(GroupLost(group=group, rank=rank, cause=cause, traceback=text))
+        return cause
 
     # ------------------------------------------------------------------------------------------------------- end
 
@@ -248,13 +239,3 @@ def rank_main(spec: RankSpec, reports: Connection) -> None:
     from spare_megatron.runtime.rank import run_rank
 
     run_rank(spec, reports)
-
-
-def prepare_data(config: RunConfig, reports: Connection) -> None:
-    """Builds the sample index once, before ranks start that all need it."""
-    from spare_megatron.mcore.data import prepare_index
-
-    try:
-        prepare_index(config)
-    except Exception:  # noqa: BLE001  (whatever it is, the supervisor tells it)
-        reports.send(traceback.format_exc(limit=-3))

@@ -1,0 +1,35 @@
+"""What can be found wrong with a run, and prepared for it, only with Megatron at hand. Before any rank starts."""
+
+import traceback
+from multiprocessing.connection import Connection
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.runtime.processes import fork_server, run_to_end, start_child
+
+
+def preflight(config: RunConfig) -> None:
+    """Checks what Megatron makes of the configuration, and builds the sample index that all ranks read.
+
+    Raises:
+        ValueError: The run cannot start; the text says why.
+        RuntimeError: The check itself was killed or did not end in time.
+    """
+    child = start_child(fork_server(), "preflight", _check_and_prepare, config)
+    error = run_to_end(child, config.control.startup_timeout_s)
+    if error is not None:
+        raise ValueError(error)
+
+
+def _check_and_prepare(config: RunConfig, reports: Connection) -> None:
+    import torch
+
+    from spare_megatron.mcore.data import prepare_index
+    from spare_megatron.mcore.transformer import transformer_config
+
+    try:
+        transformer_config(config, torch.device("cuda" if config.cluster.device == "gpu" else "cpu"))
+        prepare_index(config)
+    except (ValueError, OSError) as error:
+        reports.send(str(error))
+    except Exception:  # noqa: BLE001  (whatever it is, the user is told)
+        reports.send(traceback.format_exc())

@@ -119,7 +119,7 @@ def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
 
 def _recovery_table(recoveries: tuple[Recovery, ...]) -> Table:
     stages = ("detect", "agree", "rebuild", "patch", "reduce", "total")
-    table = Table(title="recovery of each loss: ms, and microbatches computed again", box=box.SIMPLE)
+    table = Table(title="recovery of each loss: ms, and microbatches computed again", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("step", "group", "during", *stages, "again"):
         table.add_column(name, justify="right", no_wrap=True)
     for recovery in recoveries:

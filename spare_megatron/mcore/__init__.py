@@ -34,14 +34,15 @@ def _installed_megatron_core() -> str | None:
         return None
 
 
-def _hush_advice_about_gpu_packages() -> None:
-    """Megatron advises at every import to install packages that only a GPU has a use for."""
+def _hush_advice_nobody_can_follow() -> None:
+    """Megatron's warnings about its own defaults, and about packages that only a GPU has a use for."""
     import torch
 
+    warnings.filterwarnings("ignore", message=".*cuda_graph_scope", category=UserWarning)
     if torch.version.cuda is None:
         warnings.filterwarnings("ignore", message=".*Apex.*Falling back", category=UserWarning)
         warnings.filterwarnings("ignore", message=".*Transformer Engine.*Falling back", category=UserWarning)
 
 
 check_megatron_core(_installed_megatron_core())
-_hush_advice_about_gpu_packages()
+_hush_advice_nobody_can_follow()

@@ -1,0 +1,93 @@
+"""Runs of one seed end with the same bits, whoever is lost when."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import FaultConfig, LayoutConfig
+from spare_megatron.journal.records import ParamsRecord
+from tests.integration.whole_run import (
+    Run,
+    assert_masked,
+    complete_run,
+    kill,
+    losses_of,
+    patched_in,
+    tiny_config,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+STAGES = LayoutConfig(num_groups=4, pipeline_parallel=2)
+BOTH = LayoutConfig(num_groups=3, tensor_parallel=2, pipeline_parallel=2)
+
+FAULTS_OF_STAGES: dict[str, list[FaultConfig]] = {
+    "one after another": [kill("forward", 1, 1), kill("in_reduce", 2, 2, 1), kill("after_vote", 3, 3)],
+    "two in one step": [kill("backward", 1, 0, 1), kill("before_reduce", 1, 3)],
+    "both ends of a transfer": [kill("send", 1, 2), kill("receive", 1, 1, 1), kill("after_reduce", 2, 0)],
+}
+FAULTS_OF_BOTH: dict[str, list[FaultConfig]] = {
+    "one after another": [kill("receive", 1, 0, 2), kill("in_reduce", 2, 2, 3)],
+    "two in one step": [kill("forward", 2, 1, 1), kill("send", 2, 2)],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"), [(STAGES, FAULTS_OF_STAGES), (BOTH, FAULTS_OF_BOTH)], ids=["stages", "both"]
+)
+def test_losses_and_parameters_are_bitwise_those_of_the_run_without_failures(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig, cases: dict[str, list[FaultConfig]]
+) -> None:
+    expected = reproducible(text_corpus, tmp_path / "none", layout)
+    assert len({record.sha256 for record in expected.journal.of(ParamsRecord)}) == expected.config.train.steps + 1
+    for number, faults in enumerate(cases.values()):
+        run = reproducible(text_corpus, tmp_path / str(number), layout, faults)
+        assert losses_of(run.journal) == losses_of(expected.journal)
+        assert params_of(run) == params_of(expected)
+        assert run.summary.params_sha256 == expected.summary.params_sha256
+        assert sum(patched_in(run.journal).values()) > 0
+
+
+def test_stack_granularity_too_ends_with_the_bits_of_the_run_without_failures(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    layout = LayoutConfig(num_groups=4)
+    expected = reproducible(text_corpus, tmp_path / "none", layout)
+    run = reproducible(text_corpus, tmp_path / "faults", layout, [kill("backward", 1, 1)], granularity="stack")
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert run.summary.params_sha256 == expected.summary.params_sha256
+
+
+def test_fast_mode_without_failures_repeats_itself(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(text_corpus, STAGES, **DROPOUT)
+    one, other = (complete_run(config, tmp_path / name) for name in ("one", "other"))
+    for run in (one, other):
+        assert_masked(run)
+    assert losses_of(one.journal) == losses_of(other.journal)
+    assert one.summary.params_sha256 == other.summary.params_sha256
+
+
+def reproducible(
+    corpus: Path,
+    run_dir: Path,
+    layout: LayoutConfig,
+    faults: Sequence[FaultConfig] = (),
+    granularity: str = "microbatch",
+) -> Run:
+    config = tiny_config(
+        corpus, layout, steps=5, faults=faults, mode="reproducible", granularity=granularity, **DROPOUT
+    )
+    run = complete_run(config, run_dir)
+    assert_masked(run)
+    assert all(len(applied) == 1 for applied in losses_of(run.journal).values())
+    return run
+
+
+def params_of(run: Run) -> dict[int, set[str]]:
+    """Committed steps -> digests of the parameters after them, over all groups that lived to tell."""
+    digests: dict[int, set[str]] = {}
+    for record in run.journal.of(ParamsRecord):
+        digests.setdefault(record.step, set()).add(record.sha256)
+    return digests

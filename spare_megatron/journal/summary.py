@@ -102,7 +102,7 @@ def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
 def _recovery(journal: Journal, records: list[RecoveryRecord]) -> Recovery:
     last = max(records, key=lambda record: record.computed_at_s)
     lost = tuple(sorted({group for record in records for group in record.lost}))
-    struck = [(line.at_s, line.record) for line in journal.lines if _is_loss(line.record, last.step, lost)]
+    struck = [(line.at_s, line.record) for line in journal.lines if _is_loss(line.record, lost)]
     faults = [record for _, record in struck if isinstance(record, FaultRecord)]
     lost_at_s = min((at_s for at_s, _ in struck), default=last.computed_at_s)
     detect_s = max(0.0, last.noticed_at_s - max(last.computed_at_s, lost_at_s))
@@ -120,8 +120,9 @@ def _recovery(journal: Journal, records: list[RecoveryRecord]) -> Recovery:
     )
 
 
-def _is_loss(record: Any, step: int, lost: tuple[int, ...]) -> bool:
-    """Whether the record tells when one of these groups was hit: by an injected fault, or as the supervisor saw it."""
-    if isinstance(record, FaultRecord):
-        return record.group in lost and record.step == step
-    return isinstance(record, LossRecord) and record.group in lost
+def _is_loss(record: Any, lost: tuple[int, ...]) -> bool:
+    """Whether the record tells when one of these groups was hit: by an injected fault, or as the supervisor saw it.
+
+    The step does not matter: a group that dies right after its vote is missed only in the next one.
+    """
+    return isinstance(record, FaultRecord | LossRecord) and record.group in lost

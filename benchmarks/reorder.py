@@ -9,8 +9,7 @@ one thread that does it, so that neighbours on the machine do not count.
 """
 
 import json
-import platform
-import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.origin import origin
 from spare_megatron.core.placement import IntArray, Placement, PlacementKind, make_placement
 from spare_megatron.core.reorder import Owners, Reorder, initial_owners, least_load, reorder_microbatches
 from spare_megatron.core.stack_reorder import StackReorder, initial_order, reorder_stacks
@@ -156,25 +158,6 @@ def time_rows(num_groups: int, redundancy: int, limit_ms: float, num_sequences: 
     ]
 
 
-def machine() -> str:
-    models = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{models[0] if models else platform.processor()}, one core, Python {platform.python_version()}"
-
-
-def commit() -> str:
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=10,
-    )
-    return described.stdout.strip() or "unknown"
-
-
 def print_table(rows: list[Row]) -> None:
     names = list(rows[0])
     cells = [names] + [[f"{v:.5g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
@@ -191,17 +174,17 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of all random states.")] = 0,
 ) -> None:
     """Measure the coverage and the speed of reorders."""
-    commit_at_start = commit()
+    came_from = origin()  # at the start: the checkout may change while this runs
     cases: list[tuple[PlacementKind, int, int]] = [("golomb", *shape) for shape in SHAPES]
     cases += [("consecutive", 200, 9), ("consecutive", 1000, 9)]
     covered = [coverage(*case, states, seed) for case in cases]
     times = [row for shape in TIMED for row in time_rows(*shape, sequences, seed)]
     if as_json:
-        print(
-            json.dumps({"machine": machine(), "commit": commit_at_start, "coverage": covered, "times": times}, indent=2)
-        )
+        print(json.dumps({**came_from, "coverage": covered, "times": times}, indent=2))
         return
-    print(f"{machine()}; commit {commit_at_start}; {NUM_MICROBATCHES} microbatches per shard; measured\n")
+    print(
+        f"{came_from['machine']}, one used; commit {came_from['commit']}; {NUM_MICROBATCHES} microbatches per shard\n"
+    )
     print_table(covered)
     print_table(times)
 

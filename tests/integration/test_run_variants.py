@@ -1,0 +1,55 @@
+"""Losses in runs that compute differently: bf16, the interleaved schedule. And what a long run leaves behind."""
+
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig
+from tests.integration.reference import assert_exact
+from tests.integration.watched_rank import Watch, read_census
+from tests.integration.whole_run import assert_masked, complete_run, kill, patched_in, tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+INTERLEAVED = LayoutConfig(num_groups=4, pipeline_parallel=2, virtual_pipeline=2)
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_the_interleaved_schedule_stays_exact_through_losses(text_corpus: Path, tmp_path: Path, is_tied: bool) -> None:
+    faults = [kill("receive", 1, 1, 1), kill("in_reduce", 2, 2), kill("backward", 3, 3, 1)]
+    config = tiny_config(
+        text_corpus, INTERLEAVED, steps=5, faults=faults, num_microbatches=3, num_layers=4, tie_embeddings=is_tied
+    )
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(5))))
+    assert_masked(run)
+    assert_exact(run, range(5))
+    assert all(patched_in(run.journal)[step] > 0 for step in (1, 2, 3))
+
+
+def test_bf16_masks_losses_and_keeps_all_groups_equal(text_corpus: Path, tmp_path: Path) -> None:
+    layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
+    faults = [kill("forward", 1, 1), kill("in_reduce", 2, 2, 1)]
+    config = tiny_config(text_corpus, layout, steps=4, faults=faults, precision="bf16")
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert all(patched_in(run.journal)[step] > 0 for step in (1, 2))
+
+
+@pytest.mark.slow
+def test_nothing_that_a_rank_holds_grows_with_the_steps_or_is_left_by_a_loss(text_corpus: Path, tmp_path: Path) -> None:
+    """150 steps of three groups, the last 70 of them after the loss of one."""
+    early, before, after, last = 20, 75, 95, 149
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=150, faults=[kill("in_reduce", 80, 1)])
+    watch = Watch(census_steps=frozenset({early, before, after, last}))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert_masked(run)
+    for group in (0, 2):
+        held = read_census(run.run_dir, group, 0)
+        assert held.keys() == watch.census_steps
+        for count in ("num_threads", "num_files"):
+            counts = {step: getattr(census, count) for step, census in held.items()}
+            assert counts[early] == counts[before], count
+            assert counts[after] == counts[last], count
+            # The reduction that the loss broke may be kept, for it may still write its buffer.
+            assert counts[last] <= counts[early] + 8, count
+        assert held[last].resident_bytes < held[early].resident_bytes * 1.05 + 8e6

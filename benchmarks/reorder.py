@@ -182,9 +182,8 @@ def main(
     if as_json:
         print(json.dumps({**came_from, "coverage": covered, "times": times}, indent=2))
         return
-    print(
-        f"{came_from['machine']}, one used; commit {came_from['commit']}; {NUM_MICROBATCHES} microbatches per shard\n"
-    )
+    print(f"{came_from['machine']}, one used; commit {came_from['commit']}")
+    print(f"{NUM_MICROBATCHES} microbatches per shard\n")
     print_table(covered)
     print_table(times)
 

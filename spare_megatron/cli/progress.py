@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -91,7 +91,10 @@ class RunProgress:
         num_committed = 0 if self._last is None else self._last.step + 1
         bar = ProgressBar(total=self._config.train.steps, completed=num_committed, width=50)
         step = Text("no step committed yet" if self._last is None else self._describe_step(self._last))
-        return Group(bar, step, groups, Text(f"last: {self._last_event}"))
+        view = Table.grid()
+        for row in (bar, step, groups, Text(f"last: {self._last_event}")):
+            view.add_row(row)
+        return view
 
 
 def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
@@ -119,7 +122,9 @@ def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
 
 def _recovery_table(recoveries: tuple[Recovery, ...]) -> Table:
     stages = ("detect", "agree", "rebuild", "patch", "reduce", "total")
-    table = Table(title="recovery of each loss: ms, and microbatches computed again", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(
+        title="recovery of each loss: ms, and microbatches computed again", box=box.SIMPLE, padding=(0, 1, 0, 0)
+    )
     for name in ("step", "group", "during", *stages, "again"):
         table.add_column(name, justify="right", no_wrap=True)
     for recovery in recoveries:

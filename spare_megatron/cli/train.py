@@ -15,6 +15,7 @@ from rich.console import Console
 from spare_megatron.cli.errors import explained_errors
 
 EXIT_CODES = {"finished": 0, "wipe_out": 3, "halted": 4, "failed": 1, "interrupted": 130}
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def train(
@@ -47,7 +48,8 @@ def train(
         for text in warnings(loaded, machine):
             typer.echo(f"spare train: warning: {text}", err=True)
         folder = run_dir or Path("runs") / f"{loaded.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in _ENDING_SIGNALS:
+            signal.signal(number, _interrupt)
         try:
             with RunProgress(loaded, console) as progress:
                 summary = start_run(loaded, folder, progress.take)
@@ -62,5 +64,7 @@ def train(
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM ends a run as Ctrl-C does."""
+    """SIGTERM ends a run as Ctrl-C does. Once it is ending, no further signal may leave processes behind."""
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

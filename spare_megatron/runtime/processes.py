@@ -6,8 +6,10 @@ has not touched a GPU, which is what makes forking it safe.
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -23,6 +25,14 @@ def fork_server() -> ForkServerContext:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.runtime.rank"])
+    # Ctrl-C reaches every process of the terminal, and only the supervisor is to act on it: the server and all that
+    # it forks are born with it blocked. Python unblocks it when it starts the resource tracker, so that comes first.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -74,8 +84,6 @@ def describe_exit(code: int | None) -> str:
         return "still running"
     if code >= 0:
         return f"exit code {code}"
-    import signal
-
     return signal.Signals(-code).name
 
 

@@ -112,10 +112,11 @@ class Supervisor:
         except (RunFailed, StoreLost, RuntimeError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
-            for child in self._ranks.values():
-                end_child(child)
+            # The store first: without it, ranks that see others being ended can fence nobody.
             if store is not None:
                 end_child(store)
+            for child in self._ranks.values():
+                end_child(child)
             self._journal.write(end)
         return end
 

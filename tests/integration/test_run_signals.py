@@ -1,0 +1,138 @@
+"""However a run is ended from outside, it leaves no process behind."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.journal.check import check_journal
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import EndRecord
+from tests.integration.whole_run import tiny_config
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+
+START_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 20.0
+_POLL_S = 0.05
+LAYOUT = LayoutConfig(num_groups=2, pipeline_parallel=2)
+NUM_STEPS = 5000
+"""More than are committed by the time of the signal."""
+
+# Fork server, its resource tracker, control store, four ranks.
+NUM_PROCESSES = 7
+
+
+def test_ctrl_c_ends_all_processes_of_a_run_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
+    """It reaches every process of the terminal's group at once, and impatient people press it more than once."""
+    with training(text_corpus, tmp_path) as (process, descendants):
+        while process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.01)
+        assert_interrupted(process, descendants, tmp_path / "run")
+
+
+def test_sigterm_ends_all_processes_of_a_run_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
+    with training(text_corpus, tmp_path) as (process, descendants):
+        process.terminate()
+        assert_interrupted(process, descendants, tmp_path / "run")
+
+
+def test_ctrl_c_while_the_run_starts_ends_it_without_a_traceback(text_corpus: Path, tmp_path: Path) -> None:
+    """At this time the fork server imports Megatron, which takes seconds."""
+    with spare_train(text_corpus, tmp_path) as process:
+        assert process.stdout is not None
+        while "starting: Megatron" not in process.stdout.readline():
+            assert process.poll() is None
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        assert descendants
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=END_TIMEOUT_S)
+        assert process.returncode == 130, output
+        assert "Traceback" not in output
+        assert left_of(descendants) == []
+
+
+def assert_interrupted(process: subprocess.Popen[str], descendants: Sequence[psutil.Process], run_dir: Path) -> None:
+    output, _ = process.communicate(timeout=END_TIMEOUT_S)
+    assert process.returncode == 130, output
+    assert left_of(descendants) == []
+    assert "interrupted" in output
+    assert "Traceback" not in output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["outcome"], summary["groups_lost"]) == ("interrupted", 0)
+    assert 0 < summary["steps_committed"] < NUM_STEPS
+    (end,) = read_journal(run_dir).of(EndRecord)
+    assert end.outcome == "interrupted"
+    assert check_journal(read_journal(run_dir)).verdict != "invalid"
+
+
+def test_ranks_do_not_outlive_a_supervisor_that_is_killed(text_corpus: Path, tmp_path: Path) -> None:
+    with training(text_corpus, tmp_path) as (process, descendants):
+        process.kill()
+        process.wait(END_TIMEOUT_S)
+        assert left_of(descendants) == []
+    verdict = check_journal(read_journal(tmp_path / "run"))
+    assert verdict.verdict == "unknown"
+    assert any("no end" in reason for reason in verdict.reasons)
+
+
+@contextlib.contextmanager
+def training(corpus: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str], Sequence[psutil.Process]]]:
+    """A `spare train` that has committed a step, and all processes below it."""
+    with spare_train(corpus, folder) as process:
+        wait_for_a_step(process, folder / "run" / "metrics.jsonl")
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        assert len(descendants) >= NUM_PROCESSES
+        yield process, descendants
+
+
+@contextlib.contextmanager
+def spare_train(corpus: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A `spare train` in a process group of its own, as a terminal gives it. It is ended with the block."""
+    preset = folder / "preset.toml"
+    preset.write_text(dump_run_config(tiny_config(corpus, LAYOUT, steps=NUM_STEPS)))
+    command = [sys.executable, "-m", "spare_megatron.cli.main", "train", "--config", str(preset)]
+    process = subprocess.Popen(
+        [*command, "--run-dir", str(folder / "run")],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=END_TIMEOUT_S)
+
+
+def wait_for_a_step(process: subprocess.Popen[str], metrics: Path) -> None:
+    end_s = time.monotonic() + START_TIMEOUT_S
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end_s, "no step was committed in time"
+        time.sleep(_POLL_S)
+
+
+def left_of(processes: Sequence[psutil.Process]) -> list[str]:
+    """Those of the processes that have not ended in time. A zombie has; not every container reaps orphans."""
+    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
+    left = []
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                left.append(str(process))
+    return left

@@ -1,7 +1,6 @@
 """What whole runs share: one fork server that has torch and Megatron, and one corpus."""
 
 import os
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ def _warm_fork_server() -> None:
     # The fork server does not look where pytest does.
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     fork_server()
-    ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -36,20 +36,22 @@ def test_bf16_masks_losses_and_keeps_all_groups_equal(text_corpus: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_nothing_that_a_rank_holds_grows_with_the_steps_or_is_left_by_a_loss(text_corpus: Path, tmp_path: Path) -> None:
-    """150 steps of three groups, the last 70 of them after the loss of one."""
-    early, before, after, last = 20, 75, 95, 149
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=150, faults=[kill("in_reduce", 80, 1)])
+def test_nothing_that_a_rank_holds_grows_with_the_steps_or_the_losses(text_corpus: Path, tmp_path: Path) -> None:
+    """150 steps of four groups, two of which are lost on the way."""
+    early, before, after, last = 20, 55, 95, 149
+    faults = [kill("in_reduce", 60, 1), kill("forward", 75, 2)]
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=4), steps=150, faults=faults)
     watch = Watch(census_steps=frozenset({early, before, after, last}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
-    for group in (0, 2):
+    for group in (0, 3):
         held = read_census(run.run_dir, group, 0)
         assert held.keys() == watch.census_steps
         for count in ("num_threads", "num_files"):
             counts = {step: getattr(census, count) for step, census in held.items()}
             assert counts[early] == counts[before], count
-            assert counts[after] == counts[last], count
-            # The reduction that the loss broke may be kept, for it may still write its buffer.
-            assert counts[last] <= counts[early] + 8, count
-        assert held[last].resident_bytes < held[early].resident_bytes * 1.05 + 8e6
+            # What a loss broke is let go of when its transfers have ended, some steps later at most.
+            assert counts[last] <= counts[after] <= counts[early] + 4, count
+        # Allocators fill up in the first hundreds of steps, by some 4 MB. Keeping the 140 kB buffer of each step
+        # would come to 18 MB.
+        assert held[last].anonymous_bytes - held[early].anonymous_bytes < 9e6

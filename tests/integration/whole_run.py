@@ -25,7 +25,7 @@ from spare_megatron.config.validate import problems
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EntryRecord, FaultRecord, RecoveryRecord, UpdateRecord
-from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.summary import Summary, summarize
 from spare_megatron.runtime.run import look_at_machine, start_run
 from spare_megatron.runtime.supervisor import SupervisorEvent
 from tests.integration.watched_rank import Watch, watched_rank
@@ -83,9 +83,15 @@ class Run:
 def complete_run(config: RunConfig, run_dir: Path, watch: Watch | None = None) -> Run:
     """The whole run, with the supervisor in this process. Leaves no process behind."""
     events: list[SupervisorEvent] = []
-    summary = start_run(config, run_dir, events.append, rank_main=partial(watched_rank, watch or Watch()))
+    start_run(config, run_dir, events.append, rank_main=partial(watched_rank, watch or Watch()))
     assert multiprocessing.active_children() == []
-    return Run(config=config, run_dir=run_dir, summary=summary, journal=read_journal(run_dir), events=tuple(events))
+    return read_run(config, run_dir, events)
+
+
+def read_run(config: RunConfig, run_dir: Path, events: Sequence[SupervisorEvent]) -> Run:
+    """What a run that has ended left in its directory."""
+    journal = read_journal(run_dir)
+    return Run(config=config, run_dir=run_dir, summary=summarize(journal), journal=journal, events=tuple(events))
 
 
 # ----------------------------------------------------------------------------------------------- what a journal says

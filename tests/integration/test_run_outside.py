@@ -1,0 +1,92 @@
+"""Processes of a run killed from outside, and traces drawn at random."""
+
+import multiprocessing
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.records import LossRecord, UpdateRecord
+from spare_megatron.runtime.reports import StepCommitted
+from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.supervisor import GroupLost, SupervisorEvent
+from tests.integration.reference import assert_exact
+from tests.integration.watched_rank import Watch, watched_rank
+from tests.integration.whole_run import assert_masked, complete_run, kill, read_run, tiny_config
+
+pytestmark = pytest.mark.timeout(90)
+
+QUICK_S = 30.0
+LAYOUT = LayoutConfig(num_groups=3, pipeline_parallel=2)
+
+
+class Killer:
+    """Kills a process of the run when a step has been committed, and keeps what the supervisor tells."""
+
+    def __init__(self, name: str, step: int) -> None:
+        self._name = name
+        self._step = step
+        self.events: list[SupervisorEvent] = []
+        self.has_struck = False
+
+    def __call__(self, event: SupervisorEvent) -> None:
+        self.events.append(event)
+        if isinstance(event, StepCommitted) and event.step == self._step and not self.has_struck:
+            (victim,) = [child for child in multiprocessing.active_children() if child.name == self._name]
+            victim.kill()
+            self.has_struck = True
+
+
+def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(text_corpus: Path, tmp_path: Path) -> None:
+    """The kill falls on whatever the rank is doing at that time."""
+    config = tiny_config(text_corpus, LAYOUT, steps=60)
+    killer = Killer("group-0001-rank-1", step=2)
+    watch = Watch(dump_steps=frozenset({0, 30, 59}))
+    start_run(config, tmp_path / "run", killer, rank_main=partial(watched_rank, watch))
+    assert killer.has_struck
+    run = read_run(config, tmp_path / "run", killer.events)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
+    assert [(record.group, record.cause) for record in run.journal.of(LossRecord)] in (
+        [(1, "SIGKILL")],
+        [(1, "lost a peer in its group")],  # the other rank of the group was seen to end first
+    )
+    assert [event.group for event in killer.events if isinstance(event, GroupLost)] == [1]
+    assert {r.group for r in run.journal.of(UpdateRecord) if r.step == 59} == {0, 2}
+    assert_exact(run, [0, 30, 59])
+
+
+def test_a_run_whose_control_store_dies_ends_at_once_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(text_corpus, LAYOUT, steps=5000)
+    killer = Killer("control-store", step=2)
+    began_s = time.monotonic()
+    summary = start_run(config, tmp_path / "run", killer)
+    assert killer.has_struck
+    assert time.monotonic() - began_s < QUICK_S
+    assert multiprocessing.active_children() == []
+    assert summary.outcome == "failed"
+    assert "control store" in summary.outcome_reason
+    assert summary.verdict == "unknown"
+    assert summary.groups_lost == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_losses_are_masked(text_corpus: Path, tmp_path: Path, seed: int) -> None:
+    """Four of five groups are lost at random moments of random steps, several of them in one step now and then."""
+    layout = LayoutConfig(num_groups=5, pipeline_parallel=2)
+    generator = np.random.default_rng([20, seed])
+    phases = [phase for phase in Phase if phase not in (Phase.PATCH, Phase.REBUILD)]
+    faults = [
+        kill(
+            phases[generator.integers(len(phases))], int(generator.integers(4)), int(group), int(generator.integers(2))
+        )
+        for group in generator.permutation(5)[:4]
+    ]
+    steps = 5
+    config = tiny_config(text_corpus, layout, steps=steps, faults=faults)
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(steps))))
+    assert_masked(run)
+    assert_exact(run, range(steps))

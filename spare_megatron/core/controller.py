@@ -44,7 +44,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.order import Granularity, Order, initial_order
 from spare_megatron.core.placement import Placement, WipeOut
-from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
+from spare_megatron.core.stepplan import Microbatch, StepPlan, Work, make_plan
 from spare_megatron.core.topology import GroupId
 
 MAX_RETRIES_WITHOUT_LOSS = 5
@@ -76,7 +76,7 @@ class Controller:
         self.attempt = 0
         self._order: Order = initial_order(setup.placement, setup.microbatches_per_shard, setup.granularity)
         self._ordered_for = self.members
-        self._assigned: dict[GroupId, tuple[Microbatch, ...]] = {}
+        self._assigned: list[Work] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self._plan_digest = ""
         self._retries_without_loss = 0
@@ -124,7 +124,7 @@ class Controller:
         self.members = tuple(member for member in self.members if member != group)
         self.epoch += 1
         self._retries_without_loss = 0
-        self._orphans += self._assigned.pop(group, ())
+        self._orphans += [item for work in self._assigned for item in work.of(group)]
         return (
             self._build_communicator(),
             ReadVotes(attempt=self.attempt),
@@ -188,14 +188,13 @@ class Controller:
             self._order = self._order.without_lost(frozenset(self.members))
             self._ordered_for = self.members
         self._orphans = []
-        self._assigned = dict(self._order.work.by_group)
+        self._assigned = [self._order.work]
         return self._planned(make_plan(self.step, self.epoch, self._order.work))
 
     def _plan_patch(self) -> StepPlan:
         patch = self._order.patch(frozenset(self.members), self._orphans)
         self._orphans = []
-        for group, items in patch.by_group.items():
-            self._assigned[group] = self._assigned.get(group, ()) + items
+        self._assigned.append(patch)
         return self._planned(make_plan(self.step, self.epoch, patch, after=self._plan_digest))
 
     def _planned(self, plan: StepPlan) -> StepPlan:

@@ -6,11 +6,11 @@ from typing import Literal, Protocol
 import numpy as np
 
 from spare_megatron.core.placement import Placement
-from spare_megatron.core.reorder import Owners, initial_owners, patch_work, reorder_microbatches
+from spare_megatron.core.reorder import initial_owners, patch_work, reorder_microbatches
 from spare_megatron.core.stack_reorder import StackOrder, reorder_stacks
 from spare_megatron.core.stack_reorder import initial_order as initial_stacks
-from spare_megatron.core.stepplan import Microbatch, Work
-from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.core.stepplan import Microbatch, Owners, Work, work_of
+from spare_megatron.core.topology import GroupId
 
 Granularity = Literal["microbatch", "stack"]
 
@@ -51,13 +51,13 @@ class SingleMicrobatches:
     def __init__(self, placement: Placement, owners: Owners) -> None:
         self._placement = placement
         self._owners = owners
-        self.work = _work_of(owners)
+        self.work = Work(owners)
 
     def without_lost(self, alive: frozenset[GroupId]) -> "SingleMicrobatches":
         return SingleMicrobatches(self._placement, reorder_microbatches(self._placement, alive, self._owners).owners)
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
-        return Work(patch_work(self._placement, alive, orphans))
+        return work_of(patch_work(self._placement, alive, orphans), self._owners.shape)
 
 
 class WholeShards:
@@ -67,7 +67,7 @@ class WholeShards:
         self._placement = placement
         self._stacks = stacks
         self._num_microbatches = num_microbatches
-        self.work = _work_of(np.repeat(owners[:, None], num_microbatches, axis=1))
+        self.work = Work(np.repeat(owners[:, None], num_microbatches, axis=1))
 
     def without_lost(self, alive: frozenset[GroupId]) -> "WholeShards":
         reorder = reorder_stacks(self._placement, alive, self._stacks)
@@ -77,17 +77,5 @@ class WholeShards:
         shards = patch_work(
             self._placement, alive, [Microbatch(shard, 0) for shard in sorted({o.shard for o in orphans})]
         )
-        indices = range(self._num_microbatches)
-        return Work({g: [Microbatch(item.shard, k) for item in items for k in indices] for g, items in shards.items()})
-
-
-def _work_of(owners: Owners) -> Work:
-    """Each owner's microbatches in ascending order."""
-    by_owner = np.argsort(owners, axis=None, kind="stable")
-    shards, indices = np.divmod(by_owner, owners.shape[1])
-    groups, starts = np.unique(owners.ravel()[by_owner], return_index=True)
-    items = [Microbatch(ShardId(s), k) for s, k in zip(shards.tolist(), indices.tolist(), strict=True)]
-    ends = [*starts.tolist()[1:], len(items)]
-    return Work(
-        {GroupId(g): items[start:end] for g, start, end in zip(groups.tolist(), starts.tolist(), ends, strict=True)}
-    )
+        one_each = work_of(shards, (self._placement.num_groups, 1))
+        return Work(np.repeat(one_each.owners, self._num_microbatches, axis=1))

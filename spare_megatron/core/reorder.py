@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from spare_megatron.core.matching import SpreadProblem, least_spread
 from spare_megatron.core.placement import IntArray, Placement, WipeOut
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.stepplan import Microbatch, Owners
 from spare_megatron.core.topology import GroupId
 
-Owners = npt.NDArray[np.int32]
 ReorderPath = Literal["unchanged", "orphans", "chains"]
 
 

@@ -4,10 +4,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from spare_megatron.core.topology import GroupId, ShardId
+
+Owners = npt.NDArray[np.int32]
+"""Shape (num_shards, m): the group that computes each microbatch."""
+
+NOBODY = -1
+"""Stands where a microbatch has no owner."""
 
 
 class Microbatch(NamedTuple):
@@ -18,40 +26,56 @@ class Microbatch(NamedTuple):
 
 
 class Work:
-    """What each group computes: its microbatches in order of computation. Immutable.
+    """What each group computes in a step or a patch. Immutable.
 
-    A step without a loss repeats the work of the step before, so what is derived from it is derived once.
+    Nothing is derived before it is asked for, and then once: a rank asks for its own microbatches alone, and a step
+    without a loss repeats the work of the step before.
 
     Args:
-        by_group: Group -> its microbatches. Groups may be absent; they compute nothing.
+        owners: Shape (num_shards, m): the group that computes each microbatch, NOBODY where it is not part of the work.
     """
 
-    def __init__(self, by_group: Mapping[GroupId, Sequence[Microbatch]]) -> None:
-        self.by_group: Mapping[GroupId, tuple[Microbatch, ...]] = MappingProxyType(
-            {group: tuple(by_group[group]) for group in sorted(by_group)}
-        )
+    def __init__(self, owners: Owners) -> None:
+        self.owners = owners
 
     def of(self, group: GroupId) -> tuple[Microbatch, ...]:
-        """The microbatches of one group; empty when it is absent."""
-        return self.by_group.get(group, ())
+        """The microbatches of one group in the order in which it computes them: ascending. Cost: O(N m)."""
+        shards, indices = np.nonzero(self.owners == group)
+        return tuple(Microbatch(ShardId(s), k) for s, k in zip(shards.tolist(), indices.tolist(), strict=True))
 
     @cached_property
+    def loads(self) -> npt.NDArray[np.int64]:
+        """Microbatches of each group, up to the last group that computes any."""
+        return np.bincount(self.owners[self.owners != NOBODY].ravel()).astype(np.int64)
+
+    @property
     def makespan(self) -> int:
         """The largest load: microbatches of the group that computes most."""
-        return max((len(items) for items in self.by_group.values()), default=0)
+        return int(self.loads.max(initial=0))
 
-    @cached_property
+    @property
     def num_microbatches(self) -> int:
-        return sum(len(items) for items in self.by_group.values())
+        return int(self.loads.sum())
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 in hex, equal on two ranks exactly when their work is."""
-        text = ";".join(
-            f"{group}:" + ",".join(f"{item.shard}.{item.index}" for item in items)
-            for group, items in self.by_group.items()
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
+        shape = f"{self.owners.shape}|".encode()
+        return hashlib.sha256(shape + np.ascontiguousarray(self.owners, dtype="<i4").tobytes()).hexdigest()
+
+
+def work_of(by_group: Mapping[GroupId, Sequence[Microbatch]], shape: tuple[int, int]) -> Work:
+    """Work from a mapping.
+
+    Args:
+        by_group: Group -> its microbatches; no microbatch twice.
+        shape: Number of shards, and of microbatches in each.
+    """
+    owners = np.full(shape, NOBODY, dtype=np.int32)
+    for group, items in by_group.items():
+        for item in items:
+            owners[item.shard, item.index] = group
+    return Work(owners)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

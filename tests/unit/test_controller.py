@@ -154,7 +154,7 @@ def test_a_retry_after_a_loss_patches_what_the_lost_group_owed_with_at_most_half
     controller.handle(RunStarted())
     compute, reduce, read = fold(controller, fence(1), Retry(step=0, attempt=0))
     assert isinstance(compute, ComputePatch)
-    patched = [item for items in compute.plan.work.by_group.values() for item in items]
+    patched = [item for group in range(4) for item in compute.plan.work.of(GroupId(group))]
     assert sorted(patched) == [Microbatch(1, k) for k in range(4)]
     assert compute.plan.work.makespan == 2
     assert isinstance(reduce, AttemptReduce)
@@ -187,7 +187,7 @@ def test_a_group_lost_while_patching_leaves_its_own_and_its_patch_work_to_the_ne
     owed = {*first.plan.work.of(GroupId(2)), *(Microbatch(2, k) for k in range(4))}
     second, *_ = fold(controller, fence(2), Retry(step=0, attempt=1))
     assert isinstance(second, ComputePatch)
-    assert {item for items in second.plan.work.by_group.values() for item in items} == owed
+    assert {item for group in (0, 3) for item in second.plan.work.of(GroupId(group))} == owed
 
 
 def test_a_wipe_out_is_met_only_after_the_step_that_survived_it_is_committed() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.control.tcp_store import TcpControlStore
-from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.spec import ALL_GROUPS_READY, RankSpec
 
 _PR_SET_PDEATHSIG = 1
 _MARGIN_S = 30.0
@@ -76,6 +76,6 @@ def wait_for_all_groups(spec: RankSpec, store: TcpControlStore, ranks: dist.Proc
     dist.barrier(group=ranks)
     if spec.rank == 0:
         if store.count_up("groups_ready") == spec.config.layout.num_groups:
-            store.put("all_groups_ready", "yes")
-        store.wait("all_groups_ready", spec.config.control.startup_timeout_s)
+            store.put(ALL_GROUPS_READY, "yes")
+        store.wait(ALL_GROUPS_READY, spec.config.control.startup_timeout_s)
     dist.barrier(group=ranks)

@@ -7,6 +7,9 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 
+ALL_GROUPS_READY = "all_groups_ready"
+"""Key of the control store that is written once every group has its model built. From then on losses are masked."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:

@@ -22,8 +22,8 @@ from spare_megatron.runtime.processes import (
     start_child,
     start_store,
 )
-from spare_megatron.runtime.reports import ExitCode, RankRaised, RanksReady, Report, RunStopped, StepCommitted
-from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.reports import ExitCode, RankRaised, Report, RunStopped, StepCommitted
+from spare_megatron.runtime.spec import ALL_GROUPS_READY, RankSpec
 
 _LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED, ExitCode.STORE_LOST)
 """Ends that all groups come to by themselves: no reason to fence anybody."""
@@ -85,7 +85,6 @@ class Supervisor:
         self._context = fork_server()
         self._ranks: dict[tuple[GroupId, int], Child] = {}
         self._lost: set[GroupId] = set()
-        self._ready: set[GroupId] = set()
         self._tracebacks: dict[tuple[GroupId, int], str] = {}
         self._exits: dict[tuple[GroupId, int], int] = {}
         self._stop_reason = ""
@@ -105,7 +104,8 @@ class Supervisor:
         try:
             self._on_event(Starting(what="control store"))
             store, address = start_store(self._context)
-            self._log = DecisionLog(TcpControlStore(*address))
+            self._store = TcpControlStore(*address)
+            self._log = DecisionLog(self._store)
             self._start_ranks(address)
             self._watch(store)
             end = self._end()
@@ -167,8 +167,6 @@ class Supervisor:
 
     def _take(self, report: Report) -> None:
         match report:
-            case RanksReady(group=group):
-                self._ready.add(group)
             case StepCommitted(head=head):
                 self._head_hint = max(self._head_hint, head)
             case RankRaised(group=group, rank=rank, traceback=text):
@@ -192,7 +190,7 @@ class Supervisor:
         self._journal.write(LossRecord(group=group, rank=rank, cause=cause, entry_index=index))
         self._end_group(group)
         cause = self._report_loss(group, rank, cause)
-        if len(self._ready) < self._config.layout.num_groups:
+        if not self._store.exists(ALL_GROUPS_READY):
             raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
 
     def _end_group(self, group: GroupId) -> None:

@@ -96,6 +96,17 @@ def test_the_last_to_vote_may_die_before_it_writes_the_commit(text_corpus: Path,
     assert patched_in(run.journal)[1] == 0
 
 
+def test_a_loss_in_the_first_step_is_masked_though_other_groups_are_not_known_to_be_ready(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """A fast group can be lost in step 0 before the supervisor has heard from a slow one that it is ready."""
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), faults=[kill(Phase.FORWARD, 0, 1)])
+    watch = Watch(dump_steps=frozenset(range(4)), late_groups=frozenset({0, 2}))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert_masked(run)
+    assert_exact(run, range(4))
+
+
 def assert_recovered_at_once(run: Run, step: int, lost: set[int], *, until_step: int | None = None) -> None:
     """Every group that lives to the end tells of recoveries of just these groups, in the step or up to another."""
     steps = range(step, (step if until_step is None else until_step) + 1)

@@ -26,10 +26,11 @@ from spare_megatron.mcore import trainer
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.runtime import rank
+from spare_megatron.runtime.bootstrap import wait_for_all_groups
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.spec import RankSpec
 
-_VOTES_TIMEOUT_S = 20.0
+_TIMEOUT_S = 20.0
 _POLL_S = 0.002
 
 Moment = tuple[int, int, Phase]
@@ -45,12 +46,14 @@ class Watch:
         after_other_votes: Moments at which the rank waits, before the fault strikes, until all other groups have
             voted on the attempt.
         in_second_attempt: Moments that count only from the second attempt of their step on.
+        late_groups: Groups that begin to train, and tell that they are ready, only when the first entry is written.
         census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
     """
 
     dump_steps: frozenset[int] = frozenset()
     after_other_votes: frozenset[Moment] = frozenset()
     in_second_attempt: frozenset[Moment] = frozenset()
+    late_groups: frozenset[int] = frozenset()
     census_steps: frozenset[int] = frozenset()
 
 
@@ -60,6 +63,8 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     trainer.Optimizer = partial(_DumpingOptimizer, watch, spec)
     rank.Injector = partial(_ChoosyInjector, watch, now)
     rank.GroupExecutor = partial(_WatchedExecutor, watch, now)
+    if spec.group in watch.late_groups:
+        rank.wait_for_all_groups = _wait_for_the_first_entry
     rank.run_rank(spec, reports)
 
 
@@ -130,11 +135,16 @@ class _Now:
         assert self.action is not None
         others = [group for group in self.action.members if group != self.spec.group]
         log = DecisionLog(TcpControlStore(*self.spec.store_address))
-        end_s = time.monotonic() + _VOTES_TIMEOUT_S
+        end_s = time.monotonic() + _TIMEOUT_S
         while len(log.votes(self.action.attempt, others)) < len(others):
             if time.monotonic() > end_s:
                 raise TimeoutError(f"not all of {others} voted on attempt {self.action.attempt}")
             time.sleep(_POLL_S)
+
+
+def _wait_for_the_first_entry(spec: RankSpec, store: TcpControlStore, ranks: Any) -> None:
+    wait_for_all_groups(spec, store, ranks)
+    DecisionLog(TcpControlStore(*spec.store_address)).wait(0, _TIMEOUT_S)
 
 
 class _ChoosyInjector(Injector):

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.core.phases import Phase
 from tests.integration.reference import assert_exact
-from tests.integration.watched_rank import Watch
+from tests.integration.watched_rank import Watch, dump_file
 from tests.integration.whole_run import assert_masked, complete_run, kill, patched_in, retries_of, tiny_config
 
 COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
@@ -48,3 +49,17 @@ def test_gradients_committed_after_a_loss_are_those_of_the_full_model(
         is_free = fault.phase in SUM_IS_COMPLETE
         assert (retries_of(run.journal)[fault.step] == 0) == is_free, fault
         assert (patched_in(run.journal)[fault.step] == 0) == is_free, fault
+
+
+@pytest.mark.timeout(90)
+def test_the_comparison_sees_gradients_that_are_off_by_a_hundred_thousandth(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=1)
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset({0})))
+    assert_exact(run, [0])
+    for group in range(2):
+        file = dump_file(run.run_dir, 0, group, 0)
+        with np.load(file) as saved:
+            arrays = {key: saved[key] * np.float32(1.00001) if "gradient/" in key else saved[key] for key in saved}
+        np.savez(file, **arrays)
+    with pytest.raises(AssertionError, match="from those of the full model"):
+        assert_exact(run, [0])

@@ -1,0 +1,205 @@
+"""What the closed forms claim, counted: sampled losses on real placements, and simulated time.
+
+Every function takes its generator and returns samples, so that a caller can tell error from noise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spare_megatron.core.placement import Placement
+from spare_megatron.core.reorder import initial_owners, patch_work, reorder_microbatches
+from spare_megatron.core.stack_reorder import initial_order, reorder_stacks
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.planner.domains import IntArray, LossIntervals
+from spare_megatron.planner.endurance import FloatArray
+from spare_megatron.planner.optimum import CheckpointTimes
+from spare_megatron.planner.overhead import StepTimes
+from spare_megatron.planner.repair import RepairTimes
+
+Generator = np.random.Generator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """What a simulated run has beside its losses: times of a step, of saves and restarts, seconds from save to save."""
+
+    times: StepTimes
+    checkpoint: CheckpointTimes
+    cadence_s: float
+
+
+def endured_samples(hosts: IntArray, num_items: int, num_samples: int, rng: Generator) -> IntArray:
+    """Losses endured before a wipe-out, for random orders of losses.
+
+    Args:
+        hosts: For each shard what it needs one of: its hosts, or the domains of its hosts.
+        num_items: Groups, or domains; each is lost once.
+        num_samples: Orders to draw.
+        rng: Source of the orders.
+    """
+    return np.array([int(_ranks(num_items, rng)[hosts].max(axis=1).min()) for _ in range(num_samples)])
+
+
+def depth_samples(placement: Placement, num_sequences: int, rng: Generator) -> list[IntArray]:
+    """Depth of `core.stack_reorder` with 0, 1, 2, ... groups lost until wipe-out, for random orders of losses."""
+
+    def depth_of() -> Callable[[frozenset[GroupId]], int]:
+        order = initial_order(placement)
+
+        def after(alive: frozenset[GroupId]) -> int:
+            nonlocal order
+            result = reorder_stacks(placement, alive, order)
+            order = result.order
+            return result.depth
+
+        return after
+
+    return [np.array(_until_wipe_out(placement, depth_of(), rng)) for _ in range(num_sequences)]
+
+
+def makespan_samples(
+    placement: Placement, num_microbatches: int, num_sequences: int, rng: Generator
+) -> list[tuple[FloatArray, FloatArray]]:
+    """Makespans of `core.reorder` and, beside them, of the patches of the next loss; in stacks.
+
+    Each pair is one random order of losses: entry k has the makespan with k groups lost, and the patch that the loss
+    of the next group takes. The last makespan has no patch: the next loss is the wipe-out.
+    """
+
+    def one() -> tuple[FloatArray, FloatArray]:
+        patches: list[int] = []
+        owners = initial_owners(placement, num_microbatches)
+
+        def after(alive: frozenset[GroupId]) -> int:
+            nonlocal owners
+            orphans = [
+                Microbatch(ShardId(s), k)
+                for s, k in np.argwhere(~np.isin(owners, np.fromiter(alive, dtype=np.int32))).tolist()
+            ]
+            if orphans:
+                patches.append(max(map(len, patch_work(placement, alive, orphans).values())))
+            result = reorder_microbatches(placement, alive, owners)
+            owners = result.owners
+            return result.makespan
+
+        makespans = _until_wipe_out(placement, after, rng)
+        return np.array(makespans) / num_microbatches, np.array(patches) / num_microbatches
+
+    return [one() for _ in range(num_sequences)]
+
+
+def repair_samples_s(placement: Placement, repair: RepairTimes, num_samples: int, rng: Generator) -> FloatArray:
+    """Seconds from all groups up to a wipe-out with groups that come back, times exponential. Events one by one."""
+    return np.array([_repaired_until_wipe_out_s(placement, repair, rng) for _ in range(num_samples)])
+
+
+def domain_samples_s(
+    placement: Placement, domain_of: IntArray, intervals: LossIntervals, num_samples: int, rng: Generator
+) -> FloatArray:
+    """Seconds from all groups up to a wipe-out with groups and whole domains lost for good."""
+    num_domains = int(domain_of.max()) + 1
+    group_s = rng.exponential(intervals.group_s, (num_samples, placement.num_groups))
+    domain_s = rng.exponential(intervals.domain_s, (num_samples, num_domains))
+    lost_s = np.minimum(group_s, domain_s[:, domain_of])
+    return np.array([row[placement.host_array].max(axis=1).min() for row in lost_s])
+
+
+def domain_wipe_out_samples(
+    placement: Placement, domain_of: IntArray, num_lost: int, num_samples: int, rng: Generator
+) -> FloatArray:
+    """1 where the loss of a random domain wipes out, else 0; with groups at random lost before, all elsewhere.
+
+    Draws in which the groups lost before are a wipe-out by themselves are left out.
+    """
+    found = []
+    for _ in range(num_samples):
+        hit = domain_of == rng.integers(int(domain_of.max()) + 1)
+        is_up = np.ones(placement.num_groups, dtype=np.bool_)
+        is_up[rng.choice(np.flatnonzero(~hit), num_lost, replace=False)] = False
+        if is_up[placement.host_array].any(axis=1).all():
+            found.append(float(not (is_up & ~hit)[placement.host_array].any(axis=1).all()))
+    return np.array(found)
+
+
+def availability_sample(cadence_s: float, checkpoint: CheckpointTimes, wipe_out_times_s: FloatArray) -> float:
+    """Share of time that went into work that was saved, over runs that each end with a wipe-out after these times.
+
+    Work alternates with saves: T_c - T_s seconds of work, T_s of saving; what follows the last finished save is lost.
+    """
+    num_saved = np.floor(wipe_out_times_s / cadence_s)
+    worked_s = num_saved * (cadence_s - checkpoint.save_s)
+    return float(worked_s.sum() / (wipe_out_times_s + checkpoint.restart_s).sum())
+
+
+def _ranks(num_items: int, rng: Generator) -> IntArray:
+    """For each item, how many are lost before it."""
+    ranks = np.empty(num_items, dtype=np.int64)
+    ranks[rng.permutation(num_items)] = np.arange(num_items)
+    return ranks
+
+
+def _until_wipe_out(placement: Placement, after: Callable[[frozenset[GroupId]], int], rng: Generator) -> list[int]:
+    ranks = _ranks(placement.num_groups, rng)
+    endured = int(ranks[placement.host_array].max(axis=1).min())
+    return [after(frozenset(map(GroupId, np.flatnonzero(ranks >= k).tolist()))) for k in range(endured + 1)]
+
+
+def _repaired_until_wipe_out_s(placement: Placement, repair: RepairTimes, rng: Generator) -> float:
+    is_up = np.ones(placement.num_groups, dtype=np.bool_)
+    hosts, stacks = placement.host_array, placement.stack_array
+    next_s = rng.exponential(repair.group_interval_s, placement.num_groups)
+    while True:
+        group = int(next_s.argmin())
+        now_s = float(next_s[group])
+        is_up[group] = not is_up[group]
+        if not is_up[group] and not is_up[hosts[stacks[group]]].any(axis=1).all():
+            return now_s
+        next_s[group] += rng.exponential(repair.group_interval_s if is_up[group] else repair.repair_s)
+
+
+def simulated_time_to_train(
+    wipe_out_after: IntArray, makespans: FloatArray, patch: FloatArray, run: SimulatedRun, rng: Generator
+) -> float:
+    """Time to train over the time without losses and saves, over runs that each end with a wipe-out.
+
+    Args:
+        wipe_out_after: For each run the losses up to and including its wipe-out.
+        makespans: Stacks per step with k lost.
+        patch: Stacks per round of patches with k lost.
+        run: Times and cadence.
+        rng: Source of the times of losses, which come at a constant rate.
+    """
+    wall_s = num_saved = 0.0
+    for num_losses in wipe_out_after.tolist():
+        losses_s = np.cumsum(rng.exponential(run.times.loss_interval_s, num_losses)).tolist()
+        num_saved += _steps_saved(losses_s, makespans.tolist(), patch.tolist(), run)
+        wall_s += losses_s[-1] + run.checkpoint.restart_s
+    return wall_s / (num_saved * run.times.step_s)
+
+
+def _steps_saved(losses_s: list[float], makespans: list[float], patch: list[float], run: SimulatedRun) -> int:
+    """Steps that were saved before the last loss: step by step, with rounds of patches while groups are lost."""
+    now_s = last_save_s = 0.0
+    num_lost = num_saved = num_unsaved = 0
+    while True:
+        while losses_s[num_lost] <= now_s:  # during a save: the next step is planned without them
+            num_lost += 1
+            if num_lost == len(losses_s):
+                return num_saved
+        end_s = now_s + makespans[num_lost] * run.times.shard_s + run.times.reduce_s
+        while losses_s[num_lost] <= end_s:
+            round_s = patch[num_lost] * run.times.shard_s
+            while losses_s[num_lost] <= end_s:
+                num_lost += 1
+                if num_lost == len(losses_s):
+                    return num_saved
+            end_s += round_s
+        now_s = end_s
+        num_unsaved += 1
+        if now_s - last_save_s >= run.cadence_s - run.checkpoint.save_s:
+            now_s += run.checkpoint.save_s
+            if losses_s[-1] > now_s:
+                num_saved, num_unsaved, last_save_s = num_saved + num_unsaved, 0, now_s

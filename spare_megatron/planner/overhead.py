@@ -1,0 +1,206 @@
+"""How much longer a step takes with groups lost: their share of the work, and patches.
+
+Symbols: N groups and as many shards, r hosts of each shard, m microbatches per shard, k groups lost. Work is counted
+in stacks: the compute of one whole shard. Stack granularity is the case m = 1.
+"""
+
+from dataclasses import dataclass
+from math import comb, floor
+
+import numpy as np
+
+from spare_megatron.planner.endurance import FloatArray, asymptotic_endured_losses, coverage_probabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """What a step without a loss consists of, and how often groups are lost.
+
+    Attributes:
+        shard_s: Seconds to compute one shard.
+        reduce_s: Seconds of a step that do not grow with the load: the reduction above all.
+        loss_interval_s: Mean seconds between two losses anywhere, taken as exponentially distributed.
+
+    Raises:
+        ValueError: A time is out of its range.
+    """
+
+    shard_s: float
+    reduce_s: float
+    loss_interval_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.shard_s > 0 and self.reduce_s >= 0 and self.loss_interval_s > 0):
+            raise ValueError(
+                f"shard_s={self.shard_s} and loss_interval_s={self.loss_interval_s} have to be above 0, "
+                f"reduce_s={self.reduce_s} 0 or more"
+            )
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step with nothing lost."""
+        return self.shard_s + self.reduce_s
+
+
+def least_makespans(num_groups: int, num_microbatches: int = 1) -> FloatArray:
+    """ceil(N m / (N - k)) / m stacks for k from 0 to N - 1: the least that any placement allows; c(k) for m = 1.
+
+    Args:
+        num_groups: N.
+        num_microbatches: m.
+
+    Notes:
+        Golomb placements reach it nearly always. Averaged until wipe-out and over N in {200, 600, 1000}, r in
+        {4, 8, 12, 20}, `core.reorder` at m = 16 is at most 0.8% above, `core.stack_reorder` at most 0.3%.
+
+    >>> least_makespans(4).tolist(), least_makespans(4, 4)[:2].tolist()
+    ([1.0, 2.0, 2.0, 4.0], [1.0, 1.5])
+    """
+    alive = num_groups - np.arange(num_groups)
+    return -(-num_groups * num_microbatches // alive) / num_microbatches
+
+
+def patch_stacks(num_groups: int, redundancy: int, num_microbatches: int = 1) -> FloatArray:
+    """Expected makespan of a patch in stacks when a group is lost with k lost before it, for k from 0 to N - 1.
+
+    E[ceil(m / H) | H >= 1] / m, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) the surviving other hosts of the lost
+    group's home shard: they share its m microbatches. What the group had from other shards are smaller pieces on other
+    hosts and computed meanwhile. One stack for m = 1; 0 for r = 1, where no loss can be patched.
+
+    Args:
+        num_groups: N.
+        redundancy: r.
+        num_microbatches: m.
+
+    Notes:
+        Derived. H is binomial for hypergeometric. Against `core.reorder.patch_work` over sequences of losses up to
+        three quarters of the endured ones it is within 15%, and low where nearly all hosts of some shards are lost.
+
+    >>> float(patch_stacks(600, 5, 16)[0])
+    0.25
+    """
+    patch = np.zeros(num_groups)
+    other = redundancy - 1
+    if other == 0:
+        return patch
+    alive = 1 - np.arange(num_groups) / max(num_groups - 1, 1)
+    some = np.zeros(num_groups)
+    for h in range(1, other + 1):
+        weight = comb(other, h) * alive**h * (1 - alive) ** (other - h)
+        patch += weight * -(-num_microbatches // h) / num_microbatches
+        some += weight
+    # With all others lost the loss is a wipe-out; the limit of few survivors is one host for everything.
+    return np.divide(patch, some, out=np.ones(num_groups), where=some > 1e-12)
+
+
+def patch_probabilities(makespans: FloatArray, patch: FloatArray, times: StepTimes) -> FloatArray:
+    """Rho / patch: the probability P_k that a step needs a patch, the patch counted as part of the step.
+
+    P = 1 - exp(-T / loss_interval_s) with T = (makespan + P patch) shard_s + reduce_s, by fixed-point iteration. The
+    iteration rises from P = 0 and is bounded by 1, so it converges to the least solution.
+
+    Args:
+        makespans: Stacks per step, for each k.
+        patch: Stacks per patch, for each k.
+        times: Times of a step.
+
+    Notes:
+        Derived; gives the paper's mean overhead with patches. `mean_step_s` counts rounds of patches instead.
+    """
+    probability = np.zeros_like(makespans)
+    for _ in range(200):
+        step_s = (makespans + probability * patch) * times.shard_s + times.reduce_s
+        probability = -np.expm1(-step_s / times.loss_interval_s)
+    return probability
+
+
+def mean_overhead(num_groups: int, redundancy: int, times: StepTimes | None = None) -> float:
+    """S_bar = (1 / floor(mu)) sum over k < floor(mu) of (c(k) + rho_k), stacks per step as SPARe counts them.
+
+    mu(N, r) is `asymptotic_endured_losses`, c(k) = ceil(N / (N - k)), and rho_k = P_k (`patch_probabilities`): a patch
+    takes one stack.
+
+    Args:
+        num_groups: N.
+        redundancy: r.
+        times: Times of a step; without them rho is left out and S_bar is a lower bound.
+
+    Notes:
+        arXiv 2603.00357; rho is our derivation. Every count of losses has the same weight, so this is the mean stretch
+        of a step per loss, not per step: long steps are fewer (`stretch` weighs them rightly and is smaller).
+        Without rho within 0.4% of Monte Carlo for N in {200, 600, 1000}, r in {4, 8, 12, 20}.
+
+    >>> round(mean_overhead(600, 20), 2)
+    2.34
+    >>> round(mean_overhead(600, 20, StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)), 2)
+    2.8
+    """
+    num_counts = min(floor(asymptotic_endured_losses(num_groups, redundancy)), num_groups)
+    depths = least_makespans(num_groups)[:num_counts]
+    if times is None:
+        return float(depths.mean())
+    return float((depths + patch_probabilities(depths, np.ones_like(depths), times)).mean())
+
+
+def mean_step_s(makespans: FloatArray, patch: FloatArray, times: StepTimes) -> FloatArray:
+    """Mean seconds of a step, for each k: t + (1 - exp(-t / i)) exp(p / i) p.
+
+    t = makespan shard_s + reduce_s is the step without losses, p = patch shard_s one round of patches, i the mean
+    seconds between losses. A first round follows when anything is lost during t, a further one when anything is lost
+    during the round before, so rounds are geometric with mean 1 / exp(-p / i).
+
+    Args:
+        makespans: Stacks per step, for each k.
+        patch: Stacks per patch, for each k.
+        times: Times of a step.
+
+    Notes:
+        Derived. Takes k as fixed over a step, so it wants steps short beside k mean loss intervals.
+    """
+    step_s = makespans * times.shard_s + times.reduce_s
+    patch_s = patch * times.shard_s
+    with np.errstate(over="ignore"):  # infinite: a patch never ends without a further loss
+        rounds = -np.expm1(-step_s / times.loss_interval_s) * np.exp(patch_s / times.loss_interval_s)
+    return step_s + np.where(patch_s > 0, rounds * patch_s, 0.0)
+
+
+def stretch(num_groups: int, redundancy: int, times: StepTimes, num_microbatches: int = 1) -> float:
+    """Mean time of a step from restart to wipe-out, over that of a step with nothing lost.
+
+    1 / sum over k of w_k step_s / T_k, w_k = P(L > k) / sum of P(L > j): the share of time spent with k lost, as losses
+    come at a constant rate; T_k from `mean_step_s`.
+
+    Args:
+        num_groups: N.
+        redundancy: r.
+        times: Times of a step.
+        num_microbatches: m; 1 for stack granularity.
+
+    Notes:
+        Derived. A rate per surviving group, which falls with the losses, would spend longer with many lost and so far
+        longer until the wipe-out; stretch / availability then comes out about 5% lower than here.
+    """
+    weights = coverage_probabilities(num_groups, redundancy)[:num_groups]
+    step_s = mean_step_s(
+        least_makespans(num_groups, num_microbatches), patch_stacks(num_groups, redundancy, num_microbatches), times
+    )
+    steps_per_s = float((weights / step_s).sum() / weights.sum())
+    return 1 / (steps_per_s * times.step_s) if steps_per_s > 0 else float("inf")
+
+
+def mean_makespan(num_groups: int, redundancy: int, num_microbatches: int = 1) -> float:
+    """Mean stacks per step over the counts of losses until wipe-out, patches left out.
+
+    sum over k of w_k ceil(N m / (N - k)) / m, w_k as in `stretch`: the expectation of what `mean_overhead` takes at
+    floor(mu), and for any m.
+
+    Args:
+        num_groups: N.
+        redundancy: r.
+        num_microbatches: m.
+
+    >>> round(mean_makespan(600, 9), 3), round(mean_makespan(600, 9, 16), 3)
+    (2.018, 1.394)
+    """
+    weights = coverage_probabilities(num_groups, redundancy)[:num_groups]
+    return float((weights * least_makespans(num_groups, num_microbatches)).sum() / weights.sum())

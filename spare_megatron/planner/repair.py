@@ -1,0 +1,190 @@
+"""Groups that come back: how many are down, and how long it takes until a wipe-out all the same.
+
+Symbols: N groups, r hosts of each shard. A group that is up is lost at rate 1 / F (F its mean time between losses); one
+that is down is back after a mean time R. Groups are independent and there is no queue for repairs: a finite source, of
+which M/G/infinity is the limit for large N. A wipe-out restarts with all groups up.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import expm
+from scipy.stats import binom
+
+from spare_megatron.planner.endurance import FloatArray
+from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks
+
+_RARE = 1e3
+"""Wipe-outs this many relaxation times apart find the groups in their steady state."""
+_STEPS_PER_DOUBLING = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairTimes:
+    """How often one group is lost and when it is back.
+
+    Attributes:
+        group_interval_s: F, mean seconds from when a group is up until it is lost; N loss intervals of the system.
+        repair_s: R, mean seconds from its loss until it takes part again; above 0.
+
+    Raises:
+        ValueError: A time is out of its range.
+    """
+
+    group_interval_s: float
+    repair_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.group_interval_s > 0 and self.repair_s > 0):
+            raise ValueError(
+                f"group_interval_s={self.group_interval_s} and repair_s={self.repair_s} have to be above 0"
+            )
+
+    @property
+    def down_share(self) -> float:
+        """The share of time that a group is down, u = R / (F + R), whatever the distributions of both times."""
+        return self.repair_s / (self.group_interval_s + self.repair_s)
+
+    @property
+    def relaxation_s(self) -> float:
+        """1 / (1/F + 1/R), the time in which the share of groups down comes near u."""
+        return self.group_interval_s * self.down_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Survival:
+    """Time until wipe-out: when training is still going on.
+
+    Attributes:
+        times_s: Seconds since all groups were up; of a step function that ends with the last.
+        shares_s: Mean seconds spent between each time and the one before, runs that have ended not counted.
+    """
+
+    times_s: FloatArray
+    shares_s: FloatArray
+
+    @property
+    def mean_s(self) -> float:
+        """Mean time to wipe-out."""
+        return float(self.shares_s.sum())
+
+
+def num_down_probabilities(num_groups: int, repair: RepairTimes) -> FloatArray:
+    """P(k groups are down) in the steady state, k from 0 to N: Binomial(N, u).
+
+    >>> p = num_down_probabilities(600, RepairTimes(group_interval_s=180000.0, repair_s=600.0))
+    >>> round(float(p @ range(601)), 3)
+    1.993
+    """
+    pmf: FloatArray = binom.pmf(np.arange(num_groups + 1), num_groups, repair.down_share)
+    return pmf
+
+
+def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
+    """Mean seconds until all r hosts of one given shard are down together, from all up. Exact for exponential times.
+
+    A birth-death chain over i, the hosts down: up at rate (r - i) / F, down at i / R. The mean time from i to i + 1 is
+    e_i = F / (r - i) * (1 + i / R * e_(i-1)), and the answer is the sum of e_0 to e_(r-1).
+
+    >>> shard_time_to_wipe_out_s(1, RepairTimes(group_interval_s=50.0, repair_s=5.0))
+    50.0
+    >>> shard_time_to_wipe_out_s(2, RepairTimes(group_interval_s=50.0, repair_s=5.0))
+    325.0
+    """
+    total_s = step_s = 0.0
+    for i in range(redundancy):
+        step_s = repair.group_interval_s / (redundancy - i) * (1 + i / repair.repair_s * step_s)
+        total_s += step_s
+    return total_s
+
+
+def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
+    """How long it takes until some shard has all its hosts down, the N shards taken as independent.
+
+    P(no wipe-out by t) = S_1(t)^N, S_1(t) = 1 - (all hosts of one shard were down by t), from the matrix exponential
+    of the birth-death chain of `shard_time_to_wipe_out_s` with r absorbing. Where wipe-outs are 1000 relaxation times
+    apart or more, S_1 is exponential and the mean is that of one shard over N.
+
+    Args:
+        num_groups: N.
+        redundancy: r.
+        repair: F and R.
+
+    Notes:
+        Derived. Repair times enter through their mean alone where wipe-outs are rare (a shard reaches all-down at rate
+        r u^(r-1) (1 - u) / F whatever their distribution); elsewhere they are taken as exponential. Against simulated
+        events the mean is within 3% for N in {13, 31, 60, 200}, r in {2, 3, 4} and u up to 0.3.
+    """
+    rare_s = shard_time_to_wipe_out_s(redundancy, repair) / num_groups
+    if rare_s > _RARE * repair.relaxation_s:
+        return Survival(times_s=np.array([np.inf]), shares_s=np.array([rare_s]))
+    times_s, shares = _one_shard(redundancy, repair)
+    with np.errstate(divide="ignore"):
+        hazard = -num_groups * np.log(np.clip(shares, 0.0, 1.0))
+    rise = np.diff(hazard, prepend=0.0)
+    before = np.exp(-np.concatenate(([0.0], hazard[:-1])))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        # The hazard is taken as linear in between: the integral of exp(-x) over a rise is (1 - exp(-rise)) / rise.
+        mean = np.where(rise > 1e-9, -np.expm1(-rise) / rise, 1 - rise / 2)
+    mean = np.where(np.isfinite(rise), mean, 0.0)
+    return Survival(times_s=times_s, shares_s=np.diff(times_s, prepend=0.0) * before * mean)
+
+
+def stretch_with_repair(
+    num_groups: int, redundancy: int, times: StepTimes, repair: RepairTimes, num_microbatches: int
+) -> float:
+    """Mean time of a step over that of a step with nothing lost, with groups that come back.
+
+    1 / mean of step_s / T_k over the time until wipe-out and over k ~ Binomial(N, u (1 - exp(-t / relaxation))) groups
+    down at time t since all were up; T_k from `mean_step_s`. Rejoining itself is taken to cost nothing.
+
+    Args:
+        num_groups: N.
+        redundancy: r.
+        times: Times of a step; its loss interval is that with all groups up.
+        repair: F and R.
+        num_microbatches: m; 1 for stack granularity.
+
+    Notes:
+        Derived. The chance of a wipe-out is taken not to depend on k, which at worst overstates k a little.
+    """
+    patch = patch_stacks(num_groups, redundancy, num_microbatches)
+    step_s = mean_step_s(least_makespans(num_groups, num_microbatches), patch, times)
+    lived = survival(num_groups, redundancy, repair)
+    down = repair.down_share * -np.expm1(-lived.times_s / repair.relaxation_s)
+    pmf = binom.pmf(np.arange(num_groups), num_groups, down[:, None])
+    # With none up there is no step; the little mass there counts as no progress.
+    steps_per_s = float(lived.shares_s @ (pmf / step_s).sum(axis=1)) / lived.mean_s
+    return 1 / (steps_per_s * times.step_s) if steps_per_s > 0 else float("inf")
+
+
+def steady_makespan(num_groups: int, repair: RepairTimes, num_microbatches: int) -> float:
+    """Mean stacks per step in the steady state: sum over k of Binomial(k; N, u) ceil(N m / (N - k)) / m.
+
+    The state in which all groups are down has no step and is left out.
+
+    >>> round(steady_makespan(600, RepairTimes(group_interval_s=180000.0, repair_s=600.0), 16), 3)
+    1.054
+    """
+    weights = num_down_probabilities(num_groups, repair)[:num_groups]
+    return float((weights * least_makespans(num_groups, num_microbatches)).sum() / weights.sum())
+
+
+def _one_shard(redundancy: int, repair: RepairTimes) -> tuple[FloatArray, FloatArray]:
+    """Times, evenly spaced in their logarithm, and P(the hosts of one shard were never all down by then)."""
+    i = np.arange(redundancy)
+    generator = np.zeros((redundancy, redundancy))
+    generator[i, i] = -(redundancy - i) / repair.group_interval_s - i / repair.repair_s
+    generator[i[:-1], i[1:]] = (redundancy - i[:-1]) / repair.group_interval_s
+    generator[i[1:], i[:-1]] = i[1:] / repair.repair_s
+    first_s = 1e-5 * repair.relaxation_s / redundancy
+    starts = first_s * 2 ** (np.arange(_STEPS_PER_DOUBLING) / _STEPS_PER_DOUBLING)
+    kernels = expm(generator * starts[:, None, None])
+    times_s, shares = [], []
+    for doubling in range(60):
+        times_s.append(starts * 2.0**doubling)
+        shares.append(kernels[:, 0, :].sum(axis=1))
+        if shares[-1][-1] < 1e-9:
+            break
+        kernels = kernels @ kernels
+    return np.concatenate(times_s), np.concatenate(shares)

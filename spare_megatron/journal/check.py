@@ -22,6 +22,7 @@ from spare_megatron.journal.records import (
     RunRecord,
     UpdateRecord,
     VoteRecord,
+    digest_of_work,
 )
 
 Severity = Literal["invalid", "unknown"]
@@ -185,6 +186,7 @@ def _check_votes(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Find
     for (attempt, group), cast in sorted(votes.items()):
         if len(cast) > 1:
             yield Finding(severity="invalid", reason=f"group {group} voted {len(cast)} times on attempt {attempt}")
+    yield from _check_voted_work(journal)
     for step, (index, attempt) in sorted(fold.commits.items()):
         for group in range(run.num_groups):
             if fold.fenced_at.get(group, index) < index:
@@ -196,6 +198,16 @@ def _check_votes(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Find
                 yield Finding(
                     severity="invalid", reason=f"step {step}: committed though group {group} had no whole sum"
                 )
+
+
+def _check_voted_work(journal: Journal) -> Iterator[Finding]:
+    """What a group brought into an attempt is what its ranks agreed on when they voted."""
+    voted = {(record.attempt, record.group): record.work_digest for record in journal.of(VoteRecord)}
+    for record in journal.of(ContributionRecord):
+        digest = digest_of_work(_microbatches([record]))
+        if voted.get((record.attempt, record.group), digest) != digest:
+            reason = f"step {record.step}: group {record.group} voted on other work than it contributed"
+            yield Finding(severity="invalid", reason=reason)
 
 
 def _check_updates(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
@@ -238,13 +250,15 @@ def _check_params(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Fin
 def _check_faults(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
     """Every fault of the trace struck, and cost the run the group it hit."""
     struck = {(r.step, r.group, r.rank, r.phase) for r in journal.of(FaultRecord)}
+    is_log_whole = len(fold.entries) == max(fold.entries, default=-1) + 1
     for fault in run.faults:
         if fault["step"] >= len(fold.commits):
             continue  # the run ended before it
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
             yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
         elif fault["group"] not in fold.fenced_at and fault["step"] < run.num_steps - 1:
-            yield Finding(severity="invalid", reason=f"the fault {fault} struck, but its group was never fenced")
+            severity: Severity = "invalid" if is_log_whole else "unknown"
+            yield Finding(severity=severity, reason=f"the fault {fault} struck, but no entry fences its group")
 
 
 def _check_end(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:

@@ -4,8 +4,9 @@ Times are wall-clock seconds since the epoch (`_at_s`) or durations (`_s`). Ever
 it was written, and `source`, who wrote it.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -50,6 +51,8 @@ class VoteRecord:
     step: int
     attempt: int
     is_complete: bool
+    work_digest: str
+    """`digest_of_work` of what the group's ranks agree to have computed in the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +176,11 @@ class Line:
     source: str
     at_s: float
     record: Record
+
+
+def digest_of_work(work: Iterable[tuple[int, int]]) -> str:
+    """SHA-256 in hex of a set of microbatches, given as pairs of shard and index in any order."""
+    return hashlib.sha256(repr(sorted((int(shard), int(index)) for shard, index in work)).encode()).hexdigest()
 
 
 def encode_line(line: Line) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from spare_megatron.journal.check import Verdict, check_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import (
+    ContributionRecord,
     EndRecord,
     EntryRecord,
     FaultRecord,
@@ -84,11 +85,19 @@ def summarize(journal: Journal) -> Summary:
         steps_committed=verdict.steps_committed,
         steps_lost=num_commits - verdict.steps_committed,
         groups_lost=len(fenced),
-        microbatches_recomputed=sum(recovery.num_patched for recovery in recoveries),
+        microbatches_recomputed=_count_recomputed(journal),
         final_loss=None if last is None else last.loss,
         params_sha256=None if last_params is None else last_params.sha256,
         recoveries=recoveries,
     )
+
+
+def _count_recomputed(journal: Journal) -> int:
+    """Microbatches that groups brought into a later attempt of a step and had not brought into its first."""
+    brought: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for record in journal.of(ContributionRecord):
+        brought[record.group, record.step].append(sum(len(indices) for indices in record.microbatches.values()))
+    return sum(max(counts) - counts[0] for counts in brought.values())
 
 
 def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:

@@ -1,6 +1,5 @@
 """Carries out the controller's actions on one rank: compute, reduce, vote, follow the log, update."""
 
-import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from spare_megatron.journal.records import (
     Record,
     UpdateRecord,
     VoteRecord,
+    digest_of_work,
 )
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupAgreement
@@ -138,16 +138,21 @@ class GroupExecutor:
         return self._vote(action, is_complete)
 
     def _vote(self, action: AttemptReduce, is_complete: bool) -> list[Event]:
+        work_digest = digest_of_work(self._now.computed)
         opinion = self._agreement.settle(
             is_complete=is_complete,
-            work_digest=_digest(self._now.computed),
+            work_digest=work_digest,
             loss_sum=None if self._buffer is None else self._trainer.loss_of(self._buffer),
         )
         self._now.loss_sum = opinion.loss_sum
         last_votes = None
         if self._agreement.is_leader:
             record = VoteRecord(
-                group=self._group, step=action.step, attempt=action.attempt, is_complete=opinion.is_complete
+                group=self._group,
+                step=action.step,
+                attempt=action.attempt,
+                is_complete=opinion.is_complete,
+                work_digest=work_digest,
             )
             self._journal.write(record)
             vote = Vote(
@@ -209,8 +214,8 @@ class GroupExecutor:
     def update_model(self, step: int, attempt: int) -> None:
         """Applies the committed sums to the parameters."""
         assert self._buffer is not None, "a commit needs the group's own complete sum"
-        for record in self._clock.committed():
-            self._write_if_leader(record)
+        self._clock.committed()
+        self._write_recoveries()
         self._injector(Phase.AFTER_COMMIT)
         result = self._trainer.update(self._buffer, self._now.loss_sum)
         step_s = time.monotonic() - self._now.started_s
@@ -258,8 +263,8 @@ class GroupExecutor:
 
         Collective over: all ranks of the group.
         """
-        for record in self._clock.stopped():
-            self._write_if_leader(record)
+        self._clock.stopped()
+        self._write_recoveries()
         if not self._params_digest:
             self.check_params(step)
 
@@ -270,13 +275,13 @@ class GroupExecutor:
         assert self._step is not None, "no step has begun"
         return self._step
 
+    def _write_recoveries(self) -> None:
+        for record in self._clock.take_finished():
+            self._write_if_leader(record)
+
     def _write_if_leader(self, record: Record) -> None:
         if self._agreement.is_leader:
             self._journal.write(record)
-
-
-def _digest(work: Sequence[Microbatch]) -> str:
-    return hashlib.sha256(repr([tuple(item) for item in work]).encode()).hexdigest()
 
 
 def _as_fields(entry: Entry) -> dict:

@@ -40,7 +40,8 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
     prepare_process(spec)
     code = ExitCode.RAISED
     try:
-        code = _Rank(spec, reports).run()
+        rank = _Rank(spec, reports)  # holds the communicators until the process is left
+        code = rank.run()
     except Exception:  # noqa: BLE001  (whatever it is, it ends this rank and is told)
         text = traceback.format_exc()
         sys.stderr.write(text)
@@ -73,7 +74,8 @@ class _Rank:
     def run(self) -> ExitCode:
         """Trains, and turns the ways in which a run may end for this rank into exit codes."""
         try:
-            return self._stopped(train(self._controller, self._executor()))
+            self._executor = self._build_executor()
+            return self._stopped(train(self._controller, self._executor))
         except Fenced as error:
             print(error, file=sys.stderr)
             return ExitCode.FENCED
@@ -87,7 +89,7 @@ class _Rank:
                 raise
             return self._broken(error)
 
-    def _executor(self) -> GroupExecutor:
+    def _build_executor(self) -> GroupExecutor:
         spec, config = self._spec, self._spec.config
         device = choose_device(spec)
         ranks = join_group(spec, self._store, device)

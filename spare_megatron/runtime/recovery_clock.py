@@ -1,7 +1,6 @@
 """Where the time of a recovery goes, as one group spends it."""
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,87 +19,97 @@ class _Recovery:
     lap_from_s: float
     num_patched: int = 0
     is_agreeing: bool = True
-    is_committed: bool = False
     has_communicator: bool = False
     spent_s: dict[Stage, float] = field(default_factory=dict)
 
+    def lap(self, stage: Stage, until_s: float) -> None:
+        """What has passed since the last lap was spent on this stage."""
+        self.spent_s[stage] = self.spent_s.get(stage, 0.0) + max(0.0, until_s - self.lap_from_s)
+        self.lap_from_s = max(until_s, self.lap_from_s)
+
 
 class RecoveryClock:
-    """Times the recovery under way, if any. A further loss in the middle of a recovery belongs to it.
+    """Times recoveries. A further loss before the step is committed belongs to the recovery under way.
 
     A recovery is over when its step is committed and the new communicator is there, whichever comes last: after a
-    loss that cost no sum, the communicator is only needed by the next step.
+    loss that cost no sum, the communicator is only needed by the next step. If another group is lost before that, the
+    communicator never comes.
     """
 
     def __init__(self, group: GroupId) -> None:
         self._group = group
         self._computed_at_s = 0.0
-        self._recovery: _Recovery | None = None
+        self._open: _Recovery | None = None
+        self._without_communicator: _Recovery | None = None  # committed
+        self._finished: list[_Recovery] = []
 
     def computed(self) -> None:
         """The group has finished the work of a step."""
         self._computed_at_s = time.time()
-        if self._recovery is not None:
-            self._recovery.lap_from_s = time.monotonic()
+        if self._without_communicator is not None:
+            self._without_communicator.lap_from_s = time.monotonic()
 
     def lost(self, step: int, group: GroupId) -> None:
         """A fence has been folded."""
-        if self._recovery is None:
-            now_s = time.time()
-            self._recovery = _Recovery(
-                step=step,
-                computed_at_s=self._computed_at_s,
-                noticed_at_s=now_s,
-                lost=[],
-                lap_from_s=time.monotonic(),
+        now_s = time.monotonic()
+        self._close(self._without_communicator)
+        self._without_communicator = None
+        if self._open is None:
+            self._open = _Recovery(
+                step=step, computed_at_s=self._computed_at_s, noticed_at_s=time.time(), lost=[], lap_from_s=now_s
             )
-        elif not self._recovery.is_agreeing:
-            self._lap("reduce", time.monotonic())
-        self._recovery.is_agreeing = True
-        self._recovery.lost.append(group)
-        self._recovery.has_communicator = False
+        elif not self._open.is_agreeing:
+            self._open.lap("reduce", now_s)
+        self._open.is_agreeing, self._open.has_communicator = True, False
+        self._open.lost.append(group)
 
     def patched(self, num_microbatches: int) -> None:
         """The group has computed its part of a patch."""
-        if self._recovery is not None:
-            self._recovery.num_patched += num_microbatches
-            self._lap("patch", time.monotonic())
+        if self._open is not None:
+            self._open.num_patched += num_microbatches
+            self._open.lap("patch", time.monotonic())
 
     def decided(self) -> None:
         """The attempt that was under way at the loss has been decided."""
-        if self._recovery is not None and self._recovery.is_agreeing:
-            self._lap("agree", time.monotonic())
-            self._recovery.is_agreeing = False
+        if self._open is not None and self._open.is_agreeing:
+            self._open.lap("agree", time.monotonic())
+            self._open.is_agreeing = False
 
     def reduced(self, ready_at_s: float | None) -> None:
         """A reduction has ended that had its communicator at this monotonic time, or never had one."""
-        if self._recovery is not None and ready_at_s is not None:
-            self._lap("rebuild", ready_at_s)
-            self._recovery.has_communicator = True
-
-    def committed(self) -> Iterable[RecoveryRecord]:
-        """The step is committed. Yields the recovery if that ends it."""
-        recovery = self._recovery
-        if recovery is None:
+        recovery = self._open or self._without_communicator
+        if recovery is None or ready_at_s is None:
             return
-        if not recovery.is_committed:
-            self._lap("reduce", time.monotonic())
-            recovery.is_committed = True
-        if recovery.has_communicator:
-            self._recovery = None
-            yield self._record(recovery)
+        recovery.lap("rebuild", ready_at_s)
+        recovery.has_communicator = True
+        if recovery is self._without_communicator:
+            self._close(recovery)
+            self._without_communicator = None
 
-    def stopped(self) -> Iterable[RecoveryRecord]:
-        """The run stops. Yields a recovery that has not ended but for the communicator nobody needs any more."""
-        if self._recovery is not None and self._recovery.is_committed:
-            yield self._record(self._recovery)
-        self._recovery = None
+    def committed(self) -> None:
+        """The step is committed."""
+        if self._open is None:
+            return
+        self._open.lap("reduce", time.monotonic())
+        if self._open.has_communicator:
+            self._close(self._open)
+        else:
+            self._without_communicator = self._open
+        self._open = None
 
-    def _lap(self, stage: Stage, until_s: float) -> None:
-        assert self._recovery is not None
-        spent_s = max(0.0, until_s - self._recovery.lap_from_s)
-        self._recovery.spent_s[stage] = self._recovery.spent_s.get(stage, 0.0) + spent_s
-        self._recovery.lap_from_s = max(until_s, self._recovery.lap_from_s)
+    def stopped(self) -> None:
+        """The run stops: nobody needs a communicator any more."""
+        self._close(self._without_communicator)
+        self._without_communicator = None
+
+    def take_finished(self) -> list[RecoveryRecord]:
+        """The recoveries that have ended since the last call."""
+        finished, self._finished = self._finished, []
+        return [self._record(recovery) for recovery in finished]
+
+    def _close(self, recovery: _Recovery | None) -> None:
+        if recovery is not None:
+            self._finished.append(recovery)
 
     def _record(self, recovery: _Recovery) -> RecoveryRecord:
         spent_s = recovery.spent_s

@@ -46,6 +46,8 @@ class Watch:
         after_other_votes: Moments at which the rank waits, before the fault strikes, until all other groups have
             voted on the attempt.
         in_second_attempt: Moments that count only from the second attempt of their step on.
+        unfinished_reduces: Moments inside a reduction at which it cannot be complete anywhere: one other group comes
+            to it only when the log has moved on.
         late_groups: Groups that begin to train, and tell that they are ready, only when the first entry is written.
         census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
     """
@@ -53,6 +55,7 @@ class Watch:
     dump_steps: frozenset[int] = frozenset()
     after_other_votes: frozenset[Moment] = frozenset()
     in_second_attempt: frozenset[Moment] = frozenset()
+    unfinished_reduces: frozenset[Moment] = frozenset()
     late_groups: frozenset[int] = frozenset()
     census_steps: frozenset[int] = frozenset()
 
@@ -173,7 +176,20 @@ class _WatchedExecutor(GroupExecutor):
 
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
         self._attempts.attempt(action)
+        if self._is_held_back(action):
+            DecisionLog(TcpControlStore(*self._attempts.spec.store_address)).wait(self._head, _TIMEOUT_S)
         return super().attempt_reduce(action)
+
+    def _is_held_back(self, action: AttemptReduce) -> bool:
+        """Whether this group is the one without which a reduction stays unfinished: the last that is not hit in it."""
+        hit = {
+            moment[0]
+            for moment in self._watch.unfinished_reduces
+            if moment[1] == action.step
+            and self._attempts.num_attempts == (2 if moment in self._watch.in_second_attempt else 1)
+        }
+        is_hit = any(member in hit for member in action.members)
+        return is_hit and self._group == max(member for member in action.members if member not in hit)
 
     def update_model(self, step: int, attempt: int) -> None:
         super().update_model(step, attempt)

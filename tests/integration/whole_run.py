@@ -3,7 +3,7 @@
 import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,14 @@ class Run:
 
 
 def complete_run(config: RunConfig, run_dir: Path, watch: Watch | None = None) -> Run:
-    """The whole run, with the supervisor in this process. Leaves no process behind."""
+    """The whole run, with the supervisor in this process. Leaves no process behind.
+
+    A fault inside a reduction strikes while it cannot be complete: so small a sum may be everywhere otherwise.
+    """
     events: list[SupervisorEvent] = []
-    start_run(config, run_dir, events.append, rank_main=partial(watched_rank, watch or Watch()))
+    inside = frozenset((f.group, f.step, f.phase) for f in config.faults.trace if f.phase is Phase.IN_REDUCE)
+    watch = replace(watch or Watch(), unfinished_reduces=inside)
+    start_run(config, run_dir, events.append, rank_main=partial(watched_rank, watch))
     assert multiprocessing.active_children() == []
     return read_run(config, run_dir, events)
 

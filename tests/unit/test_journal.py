@@ -18,7 +18,7 @@ from spare_megatron.journal.records import (
 )
 from spare_megatron.journal.summary import find_recoveries, summarize
 
-VOTE = VoteRecord(group=1, step=2, attempt=3, is_complete=True)
+VOTE = VoteRecord(group=1, step=2, attempt=3, is_complete=True, work_digest="")
 
 
 def journal_of(*records: tuple[float, Record]) -> Journal:

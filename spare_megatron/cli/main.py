@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron import __version__
-from spare_megatron.cli import check, preprocess, train
+from spare_megatron.cli import check, plan, preprocess, train
 
 app = typer.Typer(
     name="spare",
@@ -31,6 +31,7 @@ def _spare(
     """GPT pretraining on megatron-core that masks the loss of data-parallel groups."""
 
 
+app.command("plan")(plan.plan)
 app.command("preprocess")(preprocess.preprocess)
 app.command("train")(train.train)
 app.command("check")(check.check)

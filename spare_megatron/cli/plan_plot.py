@@ -1,0 +1,135 @@
+"""The curves of `spare plan --plot`. All of them are computed from formulas, none is measured."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+
+mpl.use("agg")
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
+
+from spare_megatron.cli.quantities import format_count, format_duration
+from spare_megatron.planner.availability import availability
+from spare_megatron.planner.endurance import coverage_probabilities
+from spare_megatron.planner.plan import ClusterFacts, Plan, candidates
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_STYLES = {"stack": ("#0072B2", "o"), "microbatch": ("#D55E00", "s"), "rejoin": ("#009E73", "^")}
+"""Okabe and Ito's palette, and a marker for each so that colour is not needed."""
+_INK = "#444444"
+_MOST_REDUNDANCY = 24
+_HIGHEST_RATIO = 2.5
+"""Ratios above this many times the least one are cut off: r = 1 may be off by orders of magnitude."""
+
+
+def write_plot(path: Path, facts: ClusterFacts, plan: Plan, alternatives: tuple[Plan, ...]) -> None:
+    """Time to train over the redundancy, losses endured, and availability over the cadence, in one PNG file.
+
+    Raises:
+        ValueError: The file's name does not end with .png.
+        OSError: The file cannot be written.
+    """
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--plot {path}: the name has to end with .png")
+    settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
+    with mpl.rc_context(settings):
+        figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+        _time_to_train(axes[0], facts, plan, alternatives)
+        _endured(axes[1], facts, plan)
+        _cadence(axes[2], facts, plan)
+        figure.suptitle(
+            f"{facts.num_groups} groups, one lost every {format_duration(facts.times.loss_interval_s)}, "
+            f"restart {format_duration(facts.checkpoint.restart_s)}, save {format_duration(facts.checkpoint.save_s)}; "
+            f"policy {plan.policy} (computed, not measured)"
+        )
+        figure.savefig(path, dpi=130, format="png")
+        plt.close(figure)
+
+
+def _time_to_train(axes: "Axes", facts: ClusterFacts, plan: Plan, alternatives: tuple[Plan, ...]) -> None:
+    most = max(_MOST_REDUNDANCY, plan.redundancy)
+    ceiling = _HIGHEST_RATIO * max(plan.time_to_train_ratio, *(best.time_to_train_ratio for best in alternatives))
+    for best in alternatives:
+        colour, marker = _STYLES[best.policy]
+        shown = [p for p in candidates(facts, best.policy) if p.redundancy <= most and p.time_to_train_ratio < ceiling]
+        axes.plot(
+            [p.redundancy for p in shown],
+            [p.time_to_train_ratio for p in shown],
+            color=colour,
+            marker=marker,
+            markersize=4,
+            label=f"{best.policy}: best {best.time_to_train_ratio:.2f} at r = {best.redundancy}",
+        )
+    axes.plot(plan.redundancy, plan.time_to_train_ratio, "o", markersize=13, fillstyle="none", color=_INK, mew=1.5)
+    axes.annotate(
+        f"plan: r = {plan.redundancy}, {plan.time_to_train_ratio:.2f} x",
+        (plan.redundancy, plan.time_to_train_ratio),
+        xytext=(0, -12),
+        textcoords="offset points",
+        ha="center",
+        va="top",
+        color=_INK,
+    )
+    axes.set_ylim(bottom=1.0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(
+        title="Time to train", xlabel="redundancy r (hosts per shard)", ylabel="time / time without losses and saves"
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+
+
+def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
+    """Distribution of the losses endured with nobody coming back: the wipe-out is loss k + 1."""
+    covered = coverage_probabilities(facts.num_groups, plan.redundancy)
+    chance = 100 * (covered[:-1] - covered[1:])
+    mean = float(covered[1:].sum())
+    counts = np.arange(facts.num_groups)
+    last = int(np.searchsorted(-covered, -1e-4)) + 1
+    colour = _STYLES[plan.policy][0]
+    axes.fill_between(counts[:last], chance[:last], step="mid", color=colour, alpha=0.3)
+    axes.step(counts[:last], chance[:last], where="mid", color=colour)
+    axes.axvline(mean, color=_INK, linestyle="--")
+    axes.annotate(
+        f"mean {format_count(mean)} of {facts.num_groups}",
+        (mean, float(chance.max())),
+        xytext=(6, 6),
+        textcoords="offset points",
+        color=_INK,
+    )
+    axes.set_ylim(0, 1.15 * float(chance.max()))
+    title = "Losses endured" if plan.policy != "rejoin" else "Losses endured if no group came back"
+    axes.set(title=title, xlabel="losses before a wipe-out (groups)", ylabel="probability of exactly so many (%)")
+    axes.grid(alpha=0.25)
+
+
+def _cadence(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
+    save_s, restart_s = facts.checkpoint.save_s, facts.checkpoint.restart_s
+    cadences_s = np.geomspace(max(plan.cadence_s / 20, 1.2 * save_s), plan.cadence_s * 20, 300)
+    up = [100 * availability(float(c), save_s, plan.time_to_wipe_out_s, restart_s) for c in cadences_s]
+    unit_s, unit = next(
+        (size, name)
+        for size, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
+        if plan.cadence_s >= size
+    )
+    unit_s = unit_s or 1.0
+    colour = _STYLES[plan.policy][0]
+    axes.semilogx(cadences_s / unit_s, up, color=colour)
+    axes.plot(plan.cadence_s / unit_s, 100 * plan.availability, "o", color=_INK)
+    axes.annotate(
+        f"every {format_duration(plan.cadence_s)}:\n{plan.availability:.1%}",
+        (plan.cadence_s / unit_s, 100 * plan.availability),
+        xytext=(0, -14),
+        textcoords="offset points",
+        ha="center",
+        va="top",
+        color=_INK,
+    )
+    axes.set(title="Availability", xlabel=f"time from save to save ({unit})", ylabel="time in steps that count (%)")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(alpha=0.25, which="both")

@@ -1,0 +1,91 @@
+"""The tables of `spare plan`."""
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from spare_megatron.cli.plan import Answer, read_s
+from spare_megatron.cli.quantities import format_bytes, format_count, format_duration
+from spare_megatron.planner.optimum import closed_form_redundancy
+
+_DESCRIPTIONS = {
+    "stack": "whole shards",
+    "microbatch": "single microbatches",
+    "rejoin": "microbatches, groups come back",
+}
+_LONG_CADENCE_S = 86400.0
+
+
+def print_answer(answer: Answer) -> None:
+    """The plan, what it rests on, and the other policies."""
+    console = Console()
+    console.print(_two_columns("plan", _plan_rows(answer)))
+    console.print(_two_columns("for this cluster", _fact_rows(answer)))
+    console.print(_alternatives(answer))
+    if answer.plan.cadence_s > _LONG_CADENCE_S:
+        console.print(
+            "Wipe-outs are so rare here that other failures (storage, software, the site) decide how often to save."
+        )
+    if answer.plan.cadence_s > answer.plan.time_to_wipe_out_s:
+        console.print("Wipe-outs come sooner than saves pay off: the estimate is too good, take a higher redundancy.")
+
+
+def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    plan, limits = answer.plan, answer.limits
+    yield "policy", f"{plan.policy} ({_DESCRIPTIONS[plan.policy]})"
+    yield "redundancy", f"{plan.redundancy} {'host' if plan.redundancy == 1 else 'hosts'} per shard"
+    yield "save every", format_duration(plan.cadence_s)
+    yield "time to train", f"{plan.time_to_train_ratio:.2f} x that without losses and saves"
+    yield "mean step between wipe-outs", f"{plan.stretch:.2f} x that without losses"
+    yield "availability", f"{plan.availability:.1%}"
+    yield "losses endured", f"{format_count(plan.endured_losses)} before a wipe-out"
+    yield "wipe-out every", format_duration(plan.time_to_wipe_out_s)
+    if limits is None:
+        yield "memory for shards", f"{plan.redundancy} x that of one shard per group (--shard-size)"
+        return
+    of_limit = "" if limits.memory_bytes is None else f" of {format_bytes(limits.memory_bytes)}"
+    yield "memory for shards", f"{format_bytes(plan.redundancy * limits.shard_bytes)}{of_limit} per group"
+    reading_s = read_s(answer)
+    if reading_s is not None:
+        yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(answer.facts.times.step_s)}"
+
+
+def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    facts = answer.facts
+    mark = dict.fromkeys(answer.assumed, " (assumed)")
+    yield "groups", str(facts.num_groups)
+    yield "a group is lost every", format_duration(facts.times.loss_interval_s)
+    yield "restart, save", f"{format_duration(facts.checkpoint.restart_s)}, {format_duration(facts.checkpoint.save_s)}"
+    yield "compute of one shard", format_duration(facts.times.shard_s) + mark.get("step", "")
+    yield "rest of a step", format_duration(facts.times.reduce_s) + mark.get("reduce", "")
+    yield "microbatches per shard", str(facts.num_microbatches) + mark.get("microbatches", "")
+    if facts.repair_s is not None:
+        yield "a lost group is back after", format_duration(facts.repair_s)
+
+
+def _alternatives(answer: Answer) -> Table:
+    table = Table(title="best of each policy", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    for name in ("policy", "hosts", "time to train", "availability", "save every", "endured"):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for plan in answer.alternatives:
+        table.add_row(
+            plan.policy,
+            str(plan.redundancy),
+            f"{plan.time_to_train_ratio:.2f} x",
+            f"{plan.availability:.1%}",
+            format_duration(plan.cadence_s),
+            format_count(plan.endured_losses),
+        )
+    closed = closed_form_redundancy(answer.facts.num_groups)
+    table.caption = f"SPARe's closed form for stack: redundancy floor(log2 N + 0.833) = {closed}"
+    table.caption_justify = "left"
+    return table
+
+
+def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:
+    table = Table(title=title, show_header=False, box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

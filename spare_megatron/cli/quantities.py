@@ -1,0 +1,105 @@
+"""Durations, sizes and counts as people write and read them."""
+
+import math
+import re
+
+_SECONDS_OF = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BYTES_OF = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES_OF |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_PART = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)")
+
+
+def parse_duration_s(option: str, text: str, *, is_zero_fine: bool = False) -> float:
+    """Seconds of a duration like 300s, 5m, 2h, 1h30m or 250ms.
+
+    Args:
+        option: Whose value it is, for the message.
+        text: What the user wrote.
+        is_zero_fine: Whether it may be 0.
+
+    Raises:
+        ValueError: The text is no duration, or it is out of range.
+
+    >>> parse_duration_s("--restart", "1h30m")
+    5400.0
+    """
+    seconds = _sum_of_parts(option, text, _SECONDS_OF, "a duration, as in 300s, 5m, 2h or 1h30m")
+    if seconds < 0 or not math.isfinite(seconds) or (seconds == 0 and not is_zero_fine):
+        limit = "0 or more" if is_zero_fine else "above 0"
+        raise ValueError(f"{option} {text}: a duration here has to be {limit}, as in 300s, 5m or 2h")
+    return seconds
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Bytes of a size like 64MiB or 1.5GB. For a rate like 2GB/s the "/s" is left off.
+
+    Raises:
+        ValueError: The text is no size, or the size is less than a byte.
+
+    >>> parse_bytes("--shard-size", "64MiB")
+    67108864
+    """
+    size = _sum_of_parts(option, text.removesuffix("/s"), _BYTES_OF, "a size, as in 512kB, 64MiB or 1.5GB")
+    if not 1 <= size < 1e30:
+        raise ValueError(f"{option} {text}: a size has to be 1B or more, as in 512kB, 64MiB or 1.5GB")
+    return round(size)
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in its two largest units.
+
+    >>> [format_duration(s) for s in (0.25, 64.0, 1651.0, 3600.0, 100000.0)]
+    ['250 ms', '1 min 4 s', '27 min 31 s', '1 h', '1 d 4 h']
+    >>> format_duration(1e10)
+    '317 years'
+    """
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60 and round(seconds, 1) != round(seconds):
+        return f"{seconds:.1f} s"
+    if seconds > 2 * 365.25 * 86400:
+        years = seconds / (365.25 * 86400)
+        return f"{years:.0f} years" if years < 1e5 else f"{years:.0e} years"
+    for large, small, name, small_name in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
+        whole, rest = divmod(round(seconds / small), large // small)
+        if whole:
+            return f"{whole} {name} {rest} {small_name}" if rest else f"{whole} {name}"
+    return f"{seconds:.0f} s"
+
+
+def format_bytes(size: float) -> str:
+    """A size with three digits.
+
+    >>> format_bytes(9 * 64 * 2**20)
+    '604 MB'
+    """
+    units = ("TB", "GB", "MB", "kB")
+    unit = next((unit for unit in units if size >= _BYTES_OF[unit]), "B")
+    return f"{size / _BYTES_OF[unit]:.3g} {unit}"
+
+
+def format_count(count: float) -> str:
+    """A count rounded to what it means.
+
+    >>> format_count(280.747), format_count(3.2e12), format_count(2.44)
+    ('281', '3.2e+12', '2.4')
+    """
+    return f"{count:.1f}" if count < 10 else f"{count:.0f}" if count < 1e6 else f"{count:.1e}"
+
+
+def _sum_of_parts(option: str, text: str, units: dict[str, float] | dict[str, int], example: str) -> float:
+    """The sum of all numbers with units in a text. A leading minus makes it negative."""
+    body = text.strip()
+    is_negative = body.startswith("-")
+    rest = body.lstrip("-") if is_negative else body
+    total, position = 0.0, 0
+    while found := _PART.match(rest, position):
+        number, unit = found.groups()
+        if unit not in units:
+            said = f"unknown unit {unit!r}" if unit else "no unit"
+            raise ValueError(f"{option} {text}: {said}; known units are {', '.join(units)}")
+        total += float(number) * units[unit]
+        position = found.end()
+    if position == 0 or rest[position:].strip():
+        raise ValueError(f"{option} {text}: not {example}")
+    return -total if is_negative else total

@@ -7,12 +7,16 @@ an earlier one. All groups run the same controller over the same log and so come
     entry Commit    -> UpdateModel, then the next step (ComputeStep, AttemptReduce, ReadEntry) or FinishRun
     entry Fence     -> BuildCommunicator, ReadVotes, ReadEntry  the loss may or may not have cost us the sum
     entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce again
+    entry Restart   -> BuildCommunicator, then the step after the checkpoint
     VotesRead       -> AppendEntry(Commit or Retry) once every survivor has voted
 
 A fence alone decides nothing about the step. Every survivor votes exactly once on each attempt, and only when
 all of them have voted is the attempt decided, by the next entry: Commit if each holds the complete sum (what a
 group contributed before it was lost stays counted), Retry otherwise. So a loss at any moment, also in the
 middle of a recovery, is just one more entry.
+
+Whoever writes the commit also decides by its own clock whether a checkpoint is due, and which waiting groups to take
+in; the entry tells everybody, so that no two groups need the same clock.
 """
 
 from collections.abc import Mapping
@@ -20,6 +24,7 @@ from dataclasses import dataclass
 
 from spare_megatron.core.messages import (
     Action,
+    AdmitGroups,
     AppendEntry,
     AttemptReduce,
     BuildCommunicator,
@@ -34,8 +39,10 @@ from spare_megatron.core.messages import (
     Halt,
     ReadEntry,
     ReadVotes,
+    Restart,
     Retry,
     RunStarted,
+    SaveCheckpoint,
     StopHalted,
     StopWipeOut,
     UpdateModel,
@@ -62,6 +69,8 @@ class ControllerSetup:
     microbatches_per_shard: int
     num_steps: int
     granularity: Granularity = "microbatch"
+    save_interval_s: float | None = None
+    """Seconds from one checkpoint to the next; None saves never."""
 
 
 class Controller:
@@ -74,43 +83,53 @@ class Controller:
         self.head = 0
         self.step = 0
         self.attempt = 0
-        self._order: Order = initial_order(setup.placement, setup.microbatches_per_shard, setup.granularity)
-        self._ordered_for = self.members
+        self._everybody = self.members
+        self._first_order = initial_order(setup.placement, setup.microbatches_per_shard, setup.granularity)
+        self._order: Order = self._first_order
+        self._ordered_for = self._everybody
         self._assigned: list[Work] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self._plan_digest = ""
         self._retries_without_loss = 0
         self._is_communicator_unused = False
+        self._last_save_at_s = 0.0
 
-    def handle(self, event: Event) -> tuple[Action, ...]:
+    def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event.
+
+        Args:
+            event: What has happened.
+            now_s: The driver's clock. It decides when a checkpoint is due, and nothing else.
 
         Raises:
             ValueError: An entry is not the one at the head, or does not fit the state: the log is damaged.
         """
         match event:
             case RunStarted():
+                self._last_save_at_s = now_s
                 return (self._build_communicator(), *self._begin_step())
             case EntryRead(index=index, entry=entry):
                 if index != self.head:
                     raise ValueError(f"log entry {index} read, but the next one to fold is {self.head}")
                 self.head += 1
-                return self._fold(entry)
-            case VotesRead(attempt=attempt, votes=votes):
-                return self._decide(attempt, votes)
+                return self._fold(entry, now_s)
+            case VotesRead(attempt=attempt):
+                return self._decide(event, now_s) if attempt == self.attempt else ()
 
     # ------------------------------------------------------------------------------------------- folding the log
 
-    def _fold(self, entry: Entry) -> tuple[Action, ...]:
+    def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
         match entry:
             case Fence(group=group):
                 return self._lose(group)
             case Commit(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
-                return self._commit()
+                return self._commit(entry, now_s)
             case Retry(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._retry()
+            case Restart(step=step, members=members):
+                return self._restart(step, members, now_s)
             case Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
@@ -131,14 +150,34 @@ class Controller:
             ReadEntry(index=self.head),
         )
 
-    def _commit(self) -> tuple[Action, ...]:
-        update = UpdateModel(step=self.step, attempt=self.attempt)
+    def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
+        actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt)]
         self.step += 1
         self.attempt += 1
         self._retries_without_loss = 0
+        if commit.save:
+            self._last_save_at_s = now_s
+            actions.append(SaveCheckpoint(step=self.step))
         if self.step == self._setup.num_steps:
-            return (update, FinishRun(step=self.step))
-        return (update, *self._begin_step())
+            return (*actions, FinishRun(step=self.step))
+        # A group that asked twice, or was lost again meanwhile and never fenced as a member, counts once.
+        admitted = tuple(group for group in commit.admit if group not in self.members)
+        if admitted:
+            self.members = tuple(sorted((*self.members, *admitted)))
+            self.epoch += 1
+            actions += [AdmitGroups(step=self.step, groups=admitted), self._build_communicator()]
+        return (*actions, *self._begin_step())
+
+    def _restart(self, step: int, members: tuple[GroupId, ...], now_s: float) -> tuple[Action, ...]:
+        self.members = tuple(sorted(members))
+        self.epoch += 1
+        self.step = step
+        self.attempt += 1
+        self._retries_without_loss = 0
+        self._last_save_at_s = now_s
+        self._order = self._first_order
+        self._ordered_for = self._everybody
+        return (self._build_communicator(), *self._begin_step())
 
     def _retry(self) -> tuple[Action, ...]:
         self.attempt += 1
@@ -157,8 +196,9 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- deciding
 
-    def _decide(self, attempt: int, votes: Mapping[GroupId, Vote]) -> tuple[Action, ...]:
-        if attempt != self.attempt or any(member not in votes for member in self.members):
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        votes = event.votes
+        if any(member not in votes for member in self.members):
             return ()
         counted = [votes[member] for member in self.members]
         entry: Entry
@@ -169,10 +209,15 @@ class Controller:
                 step=self.step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}"
             )
         elif all(vote.is_complete for vote in counted):
-            entry = Commit(step=self.step, attempt=attempt)
+            is_due = self._is_save_due(now_s)
+            entry = Commit(step=self.step, attempt=event.attempt, save=is_due, admit=event.waiting)
         else:
-            entry = Retry(step=self.step, attempt=attempt)
+            entry = Retry(step=self.step, attempt=event.attempt)
         return (AppendEntry(index=self.head, entry=entry),)
+
+    def _is_save_due(self, now_s: float) -> bool:
+        interval_s = self._setup.save_interval_s
+        return interval_s is not None and now_s - self._last_save_at_s >= interval_s
 
     # ------------------------------------------------------------------------------------------------- planning
 
@@ -185,7 +230,7 @@ class Controller:
 
     def _plan_step(self) -> StepPlan:
         if self._ordered_for != self.members:
-            self._order = self._order.without_lost(frozenset(self.members))
+            self._order = self._order.for_groups(frozenset(self.members))
             self._ordered_for = self.members
         self._orphans = []
         self._assigned = [self._order.work]

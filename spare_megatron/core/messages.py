@@ -16,10 +16,20 @@ from spare_megatron.core.topology import GroupId, ShardId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """The sums of this attempt are the gradient of this step."""
+    """The sums of this attempt are the gradient of this step.
+
+    Attributes:
+        step: The step.
+        attempt: The attempt.
+        save: A checkpoint is taken of the parameters after this step.
+        admit: Groups that take part from the next step on. They are named here and not in an entry of their own, for
+            any entry between two commits makes groups abandon the reduction they are in.
+    """
 
     step: int
     attempt: int
+    save: bool = False
+    admit: tuple[GroupId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +49,15 @@ class Retry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Training starts again from a checkpoint, with these groups."""
+
+    step: int
+    """Committed steps that the checkpoint holds: the next step to train."""
+    members: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
     """The run cannot go on correctly: every group stops before it changes anything."""
 
@@ -46,11 +65,12 @@ class Halt:
     reason: str
 
 
-Entry = Commit | Fence | Retry | Halt
-_ENTRY_KINDS: dict[str, type[Commit] | type[Fence] | type[Retry] | type[Halt]] = {
+Entry = Commit | Fence | Retry | Restart | Halt
+_ENTRY_KINDS: dict[str, type[Entry]] = {
     "commit": Commit,
     "fence": Fence,
     "retry": Retry,
+    "restart": Restart,
     "halt": Halt,
 }
 
@@ -70,6 +90,9 @@ def decode_entry(text: str) -> Entry:
     kind = fields.pop("entry", None)
     if kind not in _ENTRY_KINDS:
         raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
+    for name in ("admit", "members"):  # JSON knows no tuples
+        if name in fields:
+            fields[name] = tuple(fields[name])
     return _ENTRY_KINDS[kind](**fields)
 
 
@@ -117,10 +140,17 @@ class EntryRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VotesRead:
-    """The votes cast so far on an attempt. Only the driver of a group's leader reads them."""
+    """The votes cast so far on an attempt. Only the driver of a group's leader reads them.
+
+    Attributes:
+        attempt: The attempt.
+        votes: The votes.
+        waiting: Groups that are up, hold a copy of the model, and wait to be taken in.
+    """
 
     attempt: int
     votes: Mapping[GroupId, Vote]
+    waiting: tuple[GroupId, ...] = ()
 
 
 Event = RunStarted | EntryRead | VotesRead
@@ -200,6 +230,21 @@ class UpdateModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint:
+    """Save the parameters and all state after this many committed steps."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmitGroups:
+    """These groups take part from this step on: give them the present state."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRun:
     """All steps are committed."""
 
@@ -231,6 +276,8 @@ Action = (
     | AppendEntry
     | ReadEntry
     | UpdateModel
+    | SaveCheckpoint
+    | AdmitGroups
     | FinishRun
     | StopWipeOut
     | StopHalted

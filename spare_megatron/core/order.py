@@ -22,8 +22,8 @@ class Order(Protocol):
     def work(self) -> Work:
         """What each surviving group computes in a step."""
 
-    def without_lost(self, alive: frozenset[GroupId]) -> "Order":
-        """The order after the losses that leave these groups, with the fewest moves.
+    def for_groups(self, alive: frozenset[GroupId]) -> "Order":
+        """The order for just these groups, some lost or back since this one, with the fewest moves.
 
         Raises:
             WipeOut: Some shard has no surviving host.
@@ -53,7 +53,7 @@ class SingleMicrobatches:
         self._owners = owners
         self.work = Work(owners)
 
-    def without_lost(self, alive: frozenset[GroupId]) -> "SingleMicrobatches":
+    def for_groups(self, alive: frozenset[GroupId]) -> "SingleMicrobatches":
         return SingleMicrobatches(self._placement, reorder_microbatches(self._placement, alive, self._owners).owners)
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
@@ -69,7 +69,7 @@ class WholeShards:
         self._num_microbatches = num_microbatches
         self.work = Work(np.repeat(owners[:, None], num_microbatches, axis=1))
 
-    def without_lost(self, alive: frozenset[GroupId]) -> "WholeShards":
+    def for_groups(self, alive: frozenset[GroupId]) -> "WholeShards":
         reorder = reorder_stacks(self._placement, alive, self._stacks)
         return WholeShards(self._placement, reorder.order, reorder.owners, self._num_microbatches)
 

@@ -1,5 +1,6 @@
 """The training loop: the controller decides, the executor obeys."""
 
+import time
 from collections import deque
 
 from spare_megatron.core.controller import Controller
@@ -26,14 +27,14 @@ Stop = FinishRun | StopWipeOut | StopHalted
 
 def train(controller: Controller, executor: GroupExecutor) -> Stop:
     """Trains until the controller says stop, and returns why."""
-    actions: deque[Action] = deque(controller.handle(RunStarted()))
+    actions: deque[Action] = deque(controller.handle(RunStarted(), now_s=time.time()))
     while True:
         action = actions.popleft()
         if isinstance(action, Stop):
             executor.stop(action.step)
             return action
         for event in _execute(action, controller, executor):
-            actions.extendleft(reversed(controller.handle(event)))
+            actions.extendleft(reversed(controller.handle(event, now_s=time.time())))
 
 
 def _execute(action: Action, controller: Controller, executor: GroupExecutor) -> list[Event]:
@@ -55,4 +56,6 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             executor.compute_patch(plan)
         case UpdateModel(step=step, attempt=attempt):
             executor.update_model(step, attempt)
+        case _:
+            raise AssertionError(f"nothing in a run asks for {action} yet")
     return []

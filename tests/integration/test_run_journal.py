@@ -66,6 +66,13 @@ def move_a_microbatch_to_a_group_that_does_not_host_it(lines: Lines) -> None:
     by_group[3]["microbatches"]["2"] = [0]
 
 
+def move_a_microbatch_to_another_host(lines: Lines) -> None:
+    """The batch stays whole, but it is not what the groups voted on."""
+    by_group = contributions(lines)
+    by_group[0]["microbatches"]["0"].remove(0)
+    by_group[3]["microbatches"].setdefault("0", []).append(0)
+
+
 def count_a_lost_group(lines: Lines) -> None:
     by_group = contributions(lines)
     given = by_group[2]["microbatches"].pop("2")
@@ -145,6 +152,7 @@ DOCTORED: list[tuple[Callable[[Lines], None], str, str]] = [
     (drop_a_microbatch, "invalid", "step 2: microbatches missing: [(2, 0)]"),
     (count_a_microbatch_twice, "invalid", "step 2: microbatches counted more than once: [(0, 0)]"),
     (move_a_microbatch_to_a_group_that_does_not_host_it, "invalid", "group 3 computed shard 2 without hosting it"),
+    (move_a_microbatch_to_another_host, "invalid", "step 2: group 0 voted on other work than it contributed"),
     (count_a_lost_group, "invalid", "step 2: group 1 contributed after it was fenced"),
     (change_a_digest, "invalid", "after 2 steps the groups hold different parameters"),
     (drop_the_last_digest, "unknown", "no digest of the last parameters of group 2"),

@@ -8,6 +8,7 @@ import pytest
 
 from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller, ControllerSetup
 from spare_megatron.core.messages import (
+    AdmitGroups,
     AppendEntry,
     AttemptReduce,
     BuildCommunicator,
@@ -21,8 +22,10 @@ from spare_megatron.core.messages import (
     Halt,
     ReadEntry,
     ReadVotes,
+    Restart,
     Retry,
     RunStarted,
+    SaveCheckpoint,
     StopHalted,
     StopWipeOut,
     UpdateModel,
@@ -57,7 +60,7 @@ def fold(controller: Controller, *entries: Entry) -> list[object]:
     """The actions of the last of some entries."""
     actions: list[object] = []
     for entry in entries:
-        actions = list(controller.handle(EntryRead(index=controller.head, entry=entry)))
+        actions = list(controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0))
     return actions
 
 
@@ -73,7 +76,7 @@ def votes(controller: Controller, **outcomes: bool) -> VotesRead:
 
 
 def test_a_run_starts_with_a_communicator_over_all_groups_and_every_group_on_its_own_shard() -> None:
-    build, compute, reduce, read = make_controller().handle(RunStarted())
+    build, compute, reduce, read = make_controller().handle(RunStarted(), now_s=0.0)
     assert build == BuildCommunicator(key=-1, epoch=0, members=(0, 1, 2, 3))
     assert isinstance(compute, ComputeStep)
     assert compute.plan.work.of(GroupId(2)) == tuple(Microbatch(2, k) for k in range(4))
@@ -84,7 +87,7 @@ def test_a_run_starts_with_a_communicator_over_all_groups_and_every_group_on_its
 
 def test_a_commit_updates_the_model_and_begins_the_next_step_on_a_new_attempt() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     update, compute, reduce, read = fold(controller, Commit(step=0, attempt=0))
     assert update == UpdateModel(step=0, attempt=0)
     assert isinstance(compute, ComputeStep)
@@ -96,13 +99,13 @@ def test_a_commit_updates_the_model_and_begins_the_next_step_on_a_new_attempt() 
 
 def test_the_last_commit_finishes_the_run() -> None:
     controller = make_controller(steps=1)
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     assert fold(controller, Commit(step=0, attempt=0)) == [UpdateModel(step=0, attempt=0), FinishRun(step=1)]
 
 
 def test_a_fence_decides_nothing_but_asks_for_votes_and_a_new_communicator() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     assert fold(controller, fence(1)) == [
         BuildCommunicator(key=0, epoch=1, members=(0, 2, 3)),
         ReadVotes(attempt=0),
@@ -112,46 +115,46 @@ def test_a_fence_decides_nothing_but_asks_for_votes_and_a_new_communicator() -> 
 
 def test_the_same_fence_twice_changes_nothing() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     assert fold(controller, fence(1), fence(1)) == [ReadEntry(index=2)]
     assert controller.epoch == 1
 
 
 def test_a_loss_after_everybody_reduced_commits_without_a_patch() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1))
-    [append] = controller.handle(votes(controller))
+    [append] = controller.handle(votes(controller), now_s=0.0)
     assert append == AppendEntry(index=1, entry=Commit(step=0, attempt=0))
 
 
 def test_one_survivor_without_the_sum_makes_the_attempt_fail() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1))
-    [append] = controller.handle(votes(controller, g2=False))
+    [append] = controller.handle(votes(controller, g2=False), now_s=0.0)
     assert append == AppendEntry(index=1, entry=Retry(step=0, attempt=0))
 
 
 def test_the_vote_of_a_lost_group_does_not_count() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1))
-    [append] = controller.handle(votes(controller, g1=False))
+    [append] = controller.handle(votes(controller, g1=False), now_s=0.0)
     assert append.entry == Commit(step=0, attempt=0)
 
 
 def test_nothing_is_decided_before_every_survivor_has_voted() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     cast = dict(votes(controller).votes)
     del cast[GroupId(3)]
-    assert controller.handle(VotesRead(attempt=0, votes=cast)) == ()
+    assert controller.handle(VotesRead(attempt=0, votes=cast), now_s=0.0) == ()
 
 
 def test_a_retry_after_a_loss_patches_what_the_lost_group_owed_with_at_most_half_a_shard_each() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     compute, reduce, read = fold(controller, fence(1), Retry(step=0, attempt=0))
     assert isinstance(compute, ComputePatch)
     patched = [item for group in range(4) for item in compute.plan.work.of(GroupId(group))]
@@ -164,7 +167,7 @@ def test_a_retry_after_a_loss_patches_what_the_lost_group_owed_with_at_most_half
 
 def test_a_retry_without_a_loss_rebuilds_the_communicator_and_computes_nothing() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     build, reduce, _ = fold(controller, Retry(step=0, attempt=0))
     assert build == BuildCommunicator(key=0, epoch=0, members=(0, 1, 2, 3))
     assert isinstance(reduce, AttemptReduce)
@@ -173,7 +176,7 @@ def test_a_retry_without_a_loss_rebuilds_the_communicator_and_computes_nothing()
 
 def test_reductions_that_always_fail_halt_the_run() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     entries = [Retry(step=0, attempt=attempt) for attempt in range(MAX_RETRIES_WITHOUT_LOSS + 1)]
     [stop] = fold(controller, *entries)
     assert isinstance(stop, StopHalted)
@@ -181,7 +184,7 @@ def test_reductions_that_always_fail_halt_the_run() -> None:
 
 def test_a_group_lost_while_patching_leaves_its_own_and_its_patch_work_to_the_next_patch() -> None:
     controller = make_controller(num_groups=4, redundancy=4)
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     first, *_ = fold(controller, fence(1), Retry(step=0, attempt=0))
     assert isinstance(first, ComputePatch)
     owed = {*first.plan.work.of(GroupId(2)), *(Microbatch(2, k) for k in range(4))}
@@ -192,7 +195,7 @@ def test_a_group_lost_while_patching_leaves_its_own_and_its_patch_work_to_the_ne
 
 def test_a_wipe_out_is_met_only_after_the_step_that_survived_it_is_committed() -> None:
     controller = make_controller(redundancy=1)
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     update, stop = fold(controller, fence(1), Commit(step=0, attempt=0))
     assert update == UpdateModel(step=0, attempt=0)
     assert stop == StopWipeOut(step=1, shards=(1,))
@@ -200,17 +203,17 @@ def test_a_wipe_out_is_met_only_after_the_step_that_survived_it_is_committed() -
 
 def test_a_wipe_out_that_costs_the_step_stops_at_once() -> None:
     controller = make_controller(redundancy=1)
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     assert fold(controller, fence(1), Retry(step=0, attempt=0)) == [StopWipeOut(step=0, shards=(1,))]
 
 
 @pytest.mark.parametrize("field", ["plan_digest", "params_digest"])
 def test_groups_that_disagree_halt_before_anything_is_applied(field: str) -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     cast = {GroupId(g): Vote(is_complete=True, plan_digest="a", params_digest="b") for g in range(4)}
     cast[GroupId(2)] = Vote(is_complete=True, **{"plan_digest": "a", "params_digest": "b", field: "other"})
-    [append] = controller.handle(VotesRead(attempt=0, votes=cast))
+    [append] = controller.handle(VotesRead(attempt=0, votes=cast), now_s=0.0)
     assert isinstance(append, AppendEntry)
     assert isinstance(append.entry, Halt)
     assert "groups [2]" in append.entry.reason
@@ -219,18 +222,81 @@ def test_groups_that_disagree_halt_before_anything_is_applied(field: str) -> Non
 
 def test_an_entry_that_does_not_fit_the_state_is_refused() -> None:
     controller = make_controller()
-    controller.handle(RunStarted())
+    controller.handle(RunStarted(), now_s=0.0)
     with pytest.raises(ValueError, match="does not belong to step 0"):
         fold(controller, Commit(step=1, attempt=0))
     with pytest.raises(ValueError, match="the next one to fold"):
-        controller.handle(EntryRead(index=7, entry=fence(1)))
+        controller.handle(EntryRead(index=7, entry=fence(1)), now_s=0.0)
 
 
 @pytest.mark.parametrize(
-    "entry", [Commit(step=1, attempt=2), fence(3), Retry(step=0, attempt=1), Halt(step=0, reason="x")]
+    "entry",
+    [
+        Commit(step=1, attempt=2, save=True, admit=(GroupId(4), GroupId(5))),
+        fence(3),
+        Retry(step=0, attempt=1),
+        Restart(step=7, members=(GroupId(0), GroupId(2))),
+        Halt(step=0, reason="x"),
+    ],
 )
 def test_an_entry_survives_the_log(entry: Entry) -> None:
     assert decode_entry(encode_entry(entry)) == entry
+
+
+def test_a_waiting_group_is_taken_in_by_the_commit_and_works_from_the_next_step_on() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    fold(controller, fence(1), Commit(step=0, attempt=0))
+    cast = {GroupId(g): Vote(is_complete=True, plan_digest="a") for g in (0, 2, 3)}
+    event = VotesRead(attempt=1, votes=cast, waiting=(GroupId(1),))
+    [append] = controller.handle(event, now_s=0.0)
+    assert append == AppendEntry(index=2, entry=Commit(step=1, attempt=1, admit=(GroupId(1),)))
+    update, admit, build, compute, reduce, _ = fold(controller, append.entry)
+    assert update == UpdateModel(step=1, attempt=1)
+    assert admit == AdmitGroups(step=2, groups=(1,))
+    assert build == BuildCommunicator(key=2, epoch=2, members=(0, 1, 2, 3))
+    assert isinstance(compute, ComputeStep)
+    assert (compute.plan.work.makespan, len(compute.plan.work.of(GroupId(1)))) == (4, 4)
+    assert isinstance(reduce, AttemptReduce)
+    assert reduce.members == (0, 1, 2, 3)
+
+
+def test_a_group_that_is_a_member_already_is_not_taken_in_again() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    actions = fold(controller, Commit(step=0, attempt=0, admit=(GroupId(1),)))
+    assert not any(isinstance(action, AdmitGroups | BuildCommunicator) for action in actions)
+
+
+def test_whoever_writes_the_commit_decides_when_a_checkpoint_is_due() -> None:
+    setup = ControllerSetup(
+        placement=make_placement("golomb", 4, 3), microbatches_per_shard=4, num_steps=9, save_interval_s=100.0
+    )
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=1000.0)
+    due = []
+    for step, now_s in enumerate((1050.0, 1099.0, 1100.0, 1150.0, 1205.0)):
+        cast = {GroupId(g): Vote(is_complete=True, plan_digest="a") for g in range(4)}
+        [append] = controller.handle(VotesRead(attempt=step, votes=cast), now_s=now_s)
+        assert isinstance(append, AppendEntry)
+        actions = controller.handle(EntryRead(index=step, entry=append.entry), now_s=now_s)
+        due.append(SaveCheckpoint(step=step + 1) in actions)
+    assert due == [False, False, True, False, True]
+
+
+def test_a_restart_begins_the_step_after_the_checkpoint_in_the_first_order() -> None:
+    controller = make_controller(redundancy=1)
+    controller.handle(RunStarted(), now_s=0.0)
+    fold(controller, Commit(step=0, attempt=0), Commit(step=1, attempt=1), fence(1), Retry(step=2, attempt=2))
+    everybody = tuple(GroupId(g) for g in range(4))
+    build, compute, reduce, read = fold(controller, Restart(step=1, members=everybody))
+    assert build == BuildCommunicator(key=4, epoch=2, members=everybody)
+    assert isinstance(compute, ComputeStep)
+    assert compute.plan.step == 1
+    assert compute.plan.work.of(GroupId(1)) == tuple(Microbatch(1, k) for k in range(4))
+    assert isinstance(reduce, AttemptReduce)
+    assert (reduce.attempt, reduce.members) == (4, everybody)
+    assert read == ReadEntry(index=5)
 
 
 # ------------------------------------------------------------------------------- the protocol, at random
@@ -273,7 +339,7 @@ class Simulation:
 
     def group(self, me: GroupId) -> Iterator[str]:
         controller = self.controllers[me]
-        pending = list(controller.handle(RunStarted()))
+        pending = list(controller.handle(RunStarted(), now_s=0.0))
         while pending:
             action, pending = pending[0], pending[1:]
             yield "step"
@@ -298,7 +364,8 @@ class Simulation:
                 case ReadEntry(index=index):
                     while len(self.log) <= index:
                         yield "wait"
-                    pending = list(controller.handle(EntryRead(index=index, entry=self.log[index]))) + pending
+                    event = EntryRead(index=index, entry=self.log[index])
+                    pending = list(controller.handle(event, now_s=0.0)) + pending
                 case UpdateModel(step=step, attempt=attempt):
                     summed = [item for items in self.sums[attempt].values() for item in items]
                     self.applied.setdefault(me, []).append((step, tuple(sorted(summed))))
@@ -316,7 +383,8 @@ class Simulation:
         return self.random.random() < 0.9 or len(self.log) <= controller.head
 
     def read_votes(self, controller: Controller, attempt: int) -> list[object]:
-        return list(controller.handle(VotesRead(attempt=attempt, votes=dict(self.votes.get(attempt, {})))))
+        event = VotesRead(attempt=attempt, votes=dict(self.votes.get(attempt, {})))
+        return list(controller.handle(event, now_s=0.0))
 
 
 @pytest.mark.parametrize("granularity", ["microbatch", "stack"])

@@ -57,8 +57,9 @@ def hosts_per_domain(placement: Placement, domain_of: IntArray) -> IntArray:
 def domain_coverage_probabilities(counts: IntArray) -> FloatArray:
     """P(no wipe-out after j whole domains are lost), j from 0 to D, groups being lost in no other way.
 
-    product over the shards of 1 - C(D - e, j - e) / C(D, j), shards with the same domains counted once (they are lost
-    together) and different ones taken as independent.
+    C(D - s, j) / C(D, j) for the s domains that hold all hosts of some shard, times the product over other shards of
+    1 - C(D - e, j - e) / C(D, j): shards with the same domains counted once (they are lost together) and different
+    ones taken as independent.
 
     Args:
         counts: `hosts_per_domain`.
@@ -72,7 +73,10 @@ def domain_coverage_probabilities(counts: IntArray) -> FloatArray:
     patterns = np.unique(counts > 0, axis=0)
     covered = np.ones(num_domains + 1)
     for num_needed, num_patterns in zip(*np.unique(patterns.sum(axis=1), return_counts=True), strict=True):
-        covered *= (1 - wiped_probabilities(num_domains, int(num_needed))) ** int(num_patterns)
+        if num_needed == 1:  # domains that are fatal alone: C(D - s, j) / C(D, j), as if they all were among those left
+            covered *= wiped_probabilities(num_domains, int(num_patterns))[::-1]
+        else:
+            covered *= (1 - wiped_probabilities(num_domains, int(num_needed))) ** int(num_patterns)
     return covered
 
 

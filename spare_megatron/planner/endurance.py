@@ -48,12 +48,12 @@ def endured_losses(num_groups: int, redundancy: int) -> float:
         ValueError: The redundancy does not fit.
 
     Notes:
-        Takes shards as independent (see `coverage_probabilities`), otherwise exact. Cost: O(N r).
+        From `coverage_probabilities`. Cost: O(N r).
 
     >>> endured_losses(4, 4)
     3.0
     >>> round(endured_losses(600, 20), 1)
-    426.5
+    426.4
     """
     return float(coverage_probabilities(num_groups, redundancy)[1:].sum())
 
@@ -62,7 +62,13 @@ def coverage_probabilities(num_groups: int, redundancy: int) -> FloatArray:
     """P(L > k), the probability that k losses are no wipe-out, for k from 0 to N.
 
     A shard has lost all hosts with p_k = C(N - r, k - r) / C(N, k) = product over i < r of (k - i) / (N - i), exactly.
-    With the shards taken as independent P(L > k) = (1 - p_k)^N.
+    Were shards independent, P(L > k) would be (1 - p_k)^N. But every group is in r of them: where no shard is wiped
+    out, losses lie further apart than at random. So with x = k / N
+
+        P(L > k) = [(1 - p_k) exp(b(x) p_k / x^r)]^N,
+        b(x) = log(1 - q^r) + r (x log(x / q) + (1 - x) log((1 - x) / (1 - q))) - log(1 - x^r),
+
+    where q solves q (1 - q^(r-1)) / (1 - q^r) = x, and P = 0 where there is no such q, from x > 1 - 1/r on.
 
     Args:
         num_groups: N.
@@ -72,8 +78,10 @@ def coverage_probabilities(num_groups: int, redundancy: int) -> FloatArray:
         ValueError: The redundancy does not fit.
 
     Notes:
-        Exact for r = 1 and r = N. In between shards are the nearer to independent the fewer hosts they share, which is
-        what Golomb placements are for: at most one host.
+        Derived: exp(N b) is the Bethe approximation (Yedidia, Freeman, Weiss 2005) of the number of sets of k groups
+        without a wiped-out shard, over what independence makes it: the hosts of a shard are lost independently with
+        q, given that not all are, and q is such that k are lost on average. It needs shards that share few hosts, as
+        those of Golomb placements do. p_k / x^r is the finite-size share of it. Exact for r = 1 and r = N.
 
     >>> coverage_probabilities(3, 1).round(6).tolist()
     [1.0, 0.0, 0.0, 0.0]
@@ -81,10 +89,25 @@ def coverage_probabilities(num_groups: int, redundancy: int) -> FloatArray:
     check_redundancy(num_groups, redundancy)
     if redundancy in (1, num_groups):  # one host: any loss; all groups: nothing but the loss of all
         return (np.arange(num_groups + 1) < redundancy).astype(np.float64)
-    lost = wiped_probabilities(num_groups, redundancy)
-    with np.errstate(divide="ignore"):  # log(0) where the shard is certainly lost
-        covered: FloatArray = np.exp(num_groups * np.log1p(-lost))
-    return covered
+    share = np.arange(num_groups + 1) / num_groups
+    wiped = wiped_probabilities(num_groups, redundancy)
+    is_possible = (wiped > 0) & (share <= 1 - 1 / redundancy)
+    x, p = share[is_possible], wiped[is_possible]
+    per_shard = np.log1p(-p) + _repulsion(x, redundancy) * p / x**redundancy
+    covered = np.where(wiped > 0, 0.0, 1.0)
+    covered[is_possible] = np.exp(num_groups * per_shard)
+    return np.minimum.accumulate(np.minimum(covered, 1.0))
+
+
+def _repulsion(x: FloatArray, r: int) -> FloatArray:
+    """The b(x) of `coverage_probabilities`, for 0 < x <= 1 - 1/r; the left side of its equation rises with q."""
+    low, high = np.zeros_like(x), np.full_like(x, 1 - 1e-9)
+    for _ in range(50):
+        q = (low + high) / 2
+        is_low = q * (1 - q ** (r - 1)) < x * (1 - q**r)
+        low, high = np.where(is_low, q, low), np.where(is_low, high, q)
+    divergence = x * np.log(x / low) + (1 - x) * np.log((1 - x) / (1 - low))
+    return np.log1p(-(low**r)) + r * divergence - np.log1p(-(x**r))
 
 
 def wiped_probabilities(num_items: int, num_needed: int) -> FloatArray:

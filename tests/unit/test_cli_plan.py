@@ -1,0 +1,131 @@
+"""`spare plan`: its figures, its files, and what it says about bad input."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+
+EXAMPLE = ["--groups", "600", "--mtbf", "300s", "--restart", "60m", "--save", "60s"]
+
+
+def spare_plan(*options: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *options])
+
+
+def figures(*options: str) -> dict[str, Any]:
+    result = spare_plan(*EXAMPLE, "--json", *options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_example_has_a_plan_near_the_published_simulation() -> None:
+    found = figures()
+    assert found["policy"] == "stack"
+    assert found["redundancy"] in (8, 9, 10)
+    assert found["time_to_train_ratio"] == pytest.approx(2.49, rel=0.03)
+    assert found["availability"] == pytest.approx(0.939, abs=0.03)
+    assert found["endured_losses"] == pytest.approx(255, rel=0.02)
+    assert found["cadence_s"] == pytest.approx(3160, rel=0.02)
+    assert found["closed_form_redundancy"] == 10
+
+
+def test_the_table_reads_like_times_of_day(tmp_path: Path) -> None:
+    result = spare_plan(*EXAMPLE, "--shard-size", "64MiB", "--memory", "2GB", "--read-rate", "1GB/s")
+    assert result.exit_code == 0, result.output
+    for text in ("1 h, 1 min", "537 MB of 2 GB per group", "1 min 4 s (assumed)", "stack", "microbatch"):
+        assert text in result.output
+    assert re.search(r"save every +52 min \d+ s", result.output)
+
+
+def test_facts_choose_the_policy() -> None:
+    assert figures("--microbatches", "16")["policy"] == "microbatch"
+    assert figures("--repair", "10m")["policy"] == "rejoin"
+    assert figures("--repair", "10m", "--policy", "stack")["policy"] == "stack"
+    assert set(figures("--repair", "10m")["alternatives"]) == {"stack", "microbatch", "rejoin"}
+
+
+def test_a_rate_per_node_and_day_says_the_same_as_a_time_between_losses() -> None:
+    # 600 groups of 2 nodes, 288 losses per day.
+    options = ["--groups", "600", "--restart", "60m", "--save", "60s", "--json", "--gpus-per-group", "16"]
+    result = spare_plan(*options, "--gpus-per-node", "8", "--failures-per-node-day", "0.24")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == figures()
+
+
+def test_limits_and_a_fixed_redundancy_are_kept() -> None:
+    assert figures("--redundancy", "3")["redundancy"] == 3
+    found = figures("--shard-size", "100MB", "--memory", "450MB")
+    assert (found["redundancy"], found["stack_bytes"]) == (4, 400_000_000)
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "plan.png"
+    result = spare_plan(*EXAMPLE, "--repair", "10m", "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--mtbf -3s", "--mtbf -3s: a duration here has to be above 0"),
+        ("--mtbf 0s", "--mtbf 0s: a duration here has to be above 0"),
+        ("--mtbf 300", "--mtbf 300: no unit; known units are ms, s, m, min, h, d"),
+        ("--mtbf 3weeks", "--mtbf 3weeks: unknown unit 'weeks'; known units are"),
+        ("--mtbf soon", "--mtbf soon: not a duration"),
+        ("--mtbf 1h-5m", "--mtbf 1h-5m: not a duration"),
+        ("--mtbf 300s --restart -1s", "--restart -1s: a duration here has to be 0 or more"),
+        ("--mtbf 300s --save 0s", "--save 0s: a duration here has to be above 0"),
+        ("", "give --mtbf, as in 300s, or --failures-per-node-day"),
+        ("--mtbf 300s --failures-per-node-day 1", "both say how often groups are lost; give one"),
+        ("--failures-per-node-day 0", "--failures-per-node-day 0.0 has to be above 0"),
+        ("--failures-per-node-day 1", "--gpus-per-node is missing"),
+        ("--failures-per-node-day 1 --gpus-per-node 8 --gpus-per-group 0", "--gpus-per-group 0 is below 1"),
+        ("--mtbf 300s --redundancy 601", "--redundancy 601 has to be from 1 to 600 (--groups)"),
+        ("--mtbf 300s --redundancy 0", "--redundancy 0 has to be from 1 to 600 (--groups)"),
+        ("--mtbf 300s --groups 0", "--groups 0 is below 1"),
+        ("--mtbf 300s --microbatches 0", "--microbatches 0 is below 1"),
+        ("--mtbf 300s --policy other", "--policy other is unknown; known: stack, microbatch, rejoin"),
+        ("--mtbf 300s --policy rejoin", "--policy rejoin needs --repair"),
+        ("--mtbf 300s --memory 1GB", "--memory 1GB limits nothing without --shard-size"),
+        ("--mtbf 300s --shard-size 5lb", "--shard-size 5lb: unknown unit 'lb'"),
+        ("--mtbf 300s --shard-size 0GB", "--shard-size 0GB: a size has to be 1B or more"),
+        ("--mtbf 300s --shard-size 2GB --memory 1GB", "shards of 2GB allow at most 0 with --memory 1GB"),
+        ("--mtbf 300s --shard-size 1GB --memory 4GB --redundancy 5", "--redundancy 5: shards of 1GB allow at most 4"),
+        ("--mtbf 1ms", "a step of 70 s is hardly ever done"),
+        ("--mtbf 300s --plot plan.pdf", "--plot plan.pdf: the name has to end with .png"),
+        ("--mtbf 300s --plot missing/plan.png", "missing/plan.png"),
+    ],
+)
+def test_bad_input_gets_one_line(options: str, said: str) -> None:
+    base = ["--groups", "600", "--restart", "60m", "--save", "60s"]
+    result = spare_plan(*base, *options.split())
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not result.stdout
+
+
+def test_planning_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Blocker:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('torch', 'megatron'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Blocker())\n"
+        "from spare_megatron.cli.main import app\n"
+        f"app({['plan', *EXAMPLE, '--plot', str(tmp_path / 'a.png'), '--json']!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["redundancy"] == 8

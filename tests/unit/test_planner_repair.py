@@ -1,0 +1,190 @@
+"""Groups that come back, and domains that are lost together, against simulated events and enumeration."""
+
+import numpy as np
+import pytest
+
+from spare_megatron.core.placement import make_placement
+from spare_megatron.planner.domains import (
+    LossIntervals,
+    domain_coverage_probabilities,
+    endured_domains,
+    hosts_per_domain,
+    time_to_wipe_out_s,
+    wipe_out_probability,
+)
+from spare_megatron.planner.endurance import coverage_probabilities, endured_losses
+from spare_megatron.planner.enumeration import covered_domain_shares
+from spare_megatron.planner.montecarlo import (
+    domain_samples_s,
+    domain_wipe_out_samples,
+    endured_samples,
+    repair_samples_s,
+)
+from spare_megatron.planner.overhead import StepTimes, stretch
+from spare_megatron.planner.repair import (
+    RepairTimes,
+    num_down_probabilities,
+    shard_time_to_wipe_out_s,
+    steady_makespan,
+    stretch_with_repair,
+    survival,
+)
+
+
+def repair_of(down_share: float) -> RepairTimes:
+    return RepairTimes(group_interval_s=1.0, repair_s=down_share / (1 - down_share))
+
+
+def test_the_share_of_groups_down_is_that_of_simulated_groups_with_fixed_repair_times() -> None:
+    repair = RepairTimes(group_interval_s=10.0, repair_s=2.0)
+    rng = np.random.default_rng(4)
+    up_s = np.cumsum(rng.exponential(10.0, (2000, 40)), axis=1) + 2.0 * np.arange(40)
+    is_down = ((up_s < 100.0) & (up_s + 2.0 > 100.0)).any(axis=1)  # up until up_s, back 2 s later
+    assert is_down.mean() == pytest.approx(repair.down_share, abs=0.02)
+    assert float(num_down_probabilities(50, repair) @ range(51)) == pytest.approx(50 * repair.down_share)
+
+
+def test_a_shard_of_two_hosts_has_the_textbook_time_to_failure() -> None:
+    """(3 a + b) / (2 a^2) for two parallel parts, a the rate of failure and b that of repair."""
+    a, b = 1 / 50, 1 / 5
+    found_s = shard_time_to_wipe_out_s(2, RepairTimes(group_interval_s=50.0, repair_s=5.0))
+    assert found_s == pytest.approx((3 * a + b) / (2 * a * a))
+
+
+@pytest.mark.parametrize(
+    ("n", "r", "down"), [(13, 3, 0.1), (31, 2, 0.01), (31, 3, 0.1), (60, 2, 0.1), (60, 4, 0.3), (200, 3, 0.1)]
+)
+def test_time_to_wipe_out_with_repair_is_near_that_of_simulated_events(n: int, r: int, down: float) -> None:
+    repair = repair_of(down)
+    samples = repair_samples_s(make_placement("golomb", n, r), repair, 600, np.random.default_rng([6, n, r]))
+    expected_s = survival(n, r, repair).mean_s
+    print(f"N {n}, r {r}, {down:.0%} down: {expected_s:.4g}, simulated {samples.mean():.4g}")
+    assert expected_s == pytest.approx(samples.mean(), rel=0.12)  # 3 standard errors of 4%
+
+
+def test_one_shard_alone_is_exact_in_both_ways() -> None:
+    repair = repair_of(0.2)
+    assert survival(1, 4, repair).mean_s == pytest.approx(shard_time_to_wipe_out_s(4, repair), rel=0.005)
+
+
+def test_rare_and_frequent_wipe_outs_meet() -> None:
+    """Just below the limit the sum over times has to give what the exponential gives above."""
+    repair = repair_of(0.05)
+    rare, frequent = survival(30, 4, repair), survival(60, 4, repair)
+    assert np.isinf(rare.times_s[-1])
+    assert np.isfinite(frequent.times_s[-1])
+    assert rare.mean_s * 30 == pytest.approx(frequent.mean_s * 60, rel=0.01)
+
+
+def test_repairs_that_take_forever_are_none() -> None:
+    n, r = 600, 6
+    repair = RepairTimes(group_interval_s=1.0, repair_s=1e6)
+    shares = coverage_probabilities(n, r)[:n]
+    without_s = float((shares / (n - np.arange(n))).sum())  # k lost: the next loss comes at rate N - k
+    assert survival(n, r, repair).mean_s == pytest.approx(without_s, rel=0.05)
+    times = StepTimes(shard_s=1e-6, reduce_s=0.0, loss_interval_s=1 / n)
+    assert stretch_with_repair(n, r, times, repair, 16) == pytest.approx(stretch(n, r, times, 16), rel=0.05)
+
+
+def test_fast_repairs_leave_hardly_any_stretch() -> None:
+    repair = RepairTimes(group_interval_s=1.0, repair_s=1e-9)
+    times = StepTimes(shard_s=1e-6, reduce_s=0.0, loss_interval_s=1 / 60)
+    assert stretch_with_repair(60, 3, times, repair, 16) == pytest.approx(1.0, abs=1e-3)
+    assert steady_makespan(60, repair, 16) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_times_to_wipe_out_beyond_all_measure_do_not_overflow() -> None:
+    assert np.isfinite(survival(100, 48, RepairTimes(group_interval_s=1e9, repair_s=1.0)).mean_s)
+
+
+@pytest.mark.parametrize("times", [(0.0, 1.0), (1.0, 0.0)])
+def test_repair_times_out_of_range_are_refused(times: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        RepairTimes(group_interval_s=times[0], repair_s=times[1])
+    with pytest.raises(ValueError, match="above 0"):
+        LossIntervals(group_s=times[0], domain_s=times[1])
+
+
+# ------------------------------------------------------------------------------------------------------- domains
+
+
+def test_hosts_per_domain_of_a_small_ring() -> None:
+    counts = hosts_per_domain(make_placement("consecutive", 4, 2), np.array([0, 0, 1, 1]))
+    assert counts.tolist() == [[1, 1], [2, 0], [1, 1], [0, 2]]  # shard s is on groups s and s - 1
+
+
+def test_a_domain_that_holds_all_hosts_of_a_shard_wipes_out_alone() -> None:
+    domain_of = np.arange(12) // 4
+    counts = hosts_per_domain(make_placement("consecutive", 12, 3), domain_of)
+    assert domain_coverage_probabilities(counts).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert wipe_out_probability(counts, domain_of, 0) == 1.0
+
+
+def test_domains_of_one_group_are_groups() -> None:
+    counts = hosts_per_domain(make_placement("golomb", 31, 4), np.arange(31))
+    np.testing.assert_allclose(domain_coverage_probabilities(counts), coverage_probabilities(31, 4), atol=0.06)
+
+
+@pytest.mark.parametrize("is_spread", [True, False])
+@pytest.mark.parametrize(("size", "r"), [(2, 2), (2, 3), (3, 3), (4, 2)])
+def test_domains_endured_are_near_those_of_exact_enumeration(size: int, r: int, is_spread: bool) -> None:
+    n = 24
+    domain_of = np.arange(n) % (n // size) if is_spread else np.arange(n) // size
+    placement = make_placement("golomb", n, r)
+    exact = float(covered_domain_shares(placement, domain_of)[1:].sum())
+    assert endured_domains(hosts_per_domain(placement, domain_of)) == pytest.approx(exact, rel=0.2, abs=0.1)
+
+
+@pytest.mark.parametrize("r", [3, 5, 8])
+def test_spread_hosts_endure_more_domains(r: int) -> None:
+    n, size = 200, 4
+    placement = make_placement("golomb", n, r)
+    endured = {}
+    for name, domain_of in (("beside", np.arange(n) // size), ("apart", np.arange(n) % (n // size))):
+        counted = endured_samples(domain_of[placement.host_array], n // size, 3000, np.random.default_rng([8, r]))
+        endured[name] = endured_domains(hosts_per_domain(placement, domain_of))
+        print(f"r {r}, {name}: {endured[name]:.2f} domains, counted {counted.mean():.2f}")
+        assert endured[name] == pytest.approx(counted.mean(), rel=0.05)
+    assert endured["beside"] < endured["apart"] <= endured_losses(n // size, min(r, n // size)) + 5
+
+
+@pytest.mark.parametrize("r", [3, 5, 8])
+def test_time_to_wipe_out_with_domains_is_a_lower_bound_within_8_percent(r: int) -> None:
+    """Losing no shard of one pattern makes losing none of another more likely: the product is a lower bound."""
+    n = 200
+    intervals = LossIntervals(group_s=200.0, domain_s=200.0)
+    placement = make_placement("golomb", n, r)
+    for domain_of in (np.arange(n) // 4, np.arange(n) % 50):
+        samples = domain_samples_s(placement, domain_of, intervals, 2000, np.random.default_rng([8, r]))
+        noise_s = samples.std() / np.sqrt(len(samples))
+        found_s = time_to_wipe_out_s(hosts_per_domain(placement, domain_of), intervals)
+        print(f"r {r}: {found_s:.2f} s, simulated {samples.mean():.2f} +- {noise_s:.2f} s")
+        assert 0.92 * samples.mean() - 2 * noise_s < found_s < samples.mean() + 3 * noise_s
+
+
+def test_domains_that_are_hardly_ever_lost_do_not_matter() -> None:
+    n, r = 60, 4
+    counts = hosts_per_domain(make_placement("golomb", n, r), np.arange(n) // 4)
+    found_s = time_to_wipe_out_s(counts, LossIntervals(group_s=1.0, domain_s=1e9))
+    shares = coverage_probabilities(n, r)[:n]
+    assert found_s == pytest.approx(float((shares / (n - np.arange(n))).sum()), rel=0.08)
+
+
+def test_the_chance_that_a_domain_wipes_out_is_near_the_counted_one() -> None:
+    n, r, lost = 200, 4, 30
+    placement = make_placement("golomb", n, r)
+    for domain_of in (np.arange(n) // 4, np.arange(n) % 50):
+        counts = hosts_per_domain(placement, domain_of)
+        hits = domain_wipe_out_samples(placement, domain_of, lost, 4000, np.random.default_rng(3))
+        chance = wipe_out_probability(counts, domain_of, lost)
+        print(f"P(domain wipes out) {chance:.4f}, counted {hits.mean():.4f}")
+        assert chance == pytest.approx(hits.mean(), abs=0.02)
+
+
+def test_domains_that_do_not_fit_are_refused() -> None:
+    placement = make_placement("golomb", 7, 3)
+    with pytest.raises(ValueError, match="do not fit 7 groups"):
+        hosts_per_domain(placement, np.arange(6))
+    counts = hosts_per_domain(placement, np.arange(7))
+    with pytest.raises(ValueError, match="num_lost=7 has to be from 0 to 6"):
+        wipe_out_probability(counts, np.arange(7), 7)

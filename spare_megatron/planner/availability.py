@@ -17,8 +17,8 @@ def availability(cadence_s: float, save_s: float, mean_time_to_failure_s: float,
 
     Notes:
         Form derived from arXiv 2603.00357 and 2410.18124. What is lost with a failure is T_c / 2 on average; that
-        holds while T_c is short beside T_f. Against simulated saves and wipe-outs at the best cadence: 0.4% off at
-        T_f = 20 T_c, 3% at T_f = 4 T_c.
+        holds while T_c is short beside T_f. Against simulated saves and wipe-outs at the best cadence it
+        is 2.3% high at T_f = 7 T_c, 0.5% at 14 T_c, 0.1% at 26 T_c (benchmarks/planner_formulas.py).
 
     >>> round(availability(3412.0, 60.0, 90000.0, 3600.0), 4)
     0.9277

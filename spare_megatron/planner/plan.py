@@ -127,7 +127,7 @@ def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
         ValueError: The redundancy or the policy does not fit, or the policy is "rejoin" and there is no repair time.
 
     Notes:
-        Against simulated runs at the same assumptions within 2% (benchmarks/planner_formulas.py). With the published
+        Against simulated runs at the same assumptions within 1.2% (benchmarks/planner_formulas.py). With the published
         settings of SPARe (N = 200, 600, 1000) the best are 2.86, 2.52, 2.39 at r = 8, 8, 9 where the paper's
         simulation has 2.92, 2.49, 2.34 at r = 9, 8, 9.
     """

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 _STYLES = {"stack": ("#0072B2", "o"), "microbatch": ("#D55E00", "s"), "rejoin": ("#009E73", "^")}
 """Okabe and Ito's palette, and a marker for each so that colour is not needed."""
 _INK = "#444444"
+_AXIS_UNITS = ((31557600.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 _MOST_REDUNDANCY = 24
+_FEW_COUNTS = 40
 _HIGHEST_RATIO = 2.5
 """Ratios above this many times the least one are cut off: r = 1 may be off by orders of magnitude."""
 
 
 def write_plot(path: Path, facts: ClusterFacts, plan: Plan, alternatives: tuple[Plan, ...]) -> None:
-    """Time to train over the redundancy, losses endured, and availability over the cadence, in one PNG file.
+    """Time to train over the redundancy, losses endured, and time lost over the cadence, in one PNG file.
 
     Raises:
         ValueError: The file's name does not end with .png.
@@ -65,17 +67,18 @@ def _time_to_train(axes: "Axes", facts: ClusterFacts, plan: Plan, alternatives: 
             markersize=4,
             label=f"{best.policy}: best {best.time_to_train_ratio:.2f} at r = {best.redundancy}",
         )
-    axes.plot(plan.redundancy, plan.time_to_train_ratio, "o", markersize=13, fillstyle="none", color=_INK, mew=1.5)
-    axes.annotate(
-        f"plan: r = {plan.redundancy}, {plan.time_to_train_ratio:.2f} x",
-        (plan.redundancy, plan.time_to_train_ratio),
-        xytext=(0, -12),
-        textcoords="offset points",
-        ha="center",
-        va="top",
+    axes.plot(
+        plan.redundancy,
+        plan.time_to_train_ratio,
+        "o",
+        markersize=13,
+        fillstyle="none",
         color=_INK,
+        markeredgewidth=1.5,
+        linestyle="none",
+        label=f"the plan: {plan.time_to_train_ratio:.2f} at r = {plan.redundancy}",
     )
-    axes.set_ylim(bottom=1.0)
+    axes.set_ylim(bottom=1 - 0.06 * (axes.get_ylim()[1] - 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(
         title="Time to train", xlabel="redundancy r (hosts per shard)", ylabel="time / time without losses and saves"
@@ -92,8 +95,11 @@ def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
     counts = np.arange(facts.num_groups)
     last = int(np.searchsorted(-covered, -1e-4)) + 1
     colour = _STYLES[plan.policy][0]
-    axes.fill_between(counts[:last], chance[:last], step="mid", color=colour, alpha=0.3)
-    axes.step(counts[:last], chance[:last], where="mid", color=colour)
+    if last < _FEW_COUNTS:
+        axes.bar(counts[:last], chance[:last], color=colour, alpha=0.6)
+    else:
+        axes.fill_between(counts[:last], chance[:last], step="mid", color=colour, alpha=0.3)
+        axes.step(counts[:last], chance[:last], where="mid", color=colour)
     axes.axvline(mean, color=_INK, linestyle="--")
     axes.annotate(
         f"mean {format_count(mean)} of {facts.num_groups}",
@@ -103,33 +109,37 @@ def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
         color=_INK,
     )
     axes.set_ylim(0, 1.15 * float(chance.max()))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     title = "Losses endured" if plan.policy != "rejoin" else "Losses endured if no group came back"
     axes.set(title=title, xlabel="losses before a wipe-out (groups)", ylabel="probability of exactly so many (%)")
     axes.grid(alpha=0.25)
 
 
 def _cadence(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
+    """Time lost over the cadence, logarithmic both ways: it may be anything from a billionth to nearly all."""
     save_s, restart_s = facts.checkpoint.save_s, facts.checkpoint.restart_s
     cadences_s = np.geomspace(max(plan.cadence_s / 20, 1.2 * save_s), plan.cadence_s * 20, 300)
-    up = [100 * availability(float(c), save_s, plan.time_to_wipe_out_s, restart_s) for c in cadences_s]
-    unit_s, unit = next(
-        (size, name)
-        for size, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
-        if plan.cadence_s >= size
-    )
+    lost = [100 * (1 - availability(float(c), save_s, plan.time_to_wipe_out_s, restart_s)) for c in cadences_s]
+    unit_s, unit = next((size, name) for size, name in _AXIS_UNITS if plan.cadence_s >= size)
     unit_s = unit_s or 1.0
-    colour = _STYLES[plan.policy][0]
-    axes.semilogx(cadences_s / unit_s, up, color=colour)
-    axes.plot(plan.cadence_s / unit_s, 100 * plan.availability, "o", color=_INK)
+    best = (plan.cadence_s / unit_s, 100 * (1 - plan.availability))
+    axes.loglog(cadences_s / unit_s, lost, color=_STYLES[plan.policy][0])
+    axes.plot(*best, "o", color=_INK)
     axes.annotate(
-        f"every {format_duration(plan.cadence_s)}:\n{plan.availability:.1%}",
-        (plan.cadence_s / unit_s, 100 * plan.availability),
-        xytext=(0, -14),
+        f"best: every {format_duration(plan.cadence_s)},\n{best[1]:.2g}% lost",
+        best,
+        xytext=(0, 90),
         textcoords="offset points",
         ha="center",
-        va="top",
+        va="bottom",
         color=_INK,
     )
-    axes.set(title="Availability", xlabel=f"time from save to save ({unit})", ylabel="time in steps that count (%)")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(
+        title="Time lost to saves and wipe-outs",
+        xlabel=f"time from save to save ({unit})",
+        ylabel="100% - availability (%)",
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
     axes.grid(alpha=0.25, which="both")

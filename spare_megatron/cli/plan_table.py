@@ -24,6 +24,8 @@ def print_answer(answer: Answer) -> None:
     console.print(_two_columns("plan", _plan_rows(answer)))
     console.print(_two_columns("for this cluster", _fact_rows(answer)))
     console.print(_alternatives(answer))
+    if answer.plan.redundancy == 1:
+        console.print("Restarting at every loss costs less here than going on without the lost groups.")
     if answer.plan.cadence_s > _LONG_CADENCE_S:
         console.print(
             "Wipe-outs are so rare here that other failures (storage, software, the site) decide how often to save."

@@ -51,8 +51,8 @@ def least_makespans(num_groups: int, num_microbatches: int = 1) -> FloatArray:
 
     Notes:
         Golomb placements reach it nearly always. On average until wipe-out, for N in {200, 600, 1000} and r in
-        {4, 8, 12, 20}, `core.reorder` at m = 16 is 1.4% above at N = 200, r = 4, less than 0.7% elsewhere, and
-        `core.stack_reorder` less than 0.2%.
+        {4, 8, 12, 20}, `core.reorder` at m = 16 is 0.5 to 2.5% above at r = 4, where the last host of several shards
+        comes to dictate the makespan, and less than 0.2% elsewhere; `core.stack_reorder` less than 0.2%.
 
     >>> least_makespans(4).tolist(), least_makespans(4, 4)[:2].tolist()
     ([1.0, 2.0, 2.0, 4.0], [1.0, 1.5])
@@ -75,7 +75,7 @@ def patch_stacks(num_groups: int, redundancy: int, num_microbatches: int = 1) ->
 
     Notes:
         Derived. H is binomial for hypergeometric. Against `core.reorder.patch_work` until wipe-out, N in
-        {200, 600, 1000}: 11 to 12% high at r = 4, 1 to 9% at r = 8, within 3% at r = 12 and 20. High because a group
+        {200, 600, 1000}: 11 to 12% high at r = 4, 1 to 9% at r = 8, within 5% at r = 12 and 20. High because a group
         has given away some of its home shard by the time it is lost.
 
     >>> float(patch_stacks(600, 5, 16)[0])

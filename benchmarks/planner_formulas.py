@@ -107,8 +107,8 @@ def counted(
 ) -> FloatArray:
     """Samples of the mean makespan until wipe-out: of the least possible one, plus the mean excess of real reorders.
 
-    The excess is small, so few reorders do (their noise is not in that of the samples); how many losses are endured varies much and is cheap to sample. Pooled
-    means weigh every count of losses alike, others every sequence.
+    The excess is small, so few reorders do (their noise is not in that of the samples); how many losses are endured
+    varies much and is cheap to sample. Pooled means weigh every count of losses alike, others every sequence.
     """
     least = least_makespans(n, m)
     excess = [s - least[: len(s)] for s in sequences]

@@ -28,6 +28,8 @@ class RunRecord:
     reduce_mode: str
     faults: list[dict[str, Any]]
     """The faults to be injected: step, group, rank, phase."""
+    last_resort: bool = False
+    """Whether a group may compute shards that are not in its stack once their hosts are all lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

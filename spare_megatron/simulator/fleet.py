@@ -1,0 +1,106 @@
+"""Which groups take part, which are being repaired, and which are ready to be taken in again."""
+
+import heapq
+from math import inf
+
+import numpy as np
+
+from spare_megatron.core.topology import GroupId
+from spare_megatron.simulator.failures import FailureProcess, Loss
+from spare_megatron.simulator.scenario import Scenario
+
+
+class Fleet:
+    """The groups of a simulated run. Time only moves forward; the caller says how far.
+
+    A lost group's hardware goes to repair and from there to the pool of spares. The lost group comes back on the
+    hardware that is next to be free: a spare at once, else the next repaired one; then it fetches the state.
+
+    Attributes:
+        is_up: For each group: it takes part.
+        num_lost: Groups lost so far, each loss counted.
+    """
+
+    def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:
+        self._scenario, self._process, self._rng = scenario, process, rng
+        self.is_up = np.ones(scenario.num_groups, dtype=np.bool_)
+        self.num_lost = 0
+        self.max_down = 0
+        self._hardware_s = [0.0] * scenario.num_spares
+        self._ready_s: dict[GroupId, float] = {}
+        self._down_s = 0.0  # sum over groups
+        self._num_down = 0
+        self._changed_s = 0.0
+
+    @property
+    def next_loss_s(self) -> float:
+        return self._process.next_s()
+
+    def lose(self) -> Loss:
+        """The next loss happens. It may hit no group at all, if all it would hit are down."""
+        loss = self._process.strike(self.is_up)
+        for group in loss.groups:
+            self.is_up[group] = False
+            self._repair(group, loss)
+        self.num_lost += len(loss.groups)
+        self._count(loss.at_s, self._num_down + len(loss.groups))
+        return loss
+
+    def lose_until(self, now_s: float) -> list[Loss]:
+        """All losses up to a time."""
+        losses = []
+        while self._process.next_s() <= now_s:
+            losses.append(self.lose())
+        return losses
+
+    def ready(self, now_s: float) -> tuple[GroupId, ...]:
+        """The groups that wait to be taken in, ascending."""
+        if not self._ready_s:
+            return ()
+        return tuple(sorted(group for group, ready_s in self._ready_s.items() if ready_s <= now_s))
+
+    def take_in(self, now_s: float, groups: tuple[GroupId, ...]) -> None:
+        """These groups take part from now on."""
+        for group in groups:
+            del self._ready_s[group]
+            self.is_up[group] = True
+        self._count(now_s, self._num_down - len(groups))
+        self._process.came_back(now_s, groups, self.is_up)
+
+    def restart(self, began_s: float, now_s: float) -> None:
+        """All groups take part, and all spares are spare again."""
+        came_back = tuple(GroupId(group) for group in np.flatnonzero(~self.is_up).tolist())
+        self._count(began_s, 0)
+        self._changed_s = now_s
+        self.is_up[:] = True
+        self._ready_s.clear()
+        self._hardware_s = [now_s] * self._scenario.num_spares
+        self._process.restarted(began_s, now_s, came_back)
+
+    def mean_down(self, now_s: float, restarting_s: float) -> float:
+        """Groups down on average over the time outside restarts."""
+        self._count(now_s, self._num_down)
+        return self._down_s / (now_s - restarting_s) if now_s > restarting_s else 0.0
+
+    def _repair(self, group: GroupId, loss: Loss) -> None:
+        repair_s = self._repair_time(loss)
+        if repair_s < inf:
+            heapq.heappush(self._hardware_s, loss.at_s + repair_s)
+        if self._hardware_s:
+            free_s = heapq.heappop(self._hardware_s)
+            self._ready_s[group] = max(free_s, loss.at_s) + self._scenario.costs.state_transfer_s
+
+    def _repair_time(self, loss: Loss) -> float:
+        if loss.repair_s is not None:
+            return loss.repair_s
+        mean_s = self._scenario.repair_s
+        if mean_s is None:
+            return inf
+        return float(self._rng.exponential(mean_s)) if self._scenario.repair_is_random else mean_s
+
+    def _count(self, now_s: float, num_down: int) -> None:
+        """Groups down change to this number."""
+        self._down_s += self._num_down * max(now_s - self._changed_s, 0.0)
+        self._changed_s = max(now_s, self._changed_s)
+        self._num_down = num_down
+        self.max_down = max(self.max_down, num_down)

@@ -1,0 +1,157 @@
+"""Scenarios from TOML presets and overrides."""
+
+import csv
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from spare_megatron.config.suggest import nearest
+from spare_megatron.core.topology import GroupId
+from spare_megatron.simulator.failures import Loss
+from spare_megatron.simulator.scenario import Scenario
+
+T = TypeVar("T")
+TRACE_FILE = "failures.trace_file"
+"""Key of a CSV file of losses, relative to the TOML file that names it."""
+
+
+class ScenarioError(ValueError):
+    """The scenario cannot be understood or makes no sense."""
+
+
+def preset_names() -> tuple[str, ...]:
+    """The presets that come with the package."""
+    folder = files("spare_megatron.simulator") / "presets"
+    return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
+
+
+def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Scenario:
+    """The scenario of a preset or a TOML file.
+
+    Args:
+        name_or_path: Name of a preset, or the path of a file (it ends in .toml).
+        overrides: Values by dotted key, or arguments `a.b=value` with the value in TOML or a bare string.
+
+    Raises:
+        ScenarioError: There is no such preset or file, it cannot be parsed, a key is unknown, a value does not fit.
+    """
+    text, folder = _read(name_or_path)
+    try:
+        values = dict(_flatten(tomllib.loads(text), ""))
+    except tomllib.TOMLDecodeError as error:
+        raise ScenarioError(f"{name_or_path} is not valid TOML: {error}") from error
+    values.setdefault("name", Path(name_or_path).name.removesuffix(".toml"))
+    values |= dict(overrides) if isinstance(overrides, Mapping) else dict(map(_parse_override, overrides))
+    if values.get(TRACE_FILE):
+        values["failures.trace"] = read_trace(folder / str(values.pop(TRACE_FILE)))
+    known = tuple(_keys(Scenario, ""))
+    for key in values:
+        if key not in known:
+            raise ScenarioError(f"unknown setting {key}; the nearest valid one is {nearest(key, known)}")
+    try:
+        return _build(Scenario, values, "")
+    except ScenarioError:
+        raise
+    except ValueError as error:
+        raise ScenarioError(f"{name_or_path}: {error}") from error
+
+
+def read_trace(path: Path) -> tuple[Loss, ...]:
+    """Losses of a CSV file with the columns seconds, group and, where it is known, repair_s.
+
+    Raises:
+        ScenarioError: The file cannot be read, has other columns, or holds no loss.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise ScenarioError(f"cannot read the trace {path}: {error.strerror}") from error
+    if not rows:
+        raise ScenarioError(f"the trace {path} holds no losses; it needs a head seconds,group[,repair_s] and lines")
+    losses = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            repair_s = float(row["repair_s"]) if row.get("repair_s") else None
+            losses.append(Loss(at_s=float(row["seconds"]), groups=(GroupId(int(row["group"])),), repair_s=repair_s))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ScenarioError(f"{path}:{number}: {row} is no loss with seconds,group[,repair_s]") from error
+    return tuple(sorted(losses, key=lambda loss: loss.at_s))
+
+
+def _read(name_or_path: str | Path) -> tuple[str, Path]:
+    """Text, and the folder that paths in it are relative to."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        try:
+            return path.read_text(encoding="utf-8"), path.parent
+        except OSError as error:
+            raise ScenarioError(f"cannot read the scenario {path}: {error.strerror}") from error
+    if str(name_or_path) not in preset_names():
+        known = ", ".join(preset_names())
+        raise ScenarioError(f"there is no preset {name_or_path}; known: {known}; a file has to end in .toml")
+    preset = files("spare_megatron.simulator") / "presets" / f"{name_or_path}.toml"
+    return preset.read_text(encoding="utf-8"), Path.cwd()
+
+
+def _flatten(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise ScenarioError(f"{text} must have the form key=value")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _keys(kind: type[Any], prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _keys(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    hints = get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        key, hint = f"{prefix}{field.name}", hints[field.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            found[field.name] = _build(hint, values, f"{key}.")
+        elif key in values:
+            found[field.name] = _convert(values[key], hint, key)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ScenarioError(f"the scenario has to set {key}")
+    return kind(**found)
+
+
+def _convert(value: Any, hint: Any, key: str) -> Any:
+    """The value in the type of its field; whole numbers are fine for seconds, "none" for nothing."""
+    choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    if NoneType in choices and (value is None or value == "none"):
+        return None
+    kind = choices[0]
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        raise ScenarioError(f"{key}={value!r} has to be one of {', '.join(get_args(kind))}")
+    if get_origin(kind) is tuple:
+        return value
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is kind:
+        return value
+    raise ScenarioError(f"{key}={value!r} has to be of type {kind.__name__}")

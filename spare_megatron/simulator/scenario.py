@@ -1,0 +1,137 @@
+"""What is simulated."""
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+import numpy as np
+
+from spare_megatron.core.cadence import optimal_cadence_s
+from spare_megatron.core.order import Granularity
+from spare_megatron.core.placement import PlacementKind
+from spare_megatron.planner.endurance import coverage_probabilities, wiped_probabilities
+from spare_megatron.planner.repair import RepairTimes, shard_time_to_wipe_out_s, survival
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.failures import FailureSpec
+
+Policy = Literal["checkpoint_only", "replication", "spare"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A run to simulate. The string below each field is its help.
+
+    Raises:
+        ValueError: Values do not fit together; the text lists all that is wrong.
+    """
+
+    name: str
+    """Name of the scenario, for tables and plots."""
+    num_groups: int
+    """Data-parallel groups, and shards of every global batch (N)."""
+    redundancy: int
+    """Hosts of each shard (r); for replication, groups in a set; without effect for checkpoint_only."""
+    microbatches_per_shard: int = 16
+    """Microbatches a shard consists of (m)."""
+    num_steps: int = 10_000
+    """Steps to commit."""
+    policy: Policy = "spare"
+    """checkpoint_only restarts at any loss; replication at the loss of a whole set; spare at a wipe-out."""
+    granularity: Granularity = "microbatch"
+    """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
+    placement: PlacementKind = "golomb"
+    """Which groups host a shard."""
+    costs: CostModel
+    """What everything takes."""
+    failures: FailureSpec = field(default_factory=FailureSpec)
+    """When which groups are lost."""
+    repair_s: float | None = None
+    """Seconds from a loss until the hardware works again; None: lost groups return only at a restart."""
+    repair_is_random: bool = False
+    """Whether repair times are exponential with mean repair_s instead of constant."""
+    num_spares: int = 0
+    """Idle hardware, in groups, that takes the place of a lost group as soon as it has the state."""
+    save_interval_s: float | None = None
+    """Seconds from save to save; None takes the best for the mean time to wipe-out, inf saves never."""
+    last_resort: bool = False
+    """The data lie where every group can read them: any survivor computes any shard at costs.fetch_s."""
+
+    def __post_init__(self) -> None:
+        found = list(_problems(self))
+        if found:
+            raise ValueError("; ".join(found))
+
+    @property
+    def hosts_per_shard(self) -> int:
+        """Redundancy as the policy has it: checkpoint_only has no second host."""
+        return 1 if self.policy == "checkpoint_only" else self.redundancy
+
+    @property
+    def num_sets(self) -> int:
+        """Disjoint sets of groups under replication. Groups left over join sets as further hosts."""
+        return self.num_groups // self.redundancy
+
+    def save_cadence_s(self) -> float:
+        """Seconds from the start of one save to the next that the run aims at; infinite for never."""
+        if self.save_interval_s is not None:
+            return self.save_interval_s
+        time_s = self.time_to_wipe_out_s()
+        if self.costs.save_s == 0 or time_s == inf:
+            return 0.0 if self.costs.save_s == 0 else inf
+        return optimal_cadence_s(self.costs.save_s, time_s, self.costs.restart_s)
+
+    def time_to_wipe_out_s(self) -> float:
+        """T_f, mean seconds of training until only a checkpoint helps, as `planner` has it.
+
+        Without repair the sum over k of P(no wipe-out after k losses) times the mean time to the next loss, which
+        grows as N / (N - k); with repair `planner.repair`. Times between losses are taken as exponential, losses
+        as independent; spares as a repair by the time of a state transfer.
+        """
+        interval_s, n = self.failures.mean_interval_s(self.num_groups), self.num_groups
+        if self.policy == "checkpoint_only" or interval_s == inf:
+            return interval_s
+        hosts = n if self.last_resort and self.policy == "spare" else self.redundancy
+        back_s = self._mean_absence_s()
+        if back_s is not None:
+            repair = RepairTimes(group_interval_s=n * interval_s, repair_s=max(back_s, 1e-3))
+            if self.policy == "replication":
+                return shard_time_to_wipe_out_s(hosts, repair) / self.num_sets
+            return interval_s / np.finfo(float).tiny if hosts == n > 1 else survival(n, hosts, repair).mean_s
+        covered = coverage_probabilities(n, hosts)
+        if self.policy == "replication":
+            covered = (1 - wiped_probabilities(n, hosts)) ** self.num_sets
+        lost = np.arange(n)
+        return float((covered[:n] * interval_s * n / (n - lost)).sum())
+
+    def _mean_absence_s(self) -> float | None:
+        """Mean seconds from a loss until the group can be taken in; None if never."""
+        if self.repair_s is None:
+            return None
+        return (0.0 if self.num_spares else self.repair_s) + self.costs.state_transfer_s
+
+
+def _problems(scenario: Scenario) -> list[str]:
+    n, r = scenario.num_groups, scenario.redundancy
+    found = [
+        f"{name}={getattr(scenario, name)} has to be {least} or more"
+        for name, least in (
+            ("num_groups", 1),
+            ("redundancy", 1),
+            ("microbatches_per_shard", 1),
+            ("num_steps", 1),
+            ("num_spares", 0),
+        )
+        if getattr(scenario, name) < least
+    ]
+    if r > n:
+        found.append(f"redundancy={r} exceeds num_groups={n}; lower it or take more groups")
+    for name in ("repair_s", "save_interval_s"):
+        value = getattr(scenario, name)
+        if value is not None and not value >= 0:
+            found.append(f"{name}={value} has to be 0 or more")
+    if scenario.last_resort and scenario.policy != "spare":
+        found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
+    outside = {group for loss in scenario.failures.trace for group in loss.groups if not 0 <= group < n}
+    if outside:
+        found.append(f"the trace names groups {sorted(outside)[:5]}, but ids go from 0 to num_groups - 1 = {n - 1}")
+    return found

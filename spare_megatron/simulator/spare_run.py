@@ -1,0 +1,193 @@
+"""Drives the controller through a run in virtual time, as the runtime does through a real one.
+
+One controller stands for those of all groups, which are equal after the same entries. What a step meets:
+
+- The survivors finish the compute they were assigned, then find out about losses. A loss in the rest of an attempt, a
+  rebuild or a reduction, stops it at once.
+- Detection and agreement follow; losses meanwhile start them over. Then the patch, the rebuild, the reduction.
+- A loss during a save or while groups are taken in is found in the step that follows.
+- With no group left there is nobody to decide, and all restart.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.messages import (
+    Action,
+    AdmitGroups,
+    AppendEntry,
+    AttemptReduce,
+    BuildCommunicator,
+    ComputePatch,
+    ComputeStep,
+    Entry,
+    EntryRead,
+    Event,
+    Fence,
+    FinishRun,
+    ReadEntry,
+    ReadVotes,
+    Restart,
+    RunStarted,
+    SaveCheckpoint,
+    StopWipeOut,
+    UpdateModel,
+    Vote,
+    VotesRead,
+)
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
+from spare_megatron.core.topology import GroupId
+from spare_megatron.simulator.chronicle import Chronicle
+from spare_megatron.simulator.world import World
+
+Clock = Callable[[], float]
+
+
+class SpareRun:
+    """Carries out the controller's actions. It decides nothing.
+
+    Attributes:
+        decision_s: Seconds spent in the controller, by the clock.
+    """
+
+    def __init__(self, world: World, chronicle: Chronicle | None, clock: Clock | None) -> None:
+        scenario = world.scenario
+        self._world = world
+        self._chronicle = chronicle
+        self._clock = clock
+        self._placement = make_placement(scenario.placement, scenario.num_groups, scenario.hosts_per_shard)
+        self._everybody = tuple(GroupId(group) for group in range(scenario.num_groups))
+        cadence_s = scenario.save_cadence_s()
+        setup = ControllerSetup(
+            placement=self._placement,
+            microbatches_per_shard=scenario.microbatches_per_shard,
+            num_steps=scenario.num_steps,
+            granularity=scenario.granularity,
+            save_interval_s=None if cadence_s == float("inf") else cadence_s,
+        )
+        self.decision_s = 0.0
+        self._controller = Controller(setup)
+        self._log: list[Entry] = []
+        self._votes: dict[GroupId, Vote] = {}
+        self._members: tuple[GroupId, ...] = ()  # that take part in the attempt
+        self._has_to_rebuild = False
+        self._fetching: tuple[Work | None, float] = (None, 0.0)
+
+    def run(self) -> None:
+        """Trains to the end."""
+        actions: deque[Action] = deque(self._handle(RunStarted()))
+        while not isinstance(action := actions.popleft(), FinishRun):
+            for event in self._execute(action):
+                actions.extendleft(reversed(self._handle(event)))
+        self._world.ledger.keep()
+        if self._chronicle:
+            self._chronicle.finished(action.step, self._controller.members)
+
+    def _handle(self, event: Event) -> tuple[Action, ...]:
+        if self._clock is None:
+            return self._controller.handle(event, now_s=self._world.now_s)
+        began_s = self._clock()
+        actions = self._controller.handle(event, now_s=self._world.now_s)
+        self.decision_s += self._clock() - began_s
+        return actions
+
+    def _execute(self, action: Action) -> tuple[Event, ...]:
+        """One action, in the order in which a step meets them. Returns the events it brings about."""
+        match action:
+            case ComputeStep(plan=plan):
+                self._compute_step(plan)
+            case AttemptReduce():
+                return self._attempt(action)
+            case ReadEntry(index=index):
+                return (self._read(index),)
+            case AppendEntry(entry=entry):
+                self._log.append(entry)
+            case UpdateModel(step=step, attempt=attempt):
+                if self._chronicle:
+                    self._chronicle.updated(step, attempt, self._members)
+            case ReadVotes(attempt=attempt):
+                return (VotesRead(attempt=attempt, votes=self._votes),) if self._votes else ()
+            case BuildCommunicator():
+                self._has_to_rebuild = True
+            case ComputePatch(plan=plan):
+                self._compute_patch(plan)
+            case SaveCheckpoint(step=step):
+                self._world.save(step)
+            case AdmitGroups(groups=groups):
+                self._world.take_in(groups)
+            case StopWipeOut():
+                self._restart()
+                return (self._read(len(self._log) - 1),)
+            case _:
+                raise AssertionError(f"nothing in a simulated run asks for {action}")
+        return ()
+
+    # ------------------------------------------------------------------------------------------------ one attempt
+
+    def _compute_step(self, plan: StepPlan) -> None:
+        self._world.compute(plan.step, plan.work.makespan / self._world.scenario.microbatches_per_shard)
+        self._world.ledger.spend("fetch", self._fetch_s(plan.work))
+        self._has_to_rebuild = False  # what came with a start, a restart or a join is part of its cost
+        if self._chronicle:
+            self._chronicle.began_step(plan)
+
+    def _compute_patch(self, plan: StepPlan) -> None:
+        scenario = self._world.scenario
+        seconds = plan.work.makespan / scenario.microbatches_per_shard * scenario.costs.compute_s
+        self._world.ledger.spend("patch", seconds)
+        self._world.ledger.spend("fetch", self._fetch_s(plan.work))
+        if self._chronicle:
+            self._chronicle.patched(plan)
+
+    def _attempt(self, action: AttemptReduce) -> tuple[Event, ...]:
+        costs, self._members = self._world.scenario.costs, action.members
+        lost: Sequence[GroupId] = self._world.lost_meanwhile()
+        if not lost:
+            rebuild_s = costs.rebuild_s if self._has_to_rebuild else 0.0
+            lost = self._world.wait((("rebuild", rebuild_s), ("reduce", costs.reduce_s)))
+        self._has_to_rebuild = False
+        lost = self._world.notice(lost) if lost else ()
+        vote = Vote(is_complete=not lost, plan_digest=action.plan_digest)
+        self._votes = dict.fromkeys((g for g in action.members if g not in lost) if lost else action.members, vote)
+        if self._chronicle:
+            self._chronicle.attempted(action, tuple(self._votes), is_complete=not lost)
+        if not lost:
+            waiting = self._world.fleet.ready(self._world.now_s)
+            return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
+        self._fence(lost)
+        return ()
+
+    def _fence(self, lost: Sequence[GroupId]) -> None:
+        for group in lost:
+            if self._chronicle:
+                self._chronicle.lost(group, len(self._log))
+            self._log.append(Fence(group=group))
+        if not self._votes:  # nobody is left
+            self._restart()
+
+    def _restart(self) -> None:
+        self._world.restart()
+        self._log.append(Restart(step=self._world.saved_step, members=self._everybody))
+
+    def _read(self, index: int) -> EntryRead:
+        entry = self._log[index]
+        if self._chronicle:
+            self._chronicle.read(index, entry)
+        return EntryRead(index=index, entry=entry)
+
+    def _fetch_s(self, work: Work) -> float:
+        """Seconds of the group that has to read most shards from beyond its stack."""
+        if not self._world.scenario.last_resort:
+            return 0.0
+        if self._fetching[0] is not work:
+            hosts, owners = self._placement.host_array, work.owners
+            is_host = (owners[:, :, None] == hosts[:, None, :]).any(axis=2) | (owners == NOBODY)
+            shards, columns = np.nonzero(~is_host)
+            pairs = np.unique(np.stack([owners[shards, columns], shards]), axis=1)
+            most = int(np.bincount(pairs[0]).max(initial=0))
+            self._fetching = (work, most * self._world.scenario.costs.fetch_s)
+        return self._fetching[1]

@@ -1,0 +1,173 @@
+"""Virtual time, groups and losses of one simulated run: what all policies share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spare_megatron.core.topology import GroupId
+from spare_megatron.simulator.failures import make_process
+from spare_megatron.simulator.fleet import Fleet
+from spare_megatron.simulator.ledger import Ledger
+from spare_megatron.simulator.scenario import Scenario
+
+MAX_RATIO = 1000.0
+"""A run that takes this many times as long as without failures is given up."""
+_LEAST_JITTER = 1e-3
+_JITTER_STREAM, _FAILURE_STREAM, _REPAIR_STREAM = range(3)
+
+
+class Stalled(RuntimeError):
+    """The run makes next to no progress: failures come faster than steps or saves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A simulated run in figures.
+
+    Attributes:
+        end_s: Virtual time at the last commit.
+        failure_free_s: T_0: the same steps with the same jitter, one shard per group, without failures or saves.
+        num_steps: Steps committed at the end.
+        restarts: Restarts from a save.
+        losses: Groups lost, each loss counted.
+        saves: Saves finished.
+        save_cadence_s: Seconds between saves that the run aimed at.
+        mean_down: Groups down on average, over the time outside restarts.
+        max_down: The most groups down at a time.
+        terms: Seconds by cause; they add up to `end_s`. Rework is all that was done between the last save and a
+            wipe-out, whatever it was; the other terms are of what was kept.
+        decision_s: Real seconds spent in the controller, by the clock that was passed in; 0 without one.
+    """
+
+    end_s: float
+    failure_free_s: float
+    num_steps: int
+    restarts: int
+    losses: int
+    saves: int
+    save_cadence_s: float
+    mean_down: float
+    max_down: int
+    terms: dict[str, float]
+    decision_s: float
+
+    @property
+    def time_to_train_ratio(self) -> float:
+        """end_s / failure_free_s."""
+        return self.end_s / self.failure_free_s
+
+    @property
+    def availability(self) -> float:
+        """The share of time that goes into steps that count: 1 - (save + restart + rework) / end_s."""
+        return 1 - sum(self.terms[cause] for cause in ("save", "restart", "rework")) / self.end_s
+
+    def excess(self) -> dict[str, float]:
+        """What each cause adds to the ratio; together time_to_train_ratio - 1. Of the reduction what was in vain."""
+        needed = {"compute": self.terms["compute"], "jitter": self.terms["jitter"]}
+        needed["reduce"] = self.failure_free_s - sum(needed.values())
+        return {
+            cause: (seconds - needed.get(cause, 0.0)) / self.failure_free_s for cause, seconds in self.terms.items()
+        }
+
+
+class World:
+    """Virtual time and the groups of one run."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.scenario = scenario
+        self.ledger = Ledger()
+        process = make_process(scenario.failures, scenario.num_groups, np.random.default_rng([seed, _FAILURE_STREAM]))
+        self.fleet = Fleet(scenario, process, np.random.default_rng([seed, _REPAIR_STREAM]))
+        noise = np.random.default_rng([seed, _JITTER_STREAM]).standard_normal(scenario.num_steps)
+        factors = np.maximum(1.0 + scenario.costs.jitter * noise, _LEAST_JITTER)
+        # A step that is done again takes as long as before: the factor belongs to the step.
+        self._factors: list[float] = factors.tolist()
+        self.failure_free_s = float(factors.sum() * scenario.costs.compute_s) + (
+            scenario.num_steps * scenario.costs.reduce_s
+        )
+        self.num_restarts = 0
+        self.num_saves = 0
+        self.saved_step = 0
+
+    @property
+    def now_s(self) -> float:
+        return self.ledger.now_s
+
+    def compute(self, step: int, stacks: float) -> None:
+        """All groups compute; the one that computes most computes this many shards."""
+        factor, compute_s = self._factors[step], self.scenario.costs.compute_s
+        self.ledger.spend("compute", compute_s)
+        self.ledger.spend("jitter", compute_s * (factor - 1))
+        if stacks != 1:
+            self.ledger.spend("extra_compute", compute_s * factor * (stacks - 1))
+
+    def lost_meanwhile(self) -> list[GroupId]:
+        """Groups lost up to now that nobody has asked for yet."""
+        return [group for loss in self.fleet.lose_until(self.now_s) for group in loss.groups]
+
+    def wait(self, phases: Sequence[tuple[str, float]]) -> tuple[GroupId, ...]:
+        """These phases pass, unless groups are lost in between: then time stops there and they are returned."""
+        left = list(phases)
+        while left := self.ledger.spend_until(self.fleet.next_loss_s, left):
+            groups = self.fleet.lose().groups
+            if groups:
+                return groups
+        return ()
+
+    def notice(self, lost: Sequence[GroupId]) -> tuple[GroupId, ...]:
+        """The survivors detect losses and agree on them. Further losses meanwhile make them start over.
+
+        Returns:
+            All groups lost by the time they agree, in the order of their losses.
+        """
+        costs, noticed = self.scenario.costs, list(lost)
+        while more := self.wait((("detect", costs.detect_s), ("agree", costs.agree_s))):
+            noticed += more
+        return tuple(noticed)
+
+    def save(self, step: int) -> None:
+        """The state after this many steps is saved. Losses meanwhile are found in the next step."""
+        self.ledger.spend("save", self.scenario.costs.save_s)
+        self.ledger.keep()
+        self.saved_step, self.num_saves = step, self.num_saves + 1
+
+    def take_in(self, groups: tuple[GroupId, ...]) -> None:
+        """Everybody waits while these groups are taken in."""
+        self.fleet.take_in(self.now_s, groups)
+        self.ledger.spend("join", self.scenario.costs.join_s)
+
+    def restart(self) -> None:
+        """All groups start again from the last save.
+
+        Raises:
+            Stalled: The run has taken too long already.
+        """
+        if self.now_s > MAX_RATIO * self.failure_free_s:
+            raise Stalled(
+                f"{self.scenario.name}: after {MAX_RATIO:g} times the time without failures only {self.saved_step} of "
+                f"{self.scenario.num_steps} steps are saved; save more often, or mask more losses"
+            )
+        began_s = self.now_s
+        self.ledger.throw_away()
+        self.ledger.spend("restart", self.scenario.costs.restart_s)
+        self.ledger.keep()  # no later rollback gives this time another name
+        self.fleet.restart(began_s, self.now_s)
+        self.num_restarts += 1
+
+    def result(self, decision_s: float) -> Result:
+        """The figures, after the last commit."""
+        terms = self.ledger.terms()
+        return Result(
+            end_s=self.now_s,
+            failure_free_s=self.failure_free_s,
+            num_steps=self.scenario.num_steps,
+            restarts=self.num_restarts,
+            losses=self.fleet.num_lost,
+            saves=self.num_saves,
+            save_cadence_s=self.scenario.save_cadence_s(),
+            mean_down=self.fleet.mean_down(self.now_s, terms["restart"]),
+            max_down=self.fleet.max_down,
+            terms=terms,
+            decision_s=decision_s,
+        )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId, ShardId
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import Committed, Fold, fold_log
 from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
@@ -45,21 +46,6 @@ class Verdict:
     steps_committed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fold:
-    """The decision log as the journal has it.
-
-    Attributes:
-        entries: Entry at each index.
-        fenced_at: Group -> index of the entry that fenced it.
-        commits: Step -> (index of its commit entry, attempt).
-    """
-
-    entries: dict[int, dict[str, Any]]
-    fenced_at: dict[int, int]
-    commits: dict[int, tuple[int, int]]
-
-
 def check_journal(journal: Journal) -> Verdict:
     """Checks a run against its invariant."""
     findings = [Finding(severity="invalid", reason=f"damaged line: {text}") for text in journal.damage]
@@ -68,12 +54,12 @@ def check_journal(journal: Journal) -> Verdict:
         findings.append(Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1"))
         return _verdict(findings, 0)
     run = runs[0]
-    fold = _fold(journal)
+    fold = _fold(journal, run)
     for rule in (_check_log, _check_fold, _check_contributions, _check_hosts, _check_votes, _check_updates):
         findings += rule(journal, run, fold)
     for rule in (_check_params, _check_faults, _check_end):
         findings += rule(journal, run, fold)
-    return _verdict(findings, len(fold.commits))
+    return _verdict(findings, len(fold.kept))
 
 
 def _verdict(findings: list[Finding], steps_committed: int) -> Verdict:
@@ -85,22 +71,14 @@ def _verdict(findings: list[Finding], steps_committed: int) -> Verdict:
     return Verdict(verdict=verdict, reasons=reasons, steps_committed=steps_committed)
 
 
-def _fold(journal: Journal) -> _Fold:
+def _fold(journal: Journal, run: RunRecord) -> Fold:
     entries: dict[int, dict[str, Any]] = {}
     for record in journal.of(EntryRecord):
         entries.setdefault(record.index, record.entry)
-    fenced_at: dict[int, int] = {}
-    commits: dict[int, tuple[int, int]] = {}
-    for index in sorted(entries):
-        entry = entries[index]
-        if entry["entry"] == "fence":
-            fenced_at.setdefault(entry["group"], index)
-        elif entry["entry"] == "commit":
-            commits.setdefault(entry["step"], (index, entry["attempt"]))
-    return _Fold(entries=entries, fenced_at=fenced_at, commits=commits)
+    return fold_log(entries, run)
 
 
-def _check_log(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
+def _check_log(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """All groups read the same entries, and none is missing."""
     for record in journal.of(EntryRecord):
         if record.entry != fold.entries[record.index]:
@@ -110,26 +88,41 @@ def _check_log(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Findin
         yield Finding(severity="unknown", reason=f"log entry {index} is not in the journal")
 
 
-def _check_fold(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
-    """Steps are committed in order, each once, each on an attempt of its own."""
-    commits = [fold.entries[i] for i in sorted(fold.entries) if fold.entries[i]["entry"] == "commit"]
-    steps = [entry["step"] for entry in commits]
-    if steps != list(range(len(steps))):
-        yield Finding(severity="invalid", reason="steps are not committed one after another, each exactly once")
-    attempts = [entry["attempt"] for entry in commits]
+def _check_fold(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Steps are committed in order, each once, each on an attempt of its own; restarts go back to what was saved."""
+    for error in fold.errors:
+        severity: Severity = "invalid" if _is_whole(fold) else "unknown"
+        yield Finding(severity=severity, reason=error)
+    expected = 0
+    for index in sorted(fold.entries):
+        entry = fold.entries[index]
+        if entry["entry"] == "restart":
+            expected = entry["step"]
+        elif entry["entry"] == "commit":
+            if entry["step"] != expected:
+                yield Finding(severity="invalid", reason="steps are not committed one after another, each exactly once")
+                break
+            expected += 1
+    attempts = [commit.attempt for commit in fold.commits]
     if any(later <= earlier for earlier, later in itertools.pairwise(attempts)):
         yield Finding(severity="invalid", reason="two steps are committed on the same or an earlier attempt")
-    if len(steps) > run.num_steps:
-        yield Finding(severity="invalid", reason=f"{len(steps)} steps committed, the run has {run.num_steps}")
+    if len(fold.kept) > run.num_steps:
+        yield Finding(severity="invalid", reason=f"{len(fold.kept)} steps committed, the run has {run.num_steps}")
 
 
-def _check_contributions(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
+def _is_whole(fold: Fold) -> bool:
+    """Whether no entry is missing before the last."""
+    return len(fold.entries) == max(fold.entries, default=-1) + 1
+
+
+def _check_contributions(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The contributions to each committed attempt are every microbatch exactly once."""
     by_attempt: dict[int, list[ContributionRecord]] = defaultdict(list)
     for record in journal.of(ContributionRecord):
         by_attempt[record.attempt].append(record)
     expected = {(s, k) for s in range(run.num_groups) for k in range(run.microbatches_per_shard)}
-    for step, (index, attempt) in sorted(fold.commits.items()):
+    for commit in fold.commits:
+        step, attempt = commit.step, commit.attempt
         records = by_attempt.get(attempt, [])
         members = {group for record in records for group in record.members}
         senders = Counter(record.group for record in records)
@@ -143,14 +136,8 @@ def _check_contributions(journal: Journal, run: RunRecord, fold: _Fold) -> Itera
         counted = Counter(_microbatches(records))
         if records and not (members - set(senders)) and (set(counted) != expected or set(counted.values()) != {1}):
             yield Finding(severity="invalid", reason=f"step {step}: {_miscount(counted, expected)}")
-        for group in sorted(g for g in senders if fold.fenced_at.get(g, index) < _first_index(fold, attempt)):
+        for group in sorted(set(senders) - fold.opened.get(attempt, frozenset(senders))):
             yield Finding(severity="invalid", reason=f"step {step}: group {group} contributed after it was fenced")
-
-
-def _first_index(fold: _Fold, attempt: int) -> int:
-    """The first log index that can be written while this attempt is open."""
-    decided = (i for i, e in fold.entries.items() if e["entry"] in ("commit", "retry") and e["attempt"] == attempt - 1)
-    return next(decided, -1) + 1
 
 
 def _microbatches(records: list[ContributionRecord]) -> Iterator[tuple[int, int]]:
@@ -168,8 +155,10 @@ def _miscount(counted: Counter[tuple[int, int]], expected: set[tuple[int, int]])
     return "; ".join(f"microbatches {what}: {items[:5]}" for what, items in parts if items)
 
 
-def _check_hosts(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
-    """A group computes only shards that are in its stack."""
+def _check_hosts(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """A group computes only shards that are in its stack, unless the run has hosts of last resort."""
+    if run.last_resort:
+        return
     placement = make_placement(run.placement, run.num_groups, run.redundancy)  # type: ignore[arg-type]
     for record in journal.of(ContributionRecord):
         for shard in record.microbatches:
@@ -178,8 +167,8 @@ def _check_hosts(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Find
                 yield Finding(severity="invalid", reason=reason)
 
 
-def _check_votes(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
-    """A committed attempt has a complete vote of every group that was not fenced before its commit."""
+def _check_votes(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """A committed attempt has a complete vote of every group that took part when it was committed."""
     votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for record in journal.of(VoteRecord):
         votes[record.attempt, record.group].append(record.is_complete)
@@ -187,11 +176,10 @@ def _check_votes(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Find
         if len(cast) > 1:
             yield Finding(severity="invalid", reason=f"group {group} voted {len(cast)} times on attempt {attempt}")
     yield from _check_voted_work(journal)
-    for step, (index, attempt) in sorted(fold.commits.items()):
-        for group in range(run.num_groups):
-            if fold.fenced_at.get(group, index) < index:
-                continue
-            cast = votes.get((attempt, group), [])
+    for commit in fold.commits:
+        step = commit.step
+        for group in sorted(commit.members):
+            cast = votes.get((commit.attempt, group), [])
             if not cast:
                 yield Finding(severity="unknown", reason=f"step {step}: no vote of group {group} in the journal")
             elif not all(cast):
@@ -210,64 +198,71 @@ def _check_voted_work(journal: Journal) -> Iterator[Finding]:
             yield Finding(severity="invalid", reason=reason)
 
 
-def _check_updates(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
+def _check_updates(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every survivor applied every committed step once, with the same sums, which counted all microbatches."""
-    total = run.num_groups * run.microbatches_per_shard
-    updates: dict[int, list[UpdateRecord]] = defaultdict(list)
+    updates: dict[tuple[int, int], list[UpdateRecord]] = defaultdict(list)
     for record in journal.of(UpdateRecord):
-        updates[record.step].append(record)
-    for step in sorted(set(updates) - set(fold.commits)):
-        yield Finding(severity="invalid", reason=f"step {step}: applied without a commit")
-    for step, (_, attempt) in sorted(fold.commits.items()):
-        records = updates.get(step, [])
-        if any(record.num_microbatches != total for record in records):
-            yield Finding(severity="invalid", reason=f"step {step}: the sum did not count {total} microbatches")
-        if len({(record.loss, record.grad_norm) for record in records}) > 1:
-            yield Finding(severity="invalid", reason=f"step {step}: groups applied different sums")
-        if any(record.attempt != attempt for record in records):
-            yield Finding(severity="invalid", reason=f"step {step}: a group applied another attempt than {attempt}")
-        appliers = Counter(record.group for record in records)
-        for group, times in sorted(appliers.items()):
-            if times > 1:
-                yield Finding(severity="invalid", reason=f"step {step}: group {group} applied it {times} times")
-        for group in sorted(set(range(run.num_groups)) - set(fold.fenced_at) - set(appliers)):
+        updates[record.step, record.attempt].append(record)
+    committed = {(commit.step, commit.attempt) for commit in fold.commits}
+    steps = {commit.step for commit in fold.commits}
+    for step, attempt in sorted(set(updates) - committed):
+        what = (
+            f"a group applied attempt {attempt}, another was committed" if step in steps else "applied without a commit"
+        )
+        yield Finding(severity="invalid", reason=f"step {step}: {what}")
+    for commit in fold.commits:
+        yield from _check_applied(run, fold, commit, updates.get((commit.step, commit.attempt), []))
+
+
+def _check_applied(run: RunRecord, fold: Fold, commit: Committed, records: list[UpdateRecord]) -> Iterator[Finding]:
+    total, step = run.num_groups * run.microbatches_per_shard, commit.step
+    if any(record.num_microbatches != total for record in records):
+        yield Finding(severity="invalid", reason=f"step {step}: the sum did not count {total} microbatches")
+    if len({(record.loss, record.grad_norm) for record in records}) > 1:
+        yield Finding(severity="invalid", reason=f"step {step}: groups applied different sums")
+    appliers = Counter(record.group for record in records)
+    for group, times in sorted(appliers.items()):
+        if times > 1:
+            yield Finding(severity="invalid", reason=f"step {step}: group {group} applied it {times} times")
+    if commit.is_undone:  # whoever was stopped before it applied the step is loaded from a checkpoint
+        return
+    for group in sorted(commit.members - set(appliers)):
+        if fold.last_fenced_at.get(group, -1) < commit.index:
             yield Finding(severity="unknown", reason=f"step {step}: no update of group {group} in the journal")
 
 
-def _check_params(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
+def _check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Wherever the parameters were compared, all groups had the same."""
-    digests: dict[int, dict[int, str]] = defaultdict(dict)
+    digests: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
     for record in journal.of(ParamsRecord):
-        digests[record.step][record.group] = record.sha256
-    for step, by_group in sorted(digests.items()):
+        digests[record.num_restarts, record.step][record.group] = record.sha256
+    for (_, step), by_group in sorted(digests.items()):
         if len(set(by_group.values())) > 1:
             yield Finding(severity="invalid", reason=f"after {step} steps the groups hold different parameters")
-    survivors = set(range(run.num_groups)) - set(fold.fenced_at)
-    for group in sorted(survivors - set(digests.get(len(fold.commits), {}))):
+    for group in sorted(fold.members - set(digests.get((fold.num_restarts, len(fold.kept)), {}))):
         yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
 
 
-def _check_faults(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
+def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every fault of the trace struck, and cost the run the group it hit."""
     struck = {(r.step, r.group, r.rank, r.phase) for r in journal.of(FaultRecord)}
-    is_log_whole = len(fold.entries) == max(fold.entries, default=-1) + 1
     for fault in run.faults:
-        if fault["step"] >= len(fold.commits):
+        if fault["step"] >= len(fold.kept):
             continue  # the run ended before it
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
             yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
-        elif fault["group"] not in fold.fenced_at and fault["step"] < run.num_steps - 1:
-            severity: Severity = "invalid" if is_log_whole else "unknown"
+        elif fault["group"] not in fold.last_fenced_at and fault["step"] < run.num_steps - 1:
+            severity: Severity = "invalid" if _is_whole(fold) else "unknown"
             yield Finding(severity=severity, reason=f"the fault {fault} struck, but no entry fences its group")
 
 
-def _check_end(journal: Journal, run: RunRecord, fold: _Fold) -> Iterator[Finding]:
+def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run came to an end that the journal tells of."""
     ends = journal.of(EndRecord)
     if len(ends) != 1:
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
-    elif ends[0].outcome == "finished" and len(fold.commits) != run.num_steps:
-        reason = f"the run finished with {len(fold.commits)} of {run.num_steps} steps committed"
+    elif ends[0].outcome == "finished" and len(fold.kept) != run.num_steps:
+        reason = f"the run finished with {len(fold.kept)} of {run.num_steps} steps committed"
         yield Finding(severity="invalid", reason=reason)
     elif ends[0].outcome in ("failed", "halted"):
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")

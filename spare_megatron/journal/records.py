@@ -89,6 +89,8 @@ class ParamsRecord:
     group: int
     step: int
     sha256: str
+    num_restarts: int = 0
+    """Restarts before it: the same step done again may end in other bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,10 +113,15 @@ class Chronicle:
 
     def finished(self, step: int, members: Sequence[GroupId]) -> None:
         """The run is at its end, with these groups."""
+        self.compared(step, members)
+        self._write(EndRecord(outcome="finished", reason="all steps are committed"))
+
+    def compared(self, step: int, members: Sequence[GroupId]) -> None:
+        """These groups compare their parameters after this many steps."""
         digest = hashlib.sha256(f"{self._scenario.name} after {step} steps".encode()).hexdigest()
         for group in members:
-            self._write(ParamsRecord(group=group, step=step, sha256=digest))
-        self._write(EndRecord(outcome="finished", reason="all steps are committed"))
+            record = ParamsRecord(group=group, step=step, sha256=digest, num_restarts=self._world.num_restarts)
+            self._write(record)
 
     def _computed(self, group: GroupId) -> list[Microbatch]:
         return [item for plan in self._plans for item in plan.work.of(group)]

@@ -117,6 +117,8 @@ class SpareRun:
                 self._compute_patch(plan)
             case SaveCheckpoint(step=step):
                 self._world.save(step)
+                if self._chronicle:
+                    self._chronicle.compared(step, self._members)
             case AdmitGroups(groups=groups):
                 self._world.take_in(groups)
             case StopWipeOut():

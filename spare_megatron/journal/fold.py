@@ -1,0 +1,140 @@
+"""The decision log as a journal has it, folded: who took part when, what was committed, what a restart undid."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spare_megatron.journal.records import RunRecord
+
+Members = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A commit entry.
+
+    Attributes:
+        index: Its place in the log.
+        step: The step.
+        attempt: The attempt.
+        members: The groups that took part when it was written; all of them voted.
+        saved: A checkpoint holds the state after it.
+        is_undone: A later restart went back before it.
+    """
+
+    index: int
+    step: int
+    attempt: int
+    members: Members
+    saved: bool
+    is_undone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """A whole log, as far as it is in the journal.
+
+    Attributes:
+        entries: Entry at each index.
+        commits: The commits in the order of the log.
+        last_fenced_at: Group -> index of the last entry that fenced it.
+        opened: Attempt -> the groups that took part when it began; attempts that no entry tells of are absent.
+        members: The groups that take part after the last entry.
+        num_restarts: Restarts from a checkpoint.
+        errors: What makes the log contradict itself.
+    """
+
+    entries: Mapping[int, dict[str, Any]]
+    commits: tuple[Committed, ...]
+    last_fenced_at: Mapping[int, int]
+    opened: Mapping[int, Members]
+    members: Members
+    num_restarts: int
+    errors: tuple[str, ...]
+
+    @property
+    def kept(self) -> tuple[Committed, ...]:
+        """The commits that no restart undid, in the order of the log."""
+        return tuple(commit for commit in self.commits if not commit.is_undone)
+
+
+class _Folding:
+    """The state between two entries."""
+
+    def __init__(self, run: RunRecord) -> None:
+        self.run = run
+        self.members: Members = frozenset(range(run.num_groups))
+        self.attempt = 0
+        self.commits: list[Committed] = []
+        self.undone: set[int] = set()
+        self.last_fenced_at: dict[int, int] = {}
+        self.opened: dict[int, Members] = {0: self.members}
+        self.num_restarts = 0
+        self.errors: list[str] = []
+
+    def take(self, index: int, entry: Mapping[str, Any]) -> None:
+        match entry["entry"]:
+            case "fence":
+                self.last_fenced_at[entry["group"]] = index
+                self.members -= {entry["group"]}
+            case "commit":
+                self._commit(index, entry)
+                self._open(entry["attempt"] + 1)
+            case "retry":
+                self._open(entry["attempt"] + 1)
+            case "restart":
+                self._restart(entry)
+                self._open(self.attempt + 1)
+
+    def _open(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.opened[attempt] = self.members
+
+    def _commit(self, index: int, entry: Mapping[str, Any]) -> None:
+        commit = Committed(
+            index=index,
+            step=entry["step"],
+            attempt=entry["attempt"],
+            members=self.members,
+            saved=bool(entry.get("save", False)),
+            is_undone=False,
+        )
+        self.commits.append(commit)
+        if commit.step + 1 < self.run.num_steps:  # the last commit takes nobody in
+            self.members |= frozenset(entry.get("admit", ()))
+
+    def _restart(self, entry: Mapping[str, Any]) -> None:
+        kept = [commit for commit in self.commits if commit.index not in self.undone]
+        saved = {0} | {commit.step + 1 for commit in kept if commit.saved}
+        if entry["step"] not in saved:
+            self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
+        self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}
+        self.members = frozenset(entry["members"])
+        self.num_restarts += 1
+
+
+def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
+    """Folds the entries in the order of their indices; indices may be missing."""
+    folding = _Folding(run)
+    for index in sorted(entries):
+        folding.take(index, entries[index])
+    commits = tuple(
+        Committed(
+            index=commit.index,
+            step=commit.step,
+            attempt=commit.attempt,
+            members=commit.members,
+            saved=commit.saved,
+            is_undone=commit.index in folding.undone,
+        )
+        for commit in folding.commits
+    )
+    return Fold(
+        entries=entries,
+        commits=commits,
+        last_fenced_at=folding.last_fenced_at,
+        opened=folding.opened,
+        members=folding.members,
+        num_restarts=folding.num_restarts,
+        errors=tuple(folding.errors),
+    )

@@ -71,6 +71,8 @@ class ControllerSetup:
     granularity: Granularity = "microbatch"
     save_interval_s: float | None = None
     """Seconds from one checkpoint to the next; None saves never."""
+    last_resort: bool = False
+    """Every group can read all data: shards without a surviving host go to any survivors; microbatches only."""
 
 
 class Controller:
@@ -84,7 +86,9 @@ class Controller:
         self.step = 0
         self.attempt = 0
         self._everybody = self.members
-        self._first_order = initial_order(setup.placement, setup.microbatches_per_shard, setup.granularity)
+        self._first_order = initial_order(
+            setup.placement, setup.microbatches_per_shard, setup.granularity, last_resort=setup.last_resort
+        )
         self._order: Order = self._first_order
         self._ordered_for = self._everybody
         self._assigned: list[Work] = []  # of this step: the plan, then its patches

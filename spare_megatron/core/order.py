@@ -6,11 +6,11 @@ from typing import Literal, Protocol
 import numpy as np
 
 from spare_megatron.core.placement import Placement
-from spare_megatron.core.reorder import initial_owners, patch_work, reorder_microbatches
+from spare_megatron.core.reorder import initial_owners, lend, patch_work, reorder_microbatches
 from spare_megatron.core.stack_reorder import StackOrder, reorder_stacks
 from spare_megatron.core.stack_reorder import initial_order as initial_stacks
 from spare_megatron.core.stepplan import Microbatch, Owners, Work, work_of
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, ShardId
 
 Granularity = Literal["microbatch", "stack"]
 
@@ -37,27 +37,56 @@ class Order(Protocol):
         """
 
 
-def initial_order(placement: Placement, num_microbatches: int, granularity: Granularity) -> Order:
-    """The order while nothing is lost: every group owns its home shard."""
+def initial_order(
+    placement: Placement, num_microbatches: int, granularity: Granularity, *, last_resort: bool = False
+) -> Order:
+    """The order while nothing is lost: every group owns its home shard.
+
+    Args:
+        placement: The hosts of every shard.
+        num_microbatches: Microbatches per shard.
+        granularity: Unit of reordering.
+        last_resort: Shards without a surviving host go to any survivors, for all groups can read the data.
+
+    Raises:
+        ValueError: Hosts of last resort are asked for whole shards.
+    """
+    if granularity == "stack" and last_resort:
+        raise ValueError("hosts of last resort take single microbatches: set the granularity to microbatch")
     if granularity == "stack":
         home = initial_owners(placement, 1)[:, 0]
         return WholeShards(placement, initial_stacks(placement), home, num_microbatches)
-    return SingleMicrobatches(placement, initial_owners(placement, num_microbatches))
+    return SingleMicrobatches(placement, initial_owners(placement, num_microbatches), last_resort=last_resort)
 
 
 class SingleMicrobatches:
     """Each microbatch has an owner of its own."""
 
-    def __init__(self, placement: Placement, owners: Owners) -> None:
+    def __init__(self, placement: Placement, owners: Owners, *, last_resort: bool = False) -> None:
         self._placement = placement
         self._owners = owners
+        self._last_resort = last_resort
         self.work = Work(owners)
 
     def for_groups(self, alive: frozenset[GroupId]) -> "SingleMicrobatches":
-        return SingleMicrobatches(self._placement, reorder_microbatches(self._placement, alive, self._owners).owners)
+        lost = self._without_host(alive)
+        owners = reorder_microbatches(self._placement, alive, self._owners, left_out=lost).owners
+        if lost:
+            items = [Microbatch(shard, k) for shard in lost for k in range(owners.shape[1])]
+            owners = lend(owners, items, alive)
+        return SingleMicrobatches(self._placement, owners, last_resort=self._last_resort)
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
-        return work_of(patch_work(self._placement, alive, orphans), self._owners.shape)
+        lost = frozenset(self._without_host(alive))
+        hosted = [item for item in orphans if item.shard not in lost]
+        work = work_of(patch_work(self._placement, alive, hosted), self._owners.shape)
+        if len(hosted) == len(orphans):
+            return work
+        return Work(lend(work.owners, [item for item in orphans if item.shard in lost], alive))
+
+    def _without_host(self, alive: frozenset[GroupId]) -> tuple[ShardId, ...]:
+        """The shards for a last resort: none if there is none, or nobody is left."""
+        return self._placement.uncovered(alive) if self._last_resort and alive else ()
 
 
 class WholeShards:

@@ -1,5 +1,6 @@
 """New owners for the microbatches of lost groups: least makespan, then fewest moves."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -8,8 +9,8 @@ import numpy as np
 
 from spare_megatron.core.matching import SpreadProblem, least_spread
 from spare_megatron.core.placement import IntArray, Placement, WipeOut
-from spare_megatron.core.stepplan import Microbatch, Owners
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.stepplan import NOBODY, Microbatch, Owners
+from spare_megatron.core.topology import GroupId, ShardId
 
 ReorderPath = Literal["unchanged", "orphans", "chains"]
 
@@ -57,7 +58,9 @@ def initial_owners(placement: Placement, num_microbatches: int) -> Owners:
     return _read_only(np.repeat(placement.host_array[:, :1], num_microbatches, axis=1).astype(np.int32))
 
 
-def reorder_microbatches(placement: Placement, alive: frozenset[GroupId], owners: Owners) -> Reorder:
+def reorder_microbatches(
+    placement: Placement, alive: frozenset[GroupId], owners: Owners, *, left_out: Sequence[ShardId] = ()
+) -> Reorder:
     """Owners of least makespan among surviving groups and, at that makespan, with the fewest moves.
 
     Any earlier state will do as the present one: several groups may be newly lost, and groups may have come back. A
@@ -67,9 +70,10 @@ def reorder_microbatches(placement: Placement, alive: frozenset[GroupId], owners
         placement: The hosts of every shard.
         alive: The surviving groups.
         owners: Present owner of each microbatch, shape (num_shards, m).
+        left_out: Shards that are nobody's affair here: they need no host, and their owners stay as they are.
 
     Raises:
-        WipeOut: Some shard has no surviving host.
+        WipeOut: Some shard that is not left out has no surviving host.
         ValueError: The owners are not of this shape.
 
     Notes:
@@ -81,16 +85,17 @@ def reorder_microbatches(placement: Placement, alive: frozenset[GroupId], owners
     if owners.ndim != 2 or len(owners) != placement.num_groups:
         raise ValueError(f"owners of shape {owners.shape} do not fit {placement.num_groups} shards")
     is_alive = placement.alive_mask(alive)
-    lost = placement.uncovered(alive)
+    lost = tuple(shard for shard in placement.uncovered(alive) if shard not in set(left_out))
     if lost:
         raise WipeOut(lost)
     kept = np.where(is_alive[placement.host_array], _count_owned(placement, owners), 0)
     demand = np.full(placement.num_groups, owners.shape[1], dtype=np.int64)
+    kept[list(left_out)] = demand[list(left_out)] = 0
     problem = SpreadProblem(
         placement=placement, is_alive=is_alive, demand=demand, free=kept.ravel(), start=kept.ravel()
     )
     spread = least_spread(problem)
-    num_orphans = owners.size - int(kept.sum())
+    num_orphans = int(demand.sum() - kept.sum())
     path: ReorderPath = "chains" if spread.cost > num_orphans else "orphans" if num_orphans else "unchanged"
     return Reorder(
         owners=_read_only(_hand_over(placement, owners, kept, spread.flow.reshape(kept.shape))),
@@ -143,6 +148,34 @@ def patch_work(
     return {group: tuple(work[group]) for group in sorted(work)}
 
 
+def lend(owners: Owners, items: Sequence[Microbatch], alive: frozenset[GroupId]) -> Owners:
+    """Owners with some microbatches given to any surviving groups, whichever have least to compute.
+
+    For data that every group can read. Whoever computes them reads them for that step alone, so that no owner is
+    better than another for having had them before.
+
+    Args:
+        owners: Present owners, NOBODY where a microbatch is not part of the work.
+        items: The microbatches to give away; what they count for now does not matter.
+        alive: The surviving groups, at least one.
+
+    Notes:
+        Ties to the lowest id; items in ascending order. No group's load grows beyond the larger of what it was and
+        ceil(total / alive), so that the makespan stays the least possible. Cost: O(n log N) for n items.
+    """
+    changed = owners.copy()
+    for item in items:
+        changed[item.shard, item.index] = NOBODY
+    present = np.bincount(changed[changed != NOBODY].ravel(), minlength=len(owners))
+    loads = [(int(present[group]), group) for group in sorted(alive)]
+    heapq.heapify(loads)
+    for item in sorted(items):
+        load, group = loads[0]
+        changed[item.shard, item.index] = group
+        heapq.heapreplace(loads, (load + 1, group))
+    return _read_only(changed)
+
+
 def _count_owned(placement: Placement, owners: Owners) -> IntArray:
     """For each shard and each of its hosts, the microbatches the host owns now."""
     # Microbatch by microbatch down the shards: sums over the first axis are several times faster.
@@ -161,7 +194,7 @@ def _groups_in_order(hosts: IntArray, counts: IntArray) -> IntArray:
 def _hand_over(placement: Placement, owners: Owners, kept: IntArray, flow: IntArray) -> Owners:
     """Present owners, changed so that each host owns as many microbatches of each shard as the flow says."""
     stays = np.minimum(kept, flow)
-    rows = np.flatnonzero(stays.sum(axis=1) < owners.shape[1])
+    rows = np.flatnonzero(stays.sum(axis=1) < flow.sum(axis=1))
     hosts, old = placement.host_array[rows], owners[rows]
     is_kept = np.zeros(old.shape, dtype=np.bool_)
     for column in range(placement.redundancy):

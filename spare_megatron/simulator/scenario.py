@@ -96,7 +96,7 @@ class Scenario:
             repair = RepairTimes(group_interval_s=n * interval_s, repair_s=max(back_s, 1e-3))
             if self.policy == "replication":
                 return shard_time_to_wipe_out_s(hosts, repair) / self.num_sets
-            return interval_s / np.finfo(float).tiny if hosts == n > 1 else survival(n, hosts, repair).mean_s
+            return inf if hosts == n > 1 else survival(n, hosts, repair).mean_s  # all groups down at a time: never
         covered = coverage_probabilities(n, hosts)
         if self.policy == "replication":
             covered = (1 - wiped_probabilities(n, hosts)) ** self.num_sets
@@ -131,6 +131,8 @@ def _problems(scenario: Scenario) -> list[str]:
             found.append(f"{name}={value} has to be 0 or more")
     if scenario.last_resort and scenario.policy != "spare":
         found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
+    if scenario.last_resort and scenario.granularity == "stack":
+        found.append("last_resort takes single microbatches; set granularity to microbatch")
     outside = {group for loss in scenario.failures.trace for group in loss.groups if not 0 <= group < n}
     if outside:
         found.append(f"the trace names groups {sorted(outside)[:5]}, but ids go from 0 to num_groups - 1 = {n - 1}")

@@ -68,6 +68,7 @@ class SpareRun:
             num_steps=scenario.num_steps,
             granularity=scenario.granularity,
             save_interval_s=None if cadence_s == float("inf") else cadence_s,
+            last_resort=scenario.last_resort,
         )
         self.decision_s = 0.0
         self._controller = Controller(setup)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron import __version__
-from spare_megatron.cli import check, plan, preprocess, train
+from spare_megatron.cli import check, plan, preprocess, simulate, train
 
 app = typer.Typer(
     name="spare",
@@ -32,6 +32,7 @@ def _spare(
 
 
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("preprocess")(preprocess.preprocess)
 app.command("train")(train.train)
 app.command("check")(check.check)

@@ -1,0 +1,288 @@
+"""`spare simulate`: how long training takes through losses, in virtual time."""
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.quantities import parse_duration_s
+
+if TYPE_CHECKING:
+    from spare_megatron.simulator.calibrate import Calibration
+    from spare_megatron.simulator.scenario import Scenario
+    from spare_megatron.simulator.sweep import Figures
+
+DEFAULT_PRESET = "paper_n600"
+PLOTTED_REDUNDANCIES = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20)
+ALL_POLICIES = "all"
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked: the options as they were written, None where absent."""
+
+    preset: str
+    settings: dict[str, str | int | None]
+    """Scenario setting -> value of the option of its own that it has."""
+    durations: dict[str, tuple[str, str | None]]
+    """Scenario setting -> option and duration."""
+    overrides: tuple[str, ...]
+    policy: str | None
+    sweep: str | None
+    seeds: int
+    jobs: int | None
+    out: Path | None
+    journal: Path | None
+    plot: Path | None
+    calibrate: Path | None
+    as_json: bool
+
+
+def simulate(
+    preset: Annotated[
+        str, typer.Option(help="Name of a preset (paper_n200, paper_n600, paper_n1000) or a TOML file.")
+    ] = DEFAULT_PRESET,
+    policy: Annotated[
+        str | None, typer.Option(help="spare, replication, checkpoint_only, or all to compare them.")
+    ] = None,
+    granularity: Annotated[
+        str | None, typer.Option(help="stack (whole shards, as in the paper) or microbatch.")
+    ] = None,
+    redundancy: Annotated[int | None, typer.Option(help="Hosts per shard.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per shard.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to commit.")] = None,
+    seeds: Annotated[int, typer.Option(help="Simulations of each scenario, seeded from 0.")] = 5,
+    repair: Annotated[
+        str | None, typer.Option(help="From the loss of a group until it is repaired, as in 10m.")
+    ] = None,
+    save: Annotated[str | None, typer.Option(help="How long training stands still for one save, as in 60s.")] = None,
+    join: Annotated[str | None, typer.Option(help="How long everybody waits when groups are taken in.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Take costs from what this run has measured.")
+    ] = None,
+    sweep_redundancy: Annotated[
+        str | None, typer.Option(metavar="FROM..TO", help="Simulate these redundancies: 2..20, or 3,4,6.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep each result in this JSON-lines file; those in it are not simulated again.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes.", show_default="one per processor")] = None,
+    journal: Annotated[Path | None, typer.Option(help="Write the journal of seed 0 here, for spare check.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write curves over the redundancy for every policy, and a timeline, to this PNG."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON; ci95 is half the interval.")] = False,
+) -> None:
+    """Simulate training through losses of groups, with the controller that real runs have.
+
+    Everything printed is simulated, not measured; with --calibrate from measured costs. Progress goes to stderr.
+    Exit codes: 2 bad input, 130 interrupted.
+    """
+    request = Request(
+        preset=preset,
+        settings={
+            "granularity": granularity,
+            "redundancy": redundancy,
+            "microbatches_per_shard": microbatches,
+            "num_steps": steps,
+        },
+        durations={
+            "repair_s": ("--repair", repair),
+            "costs.save_s": ("--save", save),
+            "costs.join_s": ("--join", join),
+        },
+        overrides=tuple(overrides or ()),
+        policy=policy,
+        sweep=sweep_redundancy,
+        seeds=seeds,
+        jobs=jobs,
+        out=out,
+        journal=journal,
+        plot=plot,
+        calibrate=calibrate,
+        as_json=as_json,
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    with explained_errors("simulate"):
+        try:
+            _simulate(request)
+        except KeyboardInterrupt:
+            kept = "" if out is None else f"; finished cases are in {out}, and the same command goes on from there"
+            typer.echo(f"spare simulate: interrupted{kept}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM ends a simulation as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def _simulate(request: Request) -> None:
+    from spare_megatron.cli.simulate_jobs import ResultFile, default_jobs, simulate_all
+    from spare_megatron.simulator.sweep import cases_of, given_up, summarize
+
+    _check_options(request)
+    measured = None if request.calibrate is None else measured_by(request.calibrate)
+    base = scenario_of(request, measured)
+    wanted, drawn = asked_for(request, base), for_the_plot(request, base)
+    results = simulate_all(
+        cases_of(dict.fromkeys((*wanted, *drawn)), request.seeds),
+        num_jobs=request.jobs or default_jobs(),
+        console=Console(stderr=True),
+        out=None if request.out is None else ResultFile(request.out),
+    )
+    if request.journal is not None:
+        _write_journal(wanted[0], request.journal)
+    if request.plot is not None:
+        from spare_megatron.cli.simulate_plot import write_plot
+        from spare_megatron.simulator.timeline import timeline_of
+
+        write_plot(request.plot, base, summarize(drawn, request.seeds, results), timeline_of(base, seed=0))
+    figures = summarize(wanted, request.seeds, results)
+    for reason in given_up(results.values()):
+        typer.echo(f"spare simulate: given up: {reason}", err=True)
+    _show(request, figures, measured)
+
+
+def scenario_of(request: Request, measured: "Calibration | None") -> "Scenario":
+    """The scenario of the preset, measured costs, overrides and options; the later wins.
+
+    Raises:
+        ValueError: A setting is unknown or out of range.
+    """
+    from spare_megatron.simulator.presets import load_scenario
+
+    settings = [f"costs.{name}={value!r}" for name, value in ({} if measured is None else measured.costs).items()]
+    settings += request.overrides
+    settings += [f"{name}={value}" for name, value in request.settings.items() if value is not None]
+    for name, (option, text) in request.durations.items():
+        if text is not None:
+            settings.append(f"{name}={parse_duration_s(option, text, is_zero_fine=True)!r}")
+    if request.policy is not None and request.policy != ALL_POLICIES:
+        settings.append(f"policy={request.policy.replace('-', '_')}")
+    return load_scenario(request.preset, settings)
+
+
+def measured_by(run_dir: Path) -> "Calibration":
+    """What a run has measured.
+
+    Raises:
+        ValueError: Its journal has nothing to measure by.
+        OSError: It cannot be read.
+    """
+    from spare_megatron.journal.files import read_journal
+    from spare_megatron.simulator.calibrate import calibrate
+
+    try:
+        return calibrate(read_journal(run_dir))
+    except ValueError as error:
+        raise ValueError(f"--calibrate {run_dir}: {error}") from error
+
+
+def asked_for(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
+    """What figures are printed of."""
+    from spare_megatron.simulator.sweep import VARIANTS, Variant, grid
+
+    if request.policy != ALL_POLICIES and request.sweep is None:
+        return (base,)
+    own = Variant(policy=base.policy, granularity=base.granularity)
+    return grid(
+        base, VARIANTS if request.policy == ALL_POLICIES else (own,), _redundancies(request, (base.redundancy,))
+    )
+
+
+def for_the_plot(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
+    """What the curves of a plot need: every policy over the redundancy."""
+    from spare_megatron.simulator.sweep import VARIANTS, grid
+
+    if request.plot is None:
+        return ()
+    default = tuple(r for r in PLOTTED_REDUNDANCIES if r <= base.num_groups)
+    return grid(base, VARIANTS, _redundancies(request, default))
+
+
+def parse_redundancies(text: str) -> tuple[int, ...]:
+    """Ascending redundancies of a text like 2..20 or 3,4,8..10.
+
+    Raises:
+        ValueError: The text says something else.
+
+    >>> parse_redundancies("3,5..7")
+    (3, 5, 6, 7)
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        try:
+            found.update(range(int(first), int(last if dots else first) + 1))
+        except ValueError:
+            raise ValueError(f"--sweep-redundancy {text}: not redundancies, as in 2..20 or 3,4,8..10") from None
+    if not found or min(found) < 1:
+        raise ValueError(f"--sweep-redundancy {text}: redundancies have to be 1 or more, the lower one first")
+    return tuple(sorted(found))
+
+
+def _redundancies(request: Request, default: tuple[int, ...]) -> tuple[int, ...]:
+    return default if request.sweep is None else parse_redundancies(request.sweep)
+
+
+def _check_options(request: Request) -> None:
+    """What can be wrong before anything is simulated, so that no hour of simulation is lost to it."""
+    for option, count in (("--seeds", request.seeds), ("--jobs", request.jobs)):
+        if count is not None and count < 1:
+            raise ValueError(f"{option} {count} is below 1")
+    if request.plot is not None:
+        from spare_megatron.cli.simulate_plot import check_path
+
+        check_path(request.plot)
+    if request.journal is not None and (request.journal / "journal").exists():
+        raise ValueError(f"--journal {request.journal} holds a journal already; name another directory")
+
+
+def _write_journal(scenario: "Scenario", run_dir: Path) -> None:
+    """Simulates seed 0 once more, and writes what a real run of the same history would have written."""
+    from spare_megatron.journal.records import encode_line
+    from spare_megatron.simulator.engine import simulate as simulate_one
+
+    folder = run_dir / "journal"
+    folder.mkdir(parents=True)
+    with (folder / "simulator.jsonl").open("w") as file:
+        simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
+
+
+def _show(request: Request, figures: "Sequence[Figures]", measured: "Calibration | None") -> None:
+    if request.as_json:
+        typer.echo(json.dumps(as_json_figures(figures, measured)))
+        return
+    from spare_megatron.cli.simulate_table import print_calibration, print_figures
+
+    console = Console()
+    if measured is not None:
+        print_calibration(measured, console)
+    print_figures(figures, console)
+    for what, path in (("journal", request.journal), ("curves", request.plot), ("results", request.out)):
+        if path is not None:
+            console.print(f"{what} in {path}", soft_wrap=True, highlight=False)
+
+
+def as_json_figures(figures: "Sequence[Figures]", measured: "Calibration | None") -> dict[str, Any]:
+    """What `--json` prints: the figures of the scenario, of several those of the best and under `cases` all."""
+    best = min(figures, key=lambda one: one.time_to_train_ratio.mean)
+    found: dict[str, Any] = asdict(best)
+    if len(figures) > 1:
+        found["cases"] = [asdict(one) for one in figures]
+    if measured is not None:
+        found["calibration"] = asdict(measured)
+    return found

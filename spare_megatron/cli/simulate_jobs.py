@@ -1,0 +1,145 @@
+"""Simulations in parallel processes, their results kept as they come."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from spare_megatron.simulator.sweep import (
+    Case,
+    CaseResult,
+    decode_results,
+    encode_result,
+    pending,
+    run_case,
+)
+
+_PLAIN_INTERVAL_S = 2.0
+"""Without a terminal, seconds between lines about finished cases."""
+
+
+class ResultFile:
+    """Finished cases, one JSON line each. What it holds already is not simulated again.
+
+    Raises:
+        ValueError: The file is there and holds something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        text = path.read_text() if path.exists() else ""
+        try:
+            self.found = decode_results(text)
+        except ValueError as error:
+            raise ValueError(f"--out {path}: {error}") from error
+        if text and not text.endswith("\n"):
+            # The last line was cut off in the middle: without this the next one would be appended to it.
+            os.truncate(path, len(text[: text.rfind("\n") + 1].encode()))
+        path.open("a").close()
+
+    def append(self, result: CaseResult) -> None:
+        """Hands the line to the operating system before the next case is waited for."""
+        with self._path.open("a") as file:
+            file.write(encode_result(result) + "\n")
+
+
+class CaseProgress:
+    """A bar over all cases on a terminal, plain lines elsewhere. Use as a context manager."""
+
+    def __init__(self, num_cases: int, num_done: int, console: Console) -> None:
+        self._console = console
+        self._num_cases, self._num_done = num_cases, num_done
+        self._next_line_at_s = 0.0
+        columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        last = TextColumn("{task.description}")
+        self._bar = Progress(*columns, TimeRemainingColumn(), last, console=console, transient=True)
+        self._task = self._bar.add_task("", total=num_cases, completed=num_done)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        elif self._num_done:
+            self._console.print(f"{self._num_done} of {self._num_cases} cases were done before", highlight=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def take(self, result: CaseResult) -> None:
+        """Shows that a case is done."""
+        self._num_done += 1
+        text = (
+            f"{result.policy} {result.granularity} r={result.redundancy} seed {result.seed}: "
+            f"{'given up' if result.stalled else f'{result.time_to_train_ratio:.3f} x'} in {result.wall_s:.1f} s"
+        )
+        self._bar.update(self._task, completed=self._num_done, description=text)
+        is_last = self._num_done == self._num_cases
+        if not self._console.is_terminal and (time.monotonic() >= self._next_line_at_s or is_last):
+            self._next_line_at_s = time.monotonic() + _PLAIN_INTERVAL_S
+            self._console.print(f"case {self._num_done}/{self._num_cases}  {text}", highlight=False, soft_wrap=True)
+
+
+def simulate_all(
+    cases: Sequence[Case], *, num_jobs: int, console: Console, out: ResultFile | None = None
+) -> dict[str, CaseResult]:
+    """Digest -> result of all cases.
+
+    Args:
+        cases: What to simulate.
+        num_jobs: Processes; 1 simulates in this one.
+        console: Where progress is shown.
+        out: Results of earlier calls, and where new ones are kept.
+
+    Raises:
+        KeyboardInterrupt: On SIGINT or SIGTERM, after the processes have been told to end. Finished cases are kept.
+    """
+    results = dict(out.found) if out is not None else {}
+    left = pending(cases, results)
+    with CaseProgress(len(cases), len(cases) - len(left), console) as progress:
+        for result in _simulated(left, min(num_jobs, len(left))):
+            results[result.digest] = result
+            if out is not None:
+                out.append(result)
+            progress.take(result)
+    return results
+
+
+def default_jobs() -> int:
+    """One process for each processor that this one may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _simulated(cases: Sequence[Case], num_jobs: int) -> Iterator[CaseResult]:
+    if num_jobs <= 1:
+        yield from map(_simulate_one, cases)
+        return
+    # Fresh processes: a fork of one with threads (progress, solvers) may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_die_of_interrupts) as pool:
+        try:
+            for future in as_completed([pool.submit(_simulate_one, case) for case in cases]):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def _simulate_one(case: Case) -> CaseResult:
+    return run_case(case, time.perf_counter)
+
+
+def _die_of_interrupts() -> None:
+    """Ctrl-C reaches every process of the terminal; only the first one has something to say about it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,0 +1,188 @@
+"""The curves of `spare simulate --plot`. All lines are simulated; the paper's points are points without a line."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+
+mpl.use("agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
+
+from spare_megatron.cli.plan_plot import _INK, _STYLES
+from spare_megatron.cli.quantities import format_duration
+from spare_megatron.simulator.published import published
+from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.sweep import Estimate, Figures, variant_name
+from spare_megatron.simulator.timeline import Moment
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+STYLES = {
+    ("spare", "stack"): _STYLES["stack"],
+    ("spare", "microbatch"): _STYLES["microbatch"],
+    ("replication", "stack"): ("#CC79A7", "D"),
+    ("checkpoint_only", "stack"): ("#E69F00", ""),
+}
+"""Okabe and Ito's palette, and a marker for each so that colour is not needed."""
+_MOST_SAVES_SHOWN = 200
+_HIGHEST_RATIO = 3.0
+"""Ratios above this many times the least one of the policy are cut off."""
+
+
+def check_path(path: Path) -> None:
+    """Refuses what cannot be written.
+
+    Raises:
+        ValueError: The file's name does not end with .png.
+        FileNotFoundError: Its folder is missing.
+    """
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--plot {path}: the name has to end with .png")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--plot {path}: there is no folder {path.parent}")
+
+
+def write_plot(path: Path, base: Scenario, figures: Sequence[Figures], timeline: Sequence[Moment]) -> None:
+    """Time to train and availability over the redundancy, and one run, in one PNG file.
+
+    Args:
+        path: The file.
+        base: The scenario that was varied.
+        figures: Every policy and redundancy.
+        timeline: A run of the base scenario.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
+    with mpl.rc_context(settings):
+        figure, axes = plt.subplot_mosaic(
+            [["ratio", "availability"], ["groups", "groups"], ["steps", "steps"]],
+            figsize=(13, 10),
+            height_ratios=(2.2, 1, 1),
+            layout="constrained",
+        )
+        _over_redundancy(axes["ratio"], base, figures, lambda one: one.time_to_train_ratio, is_ratio=True)
+        _over_redundancy(axes["availability"], base, figures, lambda one: one.availability, is_ratio=False)
+        _timeline(axes["groups"], axes["steps"], base, timeline)
+        figure.suptitle(_describe(base, figures[0].seeds))
+        figure.savefig(path, dpi=130, format="png")
+        plt.close(figure)
+
+
+def _describe(base: Scenario, num_seeds: int) -> str:
+    interval_s = base.failures.mean_interval_s(base.num_groups)
+    repair = "" if base.repair_s is None else f", repair {format_duration(base.repair_s)}"
+    return (
+        f"{base.name}: {base.num_groups} groups, one lost every {format_duration(interval_s)}, "
+        f"restart {format_duration(base.costs.restart_s)}, save {format_duration(base.costs.save_s)}{repair}, "
+        f"{base.num_steps} steps (simulated, not measured; {num_seeds} {'seed' if num_seeds == 1 else 'seeds'})"
+    )
+
+
+def _over_redundancy(
+    axes: "Axes",
+    base: Scenario,
+    figures: Sequence[Figures],
+    value_of: Callable[[Figures], Estimate],
+    *,
+    is_ratio: bool,
+) -> None:
+    factor = 1.0 if is_ratio else 100.0
+    for (policy, granularity), (colour, marker) in STYLES.items():
+        found = [one for one in figures if (one.policy, one.granularity) == (policy, granularity)]
+        if not found:
+            continue
+        best = (min if is_ratio else max)(found, key=lambda one: value_of(one).mean)
+        text = f"{value_of(best).mean:.2f}" if is_ratio else f"{value_of(best).mean:.1%}"
+        name = variant_name(policy, granularity)
+        if policy == "checkpoint_only":
+            if not is_ratio or value_of(best).mean <= _ceiling(figures):
+                axes.axhline(factor * value_of(best).mean, color=colour, label=f"{name}: {text}")
+            else:
+                axes.plot([], [], color=colour, label=f"{name}: {text}, above the axis")
+            continue
+        axes.errorbar(
+            [one.redundancy for one in found],
+            [factor * value_of(one).mean for one in found],
+            yerr=[factor * (value_of(one).ci95 or 0.0) for one in found],
+            color=colour,
+            marker=marker,
+            markersize=4,
+            capsize=2,
+            label=f"{name}: best {text} at r = {best.redundancy}",
+        )
+    _published_points(axes, base, is_ratio=is_ratio)
+    axes.set_ylim(*((0.95, _ceiling(figures)) if is_ratio else (0, 101)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ratio, share = "time / time without losses and saves", "time outside saves, restarts and what they undo (%)"
+    axes.set(
+        title="Time to train (simulated)" if is_ratio else "Availability (simulated)",
+        xlabel="redundancy r (hosts per shard; groups in a replication set)",
+        ylabel=ratio if is_ratio else share,
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _ceiling(figures: Sequence[Figures]) -> float:
+    """Above the best of every policy but checkpoint_only, which may be off by orders of magnitude, and the paper's."""
+    kinds = {(one.policy, one.granularity) for one in figures if one.policy != "checkpoint_only"}
+    best = [
+        min(one.time_to_train_ratio.mean for one in figures if (one.policy, one.granularity) == kind) for kind in kinds
+    ]
+    paper = [point.time_to_train_ratio for point in published(figures[0].name)]
+    return max(_HIGHEST_RATIO * min(best), 1.3 * max(best), *(1.1 * ratio for ratio in paper), 1.5)
+
+
+def _published_points(axes: "Axes", base: Scenario, *, is_ratio: bool) -> None:
+    for point in published(base.name):
+        colour, _ = STYLES[point.policy, "stack"]
+        value = point.time_to_train_ratio if is_ratio else 100 * point.availability
+        axes.plot(
+            point.redundancy,
+            value,
+            marker="*",
+            markersize=15,
+            linestyle="none",
+            color=colour,
+            markeredgecolor=_INK,
+            label=f"the paper's {point.policy}: {value:.2f}" + ("" if is_ratio else "%"),
+        )
+
+
+def _timeline(groups: "Axes", steps: "Axes", base: Scenario, moments: Sequence[Moment]) -> None:
+    """Groups that take part, and steps done, over the hours of one run; restarts shaded."""
+    unit_s, unit = (3600.0, "hours") if moments[-1].at_s < 5 * 86400 else (86400.0, "days")
+    policy = "checkpoint_only" if base.policy == "checkpoint_only" else "spare"
+    colour, _ = STYLES[policy, "stack" if policy == "checkpoint_only" else base.granularity]
+    at = [0.0, *(moment.at_s / unit_s for moment in moments)]
+    groups.step(at, [base.num_groups, *(m.num_alive for m in moments)], where="post", color=colour, linewidth=1.2)
+    steps.step(at, [0, *(m.num_steps for m in moments)], where="post", color=colour, linewidth=1.2)
+    ideal_s = base.costs.compute_s + base.costs.reduce_s
+    last = min(moments[-1].at_s / ideal_s, base.num_steps)
+    steps.plot([0, last * ideal_s / unit_s], [0, last], color=_INK, linestyle=":", label="without losses and saves")
+    restarts = [moment.at_s for moment in moments if moment.what == "restart"]
+    for index, at_s in enumerate(restarts):
+        for axes in (groups, steps):
+            label = f"restart ({len(restarts)})" if index == 0 else None
+            axes.axvspan((at_s - base.costs.restart_s) / unit_s, at_s / unit_s, color="#999999", alpha=0.5, label=label)
+    saves = [moment for moment in moments if moment.what == "save"]
+    if len(saves) <= _MOST_SAVES_SHOWN:
+        label = f"save ({len(saves)})"
+        steps.plot([m.at_s / unit_s for m in saves], [m.num_steps for m in saves], "|", color=_INK, label=label)
+    name = variant_name(policy, base.granularity)
+    groups.set(
+        title=f"One run: {name}, r = {base.redundancy}, seed 0 (simulated)",
+        ylabel="groups taking part",
+        xlim=(0, at[-1]),
+    )
+    groups.set_ylim(0, 1.05 * base.num_groups)
+    steps.set(xlabel=f"time ({unit})", ylabel="steps done", xlim=(0, at[-1]), ylim=(0, None))
+    for axes in (groups, steps):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=9, loc="lower right")

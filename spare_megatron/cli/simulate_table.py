@@ -1,0 +1,101 @@
+"""What `spare simulate` prints."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from spare_megatron.cli.quantities import format_count, format_duration
+from spare_megatron.simulator.calibrate import Calibration
+from spare_megatron.simulator.published import published
+from spare_megatron.simulator.sweep import Estimate, Figures, variant_name
+
+_SMALLEST_TERM = 5e-4
+"""Terms that add less to the ratio are rounded to nothing and left out."""
+
+
+def print_figures(listed: Sequence[Figures], console: Console) -> None:
+    """One scenario in full, or a line for each of several and the best in full."""
+    best = min(listed, key=lambda figures: figures.time_to_train_ratio.mean)
+    if len(listed) > 1:
+        console.print(_comparison(listed, best))
+    console.print(_two_columns(_title(best, is_best=len(listed) > 1), _rows(best)))
+    console.print(_two_columns("what keeps it from 1", _term_rows(best)))
+
+
+def print_calibration(found: Calibration, console: Console) -> None:
+    """What a real run has measured."""
+    console.print(_two_columns(f"measured in the run {found.name}", _calibration_rows(found)))
+
+
+def _title(figures: Figures, *, is_best: bool) -> str:
+    return f"{'best: ' if is_best else ''}{figures.name}, {variant_name(figures.policy, figures.granularity)}"
+
+
+def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
+    yield "groups, hosts per shard", f"{figures.num_groups}, {figures.redundancy}"
+    yield "seeds", str(figures.seeds)
+    yield "time to train", f"{_with_interval(figures.time_to_train_ratio, 1, 3)} x failure-free"
+    yield "availability", f"{_with_interval(figures.availability, 100, 2)} %"
+    yield "restarts", format_count(figures.restarts)
+    yield "losses", format_count(figures.losses)
+    for point in published(figures.name):
+        if point.policy == figures.policy:
+            said = f"{point.time_to_train_ratio} x, {point.availability:.2%} at r = {point.redundancy}"
+            yield f"the paper's {point.policy}", said
+    yield "simulated in", f"{format_duration(figures.wall_s)}, {format_duration(figures.decision_s)} of it deciding"
+
+
+def _term_rows(figures: Figures) -> Iterator[tuple[str, str]]:
+    """What adds up to the ratio, the largest first."""
+    yield "without losses and saves", " 1.000"
+    for name, share in sorted(figures.terms.items(), key=lambda item: -item[1]):
+        if abs(share) >= _SMALLEST_TERM:
+            yield name.replace("_", " "), f"{share:+.3f}"
+
+
+def _comparison(listed: Sequence[Figures], best: Figures) -> Table:
+    table = Table(title="simulated", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    for name in ("policy", "hosts", "seeds", "time to train", "availability %", "restarts", "losses"):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for figures in listed:
+        table.add_row(
+            variant_name(figures.policy, figures.granularity),
+            str(figures.redundancy),
+            str(figures.seeds),
+            _with_interval(figures.time_to_train_ratio, 1, 2),
+            _with_interval(figures.availability, 100, 1),
+            format_count(figures.restarts),
+            format_count(figures.losses),
+            style="bold" if figures is best else "",
+        )
+    return table
+
+
+def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
+    yield "steps without a loss", str(found.num_steps)
+    yield "losses recovered from", str(found.num_recoveries)
+    yield "compute of one shard", f"{format_duration(found.compute_s)}, spread {found.jitter:.0%}"
+    yield "rest of a step", format_duration(found.reduce_s)
+    stages = {
+        "detect": found.detect_s,
+        "agree": found.agree_s,
+        "rebuild": found.rebuild_s,
+        "patch, per microbatch": found.patch_s,
+        "reduce again": found.retry_s,
+    }
+    for name, seconds in stages.items():
+        yield name, "not measured: no loss" if seconds is None else format_duration(seconds)
+
+
+def _with_interval(found: Estimate, factor: float, digits: int) -> str:
+    text = f"{found.mean * factor:.{digits}f}"
+    return text if found.ci95 is None else f"{text} +- {found.ci95 * factor:.{digits}f}"
+
+
+def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:
+    table = Table(title=title, show_header=False, box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

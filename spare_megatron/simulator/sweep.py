@@ -1,0 +1,294 @@
+"""Many simulations: which cases there are, which are still to be done, and what they say together.
+
+A case is one scenario with one seed. Its digest names it in a file of results, so that a sweep that was interrupted
+goes on where it stopped, and results of other scenarios or of another version are never taken for its own.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+from spare_megatron import __version__
+from spare_megatron.core.order import Granularity
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.scenario import Policy, Scenario
+from spare_megatron.simulator.world import Stalled
+
+Clock = Callable[[], float]
+
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A way to train through losses; granularity matters to "spare" alone."""
+
+    policy: Policy
+    granularity: Granularity
+
+
+VARIANTS = (
+    Variant(policy="checkpoint_only", granularity="stack"),
+    Variant(policy="replication", granularity="stack"),
+    Variant(policy="spare", granularity="stack"),
+    Variant(policy="spare", granularity="microbatch"),
+)
+
+
+def variant_name(policy: str, granularity: str) -> str:
+    """Short, for tables and legends.
+
+    >>> variant_name("spare", "stack"), variant_name("checkpoint_only", "stack")
+    ('spare, stack', 'checkpoint-only')
+    """
+    return f"{policy}, {granularity}" if policy == "spare" else policy.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One simulation to be done."""
+
+    scenario: Scenario
+    seed: int
+
+    @property
+    def digest(self) -> str:
+        """Names the case among all scenarios, seeds and versions."""
+        return hashlib.sha256(f"{__version__} {self.seed} {self.scenario!r}".encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """One simulation that was done.
+
+    Attributes:
+        digest: That of its case.
+        name: Name of the scenario.
+        policy: As in the scenario; so are granularity, num_groups and redundancy.
+        seed: Of the simulation.
+        num_steps: Steps committed.
+        end_s: Virtual seconds until the last commit.
+        failure_free_s: The same with no losses and no saves.
+        time_to_train_ratio: The former over the latter.
+        availability: Share of the time that goes into steps that count.
+        restarts: Restarts from a save.
+        losses: Groups lost.
+        terms: What each cause adds to the ratio, which is 1 with no losses and no saves.
+        decision_s: Real seconds spent deciding.
+        wall_s: Real seconds the simulation took.
+        stalled: Why the run was given up; then there are no figures. Empty otherwise.
+    """
+
+    digest: str
+    name: str
+    policy: str
+    granularity: str
+    num_groups: int
+    redundancy: int
+    seed: int
+    num_steps: int = 0
+    end_s: float = 0.0
+    failure_free_s: float = 0.0
+    time_to_train_ratio: float = 0.0
+    availability: float = 0.0
+    restarts: int = 0
+    losses: int = 0
+    terms: dict[str, float] = field(default_factory=dict)
+    decision_s: float = 0.0
+    wall_s: float = 0.0
+    stalled: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean, and half the width of its 95% confidence interval by Student's t; None with fewer than two samples."""
+
+    mean: float
+    ci95: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What the seeds of one scenario say together. The first nine fields are a contract of `spare simulate --json`.
+
+    Attributes:
+        seeds: How many there were.
+        terms: What each cause adds to the ratio, on average: all together the ratio - 1.
+        wall_s: Real seconds of all simulations together.
+    """
+
+    policy: str
+    granularity: str
+    num_groups: int
+    redundancy: int
+    seeds: int
+    time_to_train_ratio: Estimate
+    availability: Estimate
+    restarts: float
+    losses: float
+    name: str
+    terms: dict[str, float]
+    decision_s: float
+    wall_s: float
+
+
+def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int]) -> tuple[Scenario, ...]:
+    """The base scenario for every variant and redundancy; for checkpoint_only, which has none, once.
+
+    Raises:
+        ValueError: There are not that many groups.
+    """
+    return tuple(
+        replace(
+            base,
+            policy=variant.policy,
+            granularity=variant.granularity,
+            redundancy=redundancy,
+            last_resort=base.last_resort and variant.policy == "spare",
+        )
+        for variant in variants
+        for redundancy in ((1,) if variant.policy == "checkpoint_only" else redundancies)
+    )
+
+
+def cases_of(scenarios: Iterable[Scenario], num_seeds: int) -> tuple[Case, ...]:
+    """Every scenario with seeds from 0, all of one seed before the next, so that early results cover the sweep."""
+    listed = tuple(scenarios)
+    return tuple(Case(scenario=scenario, seed=seed) for seed in range(num_seeds) for scenario in listed)
+
+
+def run_case(case: Case, clock: Clock) -> CaseResult:
+    """Simulates it.
+
+    Args:
+        case: What to simulate.
+        clock: Seconds, to tell how long the simulation and its decisions took.
+    """
+    began_s = clock()
+    try:
+        result = simulate(case.scenario, case.seed, clock=clock)
+    except Stalled as stalled:
+        return replace(_nothing_of(case), stalled=str(stalled), wall_s=clock() - began_s)
+    return replace(
+        _nothing_of(case),
+        num_steps=result.num_steps,
+        end_s=result.end_s,
+        failure_free_s=result.failure_free_s,
+        time_to_train_ratio=result.time_to_train_ratio,
+        availability=result.availability,
+        restarts=result.restarts,
+        losses=result.losses,
+        terms=result.excess(),
+        decision_s=result.decision_s,
+        wall_s=clock() - began_s,
+    )
+
+
+def _nothing_of(case: Case) -> CaseResult:
+    scenario = case.scenario
+    return CaseResult(
+        digest=case.digest,
+        name=scenario.name,
+        policy=scenario.policy,
+        granularity=scenario.granularity,
+        num_groups=scenario.num_groups,
+        redundancy=scenario.redundancy,
+        seed=case.seed,
+    )
+
+
+def pending(cases: Iterable[Case], done: Mapping[str, CaseResult]) -> tuple[Case, ...]:
+    """The cases without a result among these."""
+    return tuple(case for case in cases if case.digest not in done)
+
+
+def encode_result(result: CaseResult) -> str:
+    """The result as JSON, without a line end."""
+    return json.dumps(asdict(result), separators=(",", ":"))
+
+
+def decode_results(text: str) -> dict[str, CaseResult]:
+    """Digest -> result of every line. A last line without an end was cut off: its case is still to be done.
+
+    Raises:
+        ValueError: A line is no result of a simulation.
+    """
+    results: dict[str, CaseResult] = {}
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        result = _decode(line, number)
+        results[result.digest] = result
+    return results
+
+
+def _decode(line: str, number: int) -> CaseResult:
+    try:
+        fields: Any = json.loads(line)
+        return CaseResult(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"line {number} is no result of a simulation: {line[:60]}") from error
+
+
+def estimate(samples: Sequence[float]) -> Estimate:
+    """Mean and confidence of independent samples.
+
+    half width = t(0.975, n - 1) s / sqrt(n), s the sample standard deviation.
+
+    >>> estimate([1.0, 2.0, 3.0])
+    Estimate(mean=2.0, ci95=2.484137711954...)
+    >>> estimate([1.5])
+    Estimate(mean=1.5, ci95=None)
+    """
+    n = len(samples)
+    mean = float(np.mean(samples))
+    if n < 2:
+        return Estimate(mean=mean, ci95=None)
+    quantile = float(stdtrit(n - 1, (1 + _CONFIDENCE) / 2))
+    return Estimate(mean=mean, ci95=quantile * float(np.std(samples, ddof=1)) / math.sqrt(n))
+
+
+def figures_of(results: Sequence[CaseResult]) -> Figures:
+    """What the results of one scenario say together."""
+    first = results[0]
+    names = dict.fromkeys(name for result in results for name in result.terms)
+    return Figures(
+        policy=first.policy,
+        granularity=first.granularity,
+        num_groups=first.num_groups,
+        redundancy=first.redundancy,
+        seeds=len(results),
+        time_to_train_ratio=estimate([result.time_to_train_ratio for result in results]),
+        availability=estimate([result.availability for result in results]),
+        restarts=float(np.mean([result.restarts for result in results])),
+        losses=float(np.mean([result.losses for result in results])),
+        name=first.name,
+        terms={name: float(np.mean([result.terms.get(name, 0.0) for result in results])) for name in names},
+        decision_s=sum(result.decision_s for result in results),
+        wall_s=sum(result.wall_s for result in results),
+    )
+
+
+def summarize(scenarios: Iterable[Scenario], num_seeds: int, results: Mapping[str, CaseResult]) -> tuple[Figures, ...]:
+    """The figures of every scenario none of whose seeds was given up."""
+    found: list[Figures] = []
+    for scenario in scenarios:
+        cases = (Case(scenario=scenario, seed=seed) for seed in range(num_seeds))
+        own = [results[case.digest] for case in cases]
+        if not any(result.stalled for result in own):
+            found.append(figures_of(own))
+    return tuple(found)
+
+
+def given_up(results: Iterable[CaseResult]) -> tuple[str, ...]:
+    """Why simulations were given up, a line for each scenario and reason."""
+    reasons = (
+        f"{variant_name(result.policy, result.granularity)}, r = {result.redundancy}: {result.stalled}"
+        for result in results
+        if result.stalled
+    )
+    return tuple(dict.fromkeys(reasons))

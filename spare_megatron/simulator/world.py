@@ -86,6 +86,7 @@ class World:
         self.failure_free_s = float(factors.sum() * scenario.costs.compute_s) + (
             scenario.num_steps * scenario.costs.reduce_s
         )
+        self._unnoticed: list[GroupId] = []
         self.num_restarts = 0
         self.num_saves = 0
         self.saved_step = 0
@@ -104,6 +105,11 @@ class World:
 
     def lost_meanwhile(self) -> list[GroupId]:
         """Groups lost up to now that nobody has asked for yet."""
+        lost = [*self._unnoticed, *self._just_lost()]
+        self._unnoticed = []
+        return lost
+
+    def _just_lost(self) -> list[GroupId]:
         return [group for loss in self.fleet.lose_until(self.now_s) for group in loss.groups]
 
     def wait(self, phases: Sequence[tuple[str, float]]) -> tuple[GroupId, ...]:
@@ -134,6 +140,7 @@ class World:
 
     def take_in(self, groups: tuple[GroupId, ...]) -> None:
         """Everybody waits while these groups are taken in."""
+        self._unnoticed += self._just_lost()  # who comes in now was not hit by what has been
         self.fleet.take_in(self.now_s, groups)
         self.ledger.spend("join", self.scenario.costs.join_s)
 

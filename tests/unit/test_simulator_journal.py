@@ -1,0 +1,147 @@
+"""A simulated run journals what a real one does, and the same check proves it."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.check import Verdict, check_journal
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, Line, LossRecord, ParamsRecord, encode_line
+from spare_megatron.journal.summary import summarize
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec, Loss
+from spare_megatron.simulator.scenario import Scenario
+
+SCENARIO = Scenario(
+    name="journaled",
+    num_groups=7,
+    redundancy=3,
+    microbatches_per_shard=3,
+    num_steps=40,
+    costs=CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.05, detect_s=2.0, save_s=5.0, restart_s=200.0, join_s=4.0),
+    failures=FailureSpec(mean_s=150.0, shape=0.78),
+    save_interval_s=300.0,
+)
+
+
+def journal_of(scenario: Scenario, seed: int = 1) -> list[Line]:
+    lines: list[Line] = []
+    simulate(scenario, seed, journal=lines.append)
+    return lines
+
+
+def verdict_of(lines: list[Line]) -> Verdict:
+    return check_journal(Journal(lines=tuple(lines)))
+
+
+def entries(lines: list[Line], kind: str) -> list[dict[str, Any]]:
+    return [r.entry for line in lines if isinstance(r := line.record, EntryRecord) and r.entry["entry"] == kind]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "restarts": {},
+    "stack": {"granularity": "stack"},
+    "rejoin": {"repair_s": 300.0},
+    "checkpoint_only": {"policy": "checkpoint_only"},
+    "last_resort": {"redundancy": 1, "last_resort": True, "repair_s": 300.0},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("seed", range(4))
+def test_every_simulated_journal_is_valid(seed: int, changes: dict[str, Any]) -> None:
+    lines = journal_of(dataclasses.replace(SCENARIO, **changes), seed)
+    assert verdict_of(lines) == Verdict(verdict="valid", reasons=(), steps_committed=40)
+    assert any(isinstance(line.record, LossRecord) for line in lines)
+
+
+def test_the_journals_tell_of_restarts_and_joins() -> None:
+    lines = journal_of(SCENARIO)
+    assert entries(lines, "restart")
+    summary = summarize(Journal(lines=tuple(lines)))
+    assert summary.steps_lost == len(entries(lines, "commit")) - 40
+    rejoined = journal_of(dataclasses.replace(SCENARIO, repair_s=300.0))
+    assert any(entry["admit"] for entry in entries(rejoined, "commit"))
+
+
+def test_the_same_seed_gives_the_same_journal_byte_for_byte_and_journaling_changes_nothing() -> None:
+    first, again = ("\n".join(map(encode_line, journal_of(SCENARIO))) for _ in range(2))
+    assert first == again
+    assert first != "\n".join(map(encode_line, journal_of(SCENARIO, seed=2)))
+    lines: list[Line] = []
+    assert simulate(SCENARIO, 1, journal=lines.append) == simulate(SCENARIO, 1)
+
+
+# --------------------------------------------------------------- what the check says of joins and restarts gone wrong
+
+
+def replaced(lines: list[Line], old: object, new: object) -> list[Line]:
+    return [dataclasses.replace(line, record=new) if line.record is old else line for line in lines]  # type: ignore[arg-type]
+
+
+def test_a_group_that_contributes_between_its_fence_and_its_return_is_found() -> None:
+    one_loss = FailureSpec(kind="trace", trace=(Loss(at_s=10.0, groups=(GroupId(1),)),))
+    lines = journal_of(dataclasses.replace(SCENARIO, repair_s=50.0, failures=one_loss))
+    records = [line.record for line in lines if isinstance(line.record, EntryRecord)]
+    entry = next(record for record in records if record.entry.get("admit"))
+    nobody = dataclasses.replace(entry, entry={**entry.entry, "admit": ()})
+    answer = verdict_of(replaced(lines, entry, nobody))
+    assert answer.verdict == "invalid"
+    assert any("contributed after it was fenced" in reason for reason in answer.reasons)
+
+
+def test_a_restart_to_a_step_that_was_never_saved_is_found() -> None:
+    lines = journal_of(SCENARIO)
+    unsaved = [
+        dataclasses.replace(line, record=dataclasses.replace(r, entry={**r.entry, "save": False}))
+        if isinstance(r := line.record, EntryRecord) and r.entry.get("save")
+        else line
+        for line in lines
+    ]
+    assert unsaved != lines
+    answer = verdict_of(unsaved)
+    assert answer.verdict == "invalid"
+    assert any("which was never saved" in reason for reason in answer.reasons)
+
+
+def test_a_step_that_was_done_again_may_end_in_other_parameters_but_the_groups_have_to_agree() -> None:
+    lines = journal_of(SCENARIO)
+    last = [line.record for line in lines if isinstance(line.record, ParamsRecord)][-1]
+    answer = verdict_of(replaced(lines, last, dataclasses.replace(last, sha256="0")))
+    assert answer.verdict == "invalid"
+    assert "hold different parameters" in answer.reasons[0]
+    early = [line.record for line in lines if isinstance(r := line.record, ParamsRecord) and r.num_restarts == 0]
+    other = [
+        dataclasses.replace(line, record=dataclasses.replace(line.record, sha256="0"))  # type: ignore[type-var]
+        if line.record in early
+        else line
+        for line in lines
+    ]
+    assert other != lines
+    assert verdict_of(other).verdict == "valid"
+
+
+def test_a_missing_contribution_of_a_step_that_was_undone_is_missed_too() -> None:
+    lines = journal_of(SCENARIO)
+    entry_at = {i: line.record.entry for i, line in enumerate(lines) if isinstance(line.record, EntryRecord)}
+    restart_at = next(i for i, entry in entry_at.items() if entry["entry"] == "restart")
+    gone = next(
+        line.record
+        for line in reversed(lines[:restart_at])
+        if isinstance(r := line.record, ContributionRecord) and r.group != GroupId(0) and is_committed(lines, r.attempt)
+    )
+    answer = verdict_of([line for line in lines if line.record is not gone])
+    assert answer.verdict == "unknown"
+    assert "contribution of group" in answer.reasons[0]
+
+
+def is_committed(lines: list[Line], attempt: int) -> bool:
+    return any(entry["attempt"] == attempt for entry in entries(lines, "commit"))
+
+
+def test_replication_has_no_log_to_journal() -> None:
+    with pytest.raises(ValueError, match="nothing to journal"):
+        simulate(dataclasses.replace(SCENARIO, policy="replication"), 0, journal=lambda _: None)

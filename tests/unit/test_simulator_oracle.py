@@ -1,0 +1,177 @@
+"""The simulator's virtual time against a model of processes and interrupts in SimPy, for the same losses.
+
+The model knows neither controller nor log: a process loses groups at the times of the trace and interrupts training,
+training restarts what was interrupted. Only the plans are those of `core.order`.
+"""
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+import simpy
+
+from spare_megatron.core.order import initial_order
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import GroupId
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec, Loss
+from spare_megatron.simulator.scenario import Scenario
+
+Process = Generator[Any, Any, Any]
+
+
+class Model:
+    def __init__(self, scenario: Scenario, factors: list[float]) -> None:
+        self.scenario, self.costs, self.factors = scenario, scenario.costs, factors
+        self.env = simpy.Environment()
+        self.placement = make_placement("golomb", scenario.num_groups, scenario.hosts_per_shard)
+        self.up = set(range(scenario.num_groups))
+        self.known = frozenset(self.up)  # whom the survivors believe to be there
+        self.back_at: dict[int, float] = {}
+        self.is_interruptible = self.is_restarting = False
+        self.restarts = 0
+        self.training = self.env.process(self.train())
+        self.env.process(self.lose())
+
+    def run(self) -> float:
+        self.env.run(until=self.training)
+        return float(self.env.now)
+
+    def lose(self) -> Process:
+        for loss in self.scenario.failures.trace:
+            yield self.env.timeout(loss.at_s - self.env.now)
+            [group] = loss.groups
+            if self.is_restarting or group not in self.up:
+                continue
+            self.up.remove(group)
+            if self.scenario.repair_s is not None:
+                self.back_at[group] = self.env.now + self.scenario.repair_s + self.costs.state_transfer_s
+            if self.is_interruptible and self.training.is_alive:
+                self.training.interrupt()
+
+    def train(self) -> Process:
+        step, saved, last_save = 0, 0, 0.0
+        order = self.fresh_order()
+        while step < self.scenario.num_steps:
+            order = order.for_groups(self.known)
+            if not (yield from self.one_step(step, order)):
+                yield from self.restart()
+                step, last_save, order = saved, self.env.now, self.fresh_order()
+                continue
+            step += 1
+            back = {group for group, at_s in self.back_at.items() if at_s <= self.env.now}
+            if self.env.now - last_save >= self.scenario.save_cadence_s():
+                last_save, saved = self.env.now, step
+                yield self.env.timeout(self.costs.save_s)
+            if back and step < self.scenario.num_steps:
+                self.up |= back
+                self.known |= back
+                for group in back:
+                    del self.back_at[group]
+                yield self.env.timeout(self.costs.join_s)
+
+    def one_step(self, step: int, order: Any) -> Process:
+        """Whether the step was committed; False is a wipe-out."""
+        m, computed = self.scenario.microbatches_per_shard, [order.work]
+        yield self.env.timeout(order.work.makespan / m * self.costs.compute_s * self.factors[step])
+        rebuild_s = 0.0
+        while True:
+            if self.known <= self.up and (yield from self.uninterrupted(rebuild_s + self.costs.reduce_s)):
+                return True
+            while not (yield from self.uninterrupted(self.costs.detect_s + self.costs.agree_s)):
+                pass
+            lost = sorted(self.known - self.up)
+            self.known = frozenset(self.up)
+            if self.placement.uncovered(frozenset(map(GroupId, self.known))):
+                return False
+            patch = order.patch(self.known, [item for work in computed for group in lost for item in work.of(group)])
+            computed.append(patch)
+            yield self.env.timeout(patch.makespan / m * self.costs.compute_s)
+            rebuild_s = self.costs.rebuild_s
+
+    def uninterrupted(self, seconds: float) -> Process:
+        self.is_interruptible = True
+        try:
+            yield self.env.timeout(seconds)
+        except simpy.Interrupt:
+            return False
+        finally:
+            self.is_interruptible = False
+        return True
+
+    def restart(self) -> Process:
+        self.restarts += 1
+        self.is_restarting = True
+        yield self.env.timeout(self.costs.restart_s)
+        self.is_restarting = False
+        self.up = set(range(self.scenario.num_groups))
+        self.known = frozenset(self.up)
+        self.back_at.clear()
+
+    def fresh_order(self) -> Any:
+        return initial_order(self.placement, self.scenario.microbatches_per_shard, self.scenario.granularity)
+
+
+def random_scenario(seed: int, **changes: Any) -> Scenario:
+    rng = np.random.default_rng(seed)
+    at_s = np.cumsum(150.0 * rng.weibull(0.78, 400))
+    losses = tuple(
+        Loss(at_s=float(t), groups=(GroupId(int(g)),)) for t, g in zip(at_s, rng.integers(0, 13, 400), strict=True)
+    )
+    settings: dict[str, Any] = {
+        "name": "random",
+        "num_groups": 13,
+        "redundancy": 4,
+        "microbatches_per_shard": 4,
+        "num_steps": 150,
+        "granularity": "stack",
+        "costs": CostModel(
+            compute_s=64.0,
+            reduce_s=10.0,
+            jitter=0.05,
+            detect_s=2.5,
+            agree_s=1.5,
+            rebuild_s=3.0,
+            save_s=15.0,
+            restart_s=700.0,
+            join_s=5.0,
+            state_transfer_s=20.0,
+        ),
+        "failures": FailureSpec(kind="trace", trace=losses),
+        "save_interval_s": 900.0,
+    }
+    return Scenario(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy": "checkpoint_only", "save_interval_s": 300.0, "num_steps": 40},
+        {},
+        {"granularity": "microbatch"},
+        {"repair_s": 400.0},
+        {"granularity": "microbatch", "repair_s": 250.0},
+    ],
+    ids=["checkpoint_only", "stack", "microbatch", "stack_rejoin", "microbatch_rejoin"],
+)
+def test_simpy_comes_to_the_same_end(seed: int, changes: dict[str, Any]) -> None:
+    scenario = random_scenario(seed, **changes)
+    noise = np.random.default_rng([seed, 0]).standard_normal(scenario.num_steps)
+    model = Model(scenario, (1 + 0.05 * noise).tolist())
+    end_s = model.run()
+    result = simulate(scenario, seed)
+    assert result.end_s == pytest.approx(end_s, abs=1e-6)
+    assert result.restarts == model.restarts
+    assert result.losses > 10
+
+
+def test_the_compared_runs_restart_join_and_are_interrupted() -> None:
+    """The comparison would prove little if nothing ever happened in these runs."""
+    stack = [simulate(random_scenario(seed), seed) for seed in range(8)]
+    rejoin = [simulate(random_scenario(seed, repair_s=400.0), seed) for seed in range(8)]
+    assert sum(result.restarts for result in stack) > 8
+    assert sum(result.excess()["reduce"] > 0 for result in stack) > 4
+    assert all(result.terms["join"] > 0 for result in rejoin)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.quantities import parse_duration_s
+from spare_megatron.cli.quantities import format_bytes, parse_duration_s
 
 if TYPE_CHECKING:
     from spare_megatron.simulator.calibrate import Calibration
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PRESET = "paper_n600"
 PLOTTED_REDUNDANCIES = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20)
+MOST_JOURNAL_BYTES = 10**9
+"""A journal tells of every group in every step; larger ones take longer to write than anybody waits."""
 ALL_POLICIES = "all"
 INTERRUPTED = 130
 
@@ -137,6 +139,8 @@ def _simulate(request: Request) -> None:
     measured = None if request.calibrate is None else measured_by(request.calibrate)
     base = scenario_of(request, measured)
     wanted, drawn = asked_for(request, base), for_the_plot(request, base)
+    if request.journal is not None:
+        _check_journal(request.journal, wanted[0])
     results = simulate_all(
         cases_of(dict.fromkeys((*wanted, *drawn)), request.seeds),
         num_jobs=request.jobs or default_jobs(),
@@ -247,8 +251,20 @@ def _check_options(request: Request) -> None:
         from spare_megatron.cli.simulate_plot import check_path
 
         check_path(request.plot)
-    if request.journal is not None and (request.journal / "journal").exists():
-        raise ValueError(f"--journal {request.journal} holds a journal already; name another directory")
+
+
+def _check_journal(folder: Path, scenario: "Scenario") -> None:
+    """Refuses a journal that cannot be, or would be too large. The names of members are most of a line."""
+    if (folder / "journal").exists():
+        raise ValueError(f"--journal {folder} holds a journal already; name another directory")
+    if scenario.policy == "replication":
+        raise ValueError(f"--journal {folder}: the policy replication keeps no decision log to journal")
+    size = scenario.num_groups * scenario.num_steps * (4 * scenario.num_groups + 700)
+    if size > MOST_JOURNAL_BYTES:
+        raise ValueError(
+            f"--journal {folder}: a journal of {scenario.num_steps} steps of {scenario.num_groups} groups has about "
+            f"{format_bytes(size)}, more than {format_bytes(MOST_JOURNAL_BYTES)}; lower --steps"
+        )
 
 
 def _write_journal(scenario: "Scenario", run_dir: Path) -> None:

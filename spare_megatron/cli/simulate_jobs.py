@@ -20,6 +20,7 @@ from spare_megatron.simulator.sweep import (
     encode_result,
     pending,
     run_case,
+    variant_name,
 )
 
 _PLAIN_INTERVAL_S = 2.0
@@ -79,7 +80,8 @@ class CaseProgress:
         """Shows that a case is done."""
         self._num_done += 1
         text = (
-            f"{result.policy} {result.granularity} r={result.redundancy} seed {result.seed}: "
+            f"{result.name}, {variant_name(result.policy, result.granularity)}, r = {result.redundancy}, "
+            f"seed {result.seed}: "
             f"{'given up' if result.stalled else f'{result.time_to_train_ratio:.3f} x'} in {result.wall_s:.1f} s"
         )
         self._bar.update(self._task, completed=self._num_done, description=text)

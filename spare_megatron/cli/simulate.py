@@ -140,24 +140,35 @@ def _simulate(request: Request) -> None:
     base = scenario_of(request, measured)
     wanted, drawn = asked_for(request, base), for_the_plot(request, base)
     if request.journal is not None:
-        _check_journal(request.journal, wanted[0])
+        _check_journal(request.journal, base)
     results = simulate_all(
         cases_of(dict.fromkeys((*wanted, *drawn)), request.seeds),
         num_jobs=request.jobs or default_jobs(),
         console=Console(stderr=True),
         out=None if request.out is None else ResultFile(request.out),
     )
-    if request.journal is not None:
-        _write_journal(wanted[0], request.journal)
-    if request.plot is not None:
-        from spare_megatron.cli.simulate_plot import write_plot
-        from spare_megatron.simulator.timeline import timeline_of
-
-        write_plot(request.plot, base, summarize(drawn, request.seeds, results), timeline_of(base, seed=0))
-    figures = summarize(wanted, request.seeds, results)
-    for reason in given_up(results.values()):
+    figures, reasons = summarize(wanted, request.seeds, results), given_up(results.values())
+    if not figures:
+        raise ValueError(reasons[0])
+    for reason in reasons:
         typer.echo(f"spare simulate: given up: {reason}", err=True)
+    _write_files(request, base, summarize(drawn, request.seeds, results))
     _show(request, figures, measured)
+
+
+def _write_files(request: Request, base: "Scenario", drawn: "Sequence[Figures]") -> None:
+    from spare_megatron.simulator.world import Stalled
+
+    try:
+        if request.journal is not None:
+            _write_journal(base, request.journal)
+        if request.plot is not None:
+            from spare_megatron.cli.simulate_plot import write_plot
+            from spare_megatron.simulator.timeline import timeline_of
+
+            write_plot(request.plot, base, drawn, timeline_of(base, seed=0))
+    except Stalled as stalled:
+        raise ValueError(str(stalled)) from stalled
 
 
 def scenario_of(request: Request, measured: "Calibration | None") -> "Scenario":

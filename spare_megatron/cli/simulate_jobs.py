@@ -25,6 +25,8 @@ from spare_megatron.simulator.sweep import (
 
 _PLAIN_INTERVAL_S = 2.0
 """Without a terminal, seconds between lines about finished cases."""
+_ENDING_S = 5.0
+"""Longest wait for a process that was told to end."""
 
 
 class ResultFile:
@@ -74,7 +76,8 @@ class CaseProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def take(self, result: CaseResult) -> None:
         """Shows that a case is done."""
@@ -135,6 +138,7 @@ def _simulated(cases: Sequence[Case], num_jobs: int) -> Iterator[CaseResult]:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
                 child.terminate()
+                child.join(_ENDING_S)
             raise
 
 

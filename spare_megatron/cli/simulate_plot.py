@@ -56,8 +56,11 @@ def write_plot(path: Path, base: Scenario, figures: Sequence[Figures], timeline:
         timeline: A run of the base scenario.
 
     Raises:
+        ValueError: There are no figures.
         OSError: The file cannot be written.
     """
+    if not figures:
+        raise ValueError(f"--plot {path}: all simulations were given up, so there is nothing to draw")
     settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
     with mpl.rc_context(settings):
         figure, axes = plt.subplot_mosaic(
@@ -131,12 +134,14 @@ def _over_redundancy(
 
 def _ceiling(figures: Sequence[Figures]) -> float:
     """Above the best of every policy but checkpoint_only, which may be off by orders of magnitude, and the paper's."""
-    kinds = {(one.policy, one.granularity) for one in figures if one.policy != "checkpoint_only"}
-    best = [
-        min(one.time_to_train_ratio.mean for one in figures if (one.policy, one.granularity) == kind) for kind in kinds
-    ]
+    best: dict[tuple[str, str], float] = {}
+    for one in figures:
+        kind, ratio = (one.policy, one.granularity), one.time_to_train_ratio.mean
+        if one.policy != "checkpoint_only":
+            best[kind] = min(best.get(kind, ratio), ratio)
+    ratios = list(best.values()) or [one.time_to_train_ratio.mean for one in figures]
     paper = [point.time_to_train_ratio for point in published(figures[0].name)]
-    return max(_HIGHEST_RATIO * min(best), 1.3 * max(best), *(1.1 * ratio for ratio in paper), 1.5)
+    return max(_HIGHEST_RATIO * min(ratios), 1.3 * max(ratios), *(1.1 * ratio for ratio in paper), 1.5)
 
 
 def _published_points(axes: "Axes", base: Scenario, *, is_ratio: bool) -> None:
@@ -185,4 +190,5 @@ def _timeline(groups: "Axes", steps: "Axes", base: Scenario, moments: Sequence[M
     steps.set(xlabel=f"time ({unit})", ylabel="steps done", xlim=(0, at[-1]), ylim=(0, None))
     for axes in (groups, steps):
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=9, loc="lower right")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9, loc="lower right")

@@ -57,13 +57,12 @@ def _term_rows(figures: Figures) -> Iterator[tuple[str, str]]:
 
 def _comparison(listed: Sequence[Figures], best: Figures) -> Table:
     table = Table(title="simulated", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
-    for name in ("policy", "hosts", "seeds", "time to train", "availability %", "restarts", "losses"):
+    for name in ("policy", "hosts", "time to train", "availability %", "restarts", "losses"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for figures in listed:
         table.add_row(
             variant_name(figures.policy, figures.granularity),
             str(figures.redundancy),
-            str(figures.seeds),
             _with_interval(figures.time_to_train_ratio, 1, 2),
             _with_interval(figures.availability, 100, 1),
             format_count(figures.restarts),

@@ -198,7 +198,7 @@ def _nothing_of(case: Case) -> CaseResult:
         policy=scenario.policy,
         granularity=scenario.granularity,
         num_groups=scenario.num_groups,
-        redundancy=scenario.redundancy,
+        redundancy=scenario.hosts_per_shard,
         seed=case.seed,
     )
 

@@ -1,0 +1,238 @@
+"""`spare simulate`: its figures, its files, and what it says about bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.journal.check import check_journal
+from spare_megatron.journal.files import JournalWriter, read_journal
+from spare_megatron.journal.records import EntryRecord
+
+SMALL = """
+num_groups = 12
+redundancy = 3
+microbatches_per_shard = 4
+num_steps = 30
+
+[costs]
+compute_s = 60.0
+reduce_s = 5.0
+jitter = 0.05
+save_s = 20.0
+restart_s = 600.0
+agree_s = 0.1
+
+[failures]
+mean_s = 400.0
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+def spare_simulate(*options: str) -> Any:
+    return CliRunner().invoke(app, ["simulate", "--jobs", "1", *options])
+
+
+def figures(*options: str) -> dict[str, Any]:
+    result = spare_simulate("--json", *options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_json_has_the_keys_of_the_contract(small: str) -> None:
+    found = figures("--preset", small, "--seeds", "3")
+    assert (found["policy"], found["granularity"]) == ("spare", "microbatch")
+    assert (found["num_groups"], found["redundancy"], found["seeds"]) == (12, 3, 3)
+    for name in ("time_to_train_ratio", "availability"):
+        assert set(found[name]) == {"mean", "ci95"}
+        assert found[name]["ci95"] > 0
+    assert found["time_to_train_ratio"]["mean"] > 1
+    assert 0 < found["availability"]["mean"] <= 1
+    assert {"restarts", "losses", "wall_s"} <= set(found)
+    assert 1 + sum(found["terms"].values()) == pytest.approx(found["time_to_train_ratio"]["mean"])
+
+
+def test_options_reach_the_scenario(small: str) -> None:
+    options = ["--preset", small, "--seeds", "1"]
+    assert figures(*options, "--redundancy", "4")["redundancy"] == 4
+    assert figures(*options, "--granularity", "stack")["granularity"] == "stack"
+    assert figures(*options, "--policy", "checkpoint-only")["redundancy"] == 1
+    assert figures(*options, "--set", "failures.mean_s=inf", "--save", "0s")["losses"] == 0
+    back = figures(*options, "--repair", "1m", "--join", "30s", "--set", "failures.mean_s=150")
+    assert back["terms"]["join"] > 0
+    assert figures("--preset", "paper_n200", "--seeds", "1", "--steps", "5")["num_groups"] == 200
+
+
+def test_the_table_names_what_keeps_the_ratio_from_1(small: str) -> None:
+    result = spare_simulate("--preset", small, "--seeds", "2")
+    assert result.exit_code == 0, result.output
+    for text in ("time to train", "+-", "availability", "what keeps it from 1", "extra compute", "restarts"):
+        assert text in result.stdout
+    assert "case 2/2" in result.stderr
+
+
+def test_the_papers_figures_stand_beside_ours() -> None:
+    result = spare_simulate("--preset", "paper_n200", "--seeds", "1", "--steps", "3")
+    assert "2.92 x, 87.00% at r = 9" in result.stdout
+
+
+def test_all_policies_are_compared(small: str) -> None:
+    found = figures("--preset", small, "--seeds", "2", "--policy", "all", "--sweep-redundancy", "2,3")
+    assert len(found["cases"]) == 7
+    assert found["time_to_train_ratio"] == min(
+        (c["time_to_train_ratio"] for c in found["cases"]), key=lambda t: t["mean"]
+    )
+    table = spare_simulate("--preset", small, "--seeds", "1", "--policy", "all").stdout
+    for name in ("checkpoint-only", "replication", "spare, stack", "spare, microbatch"):
+        assert name in table
+
+
+def test_a_sweep_that_was_cut_off_simulates_only_the_rest(small: str, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    options = ["--preset", small, "--seeds", "2", "--sweep-redundancy", "2..4", "--out", str(out)]
+    whole = figures(*options)
+    lines = out.read_text().splitlines(keepends=True)
+    assert len(lines) == 6
+    out.write_text("".join(lines[:4]) + lines[4][:20])
+    result = spare_simulate("--json", *options)
+    assert "4 of 6 cases were done before" in result.stderr
+    again = json.loads(result.stdout)
+    assert again["time_to_train_ratio"] == whole["time_to_train_ratio"]
+    assert [line[:40] for line in out.read_text().splitlines()] == [line[:40] for line in lines]
+    assert "case" not in spare_simulate("--json", *options).stderr.replace("6 of 6 cases", "")
+
+
+def test_several_processes_simulate_the_same(small: str) -> None:
+    options = ["--preset", small, "--seeds", "3"]
+    assert figures(*options, "--jobs", "2")["time_to_train_ratio"] == figures(*options)["time_to_train_ratio"]
+
+
+def test_the_journal_is_valid(small: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = spare_simulate("--preset", small, "--seeds", "1", "--journal", str(run_dir))
+    assert result.exit_code == 0, result.output
+    journal = read_journal(run_dir)
+    verdict = check_journal(journal)
+    assert (verdict.verdict, verdict.steps_committed) == ("valid", 30), verdict.reasons
+    assert any(record.entry["entry"] == "fence" for record in journal.of(EntryRecord))
+
+
+def test_costs_come_from_the_journal_of_a_run(small: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = ["--preset", small, "--seeds", "1"]
+    spare_simulate(*options, "--set", "costs.jitter=0.0", "--set", "costs.compute_s=48.0", "--journal", str(run_dir))
+    found = figures(*options, "--calibrate", str(run_dir))
+    # A simulated contribution is told at the end of its attempt, so compute holds the reduction too.
+    assert found["calibration"]["compute_s"] == pytest.approx(53.0, rel=0.2)
+    assert "measured in the run small" in spare_simulate(*options, "--calibrate", str(run_dir)).stdout
+
+
+@pytest.mark.parametrize("policy", ["spare", "replication"])
+def test_the_plot_is_a_picture(small: str, tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "simulated.png"
+    result = spare_simulate(
+        "--preset", small, "--seeds", "2", "--policy", policy, "--sweep-redundancy", "2,3", "--plot", str(path)
+    )
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--preset nothing", "there is no preset nothing; known: paper_n1000"),
+        ("--preset missing.toml", "missing.toml"),
+        ("--policy other", "policy='other' has to be one of checkpoint_only, replication, spare"),
+        ("--granularity shard", "granularity='shard' has to be one of"),
+        ("--redundancy 601", "redundancy=601 exceeds num_groups=600"),
+        ("--seeds 0", "--seeds 0 is below 1"),
+        ("--jobs 0", "--jobs 0 is below 1"),
+        ("--save -1s", "--save -1s: a duration here has to be 0 or more"),
+        ("--repair 10", "--repair 10: no unit"),
+        ("--set costs.compute=1", "unknown setting costs.compute; the nearest valid one is costs.compute_s"),
+        ("--sweep-redundancy many", "--sweep-redundancy many: not redundancies, as in 2..20"),
+        ("--sweep-redundancy 5..3", "--sweep-redundancy 5..3: redundancies have to be 1 or more"),
+        ("--sweep-redundancy 0..3", "--sweep-redundancy 0..3: redundancies have to be 1 or more"),
+        ("--plot picture.pdf", "--plot picture.pdf: the name has to end with .png"),
+        ("--plot missing/picture.png", "there is no folder missing"),
+        ("--calibrate missing", "missing holds no journal"),
+        ("--journal somewhere", "--journal somewhere: a journal of 10000 steps of 600 groups has about"),
+        ("--journal somewhere --policy replication", "keeps no decision log"),
+    ],
+)
+def test_bad_input_gets_one_line(options: str, said: str) -> None:
+    result = spare_simulate(*options.split())
+    assert result.exit_code == 2
+    complaints = [line for line in result.stderr.splitlines() if line.startswith("spare simulate: ")]
+    assert len(complaints) == 1
+    assert said in complaints[0]
+    assert not result.stdout
+
+
+def test_a_run_that_is_given_up_is_told_in_one_line(small: str) -> None:
+    options = ["--preset", small, "--seeds", "1", "--steps", "2", "--policy", "checkpoint_only"]
+    result = spare_simulate(*options, "--set", "failures.mean_s=1")
+    assert result.exit_code == 2
+    assert "spare simulate: checkpoint-only, r = 1: small: after" in result.stderr
+    assert not result.stdout
+
+
+def test_foreign_files_are_not_overwritten(small: str, tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("mine\n")
+    result = spare_simulate("--preset", small, "--out", str(other))
+    assert result.exit_code == 2
+    assert "line 1 is no result of a simulation" in result.stderr
+    assert other.read_text() == "mine\n"
+    JournalWriter(tmp_path, "writer").close()
+    result = spare_simulate("--preset", small, "--journal", str(tmp_path))
+    assert result.exit_code == 2
+    assert "holds a journal already" in result.stderr
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether it still does anything. Nobody may be there to reap it."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_ends_its_processes_and_keeps_what_is_done(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "results.jsonl"
+    options = ["--preset", "paper_n200", "--steps", "100", "--seeds", "1000", "--jobs", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "spare_megatron.cli.main", "simulate", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        deadline_s = time.monotonic() + 60
+        while not (out.exists() and out.read_text().count("\n") >= 2):
+            assert child.poll() is None, child.communicate()[1]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        workers = psutil.Process(child.pid).children(recursive=True)
+        os.kill(child.pid, number)
+        _, said = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert "interrupted; finished cases are in" in said
+    assert "Traceback" not in said
+    assert len(workers) >= 2
+    while any(map(is_running, workers)):
+        assert time.monotonic() < deadline_s, [worker for worker in workers if is_running(worker)]
+        time.sleep(0.05)

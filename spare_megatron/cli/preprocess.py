@@ -34,7 +34,7 @@ class SkippedFiles:
 
 def preprocess(
     inputs: Annotated[list[Path], typer.Option("--input", help="A text file or a folder of them; repeatable.")],
-    output_prefix: Annotated[Path, typer.Option(help="Writes PREFIX.bin and PREFIX.idx.")],
+    output_prefix: Annotated[Path, typer.Option(help="Writes PREFIX.bin, PREFIX.idx and PREFIX.json.")],
     tokenizer: Annotated[str, typer.Option(help="How text becomes tokens: byte.")] = "byte",
     suffix: Annotated[
         list[str] | None, typer.Option(help="Take only files with this suffix from folders; repeatable.")
@@ -59,6 +59,7 @@ def preprocess(
         with _progress(len(paths)) as advance:
             documents = read_documents(paths, skipped, advance)
             counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
+        Path(f"{output_prefix}.json").write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE}) + "\n")
         num_bytes = counts.num_tokens - counts.num_documents
         figures = {
             "documents": counts.num_documents,

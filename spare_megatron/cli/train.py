@@ -54,7 +54,8 @@ def train(
             with RunProgress(loaded, console) as progress:
                 summary = start_run(loaded, folder, progress.take)
         except KeyboardInterrupt:
-            typer.echo(f"spare train: interrupted; all processes are ended, the run so far is in {folder}", err=True)
+            where = f"the run so far is in {folder}" if folder.exists() else "the run had not begun"
+            typer.echo(f"spare train: interrupted; all processes are ended, {where}", err=True)
             raise typer.Exit(EXIT_CODES["interrupted"]) from None
     print_summary(summary, folder, console)
     if as_json:

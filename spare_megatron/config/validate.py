@@ -52,11 +52,13 @@ class Machine:
         num_gpus: Accelerators for the run, over all its nodes.
         num_cores: CPU cores for the run, over all its nodes.
         has_corpus: Both files of `data.corpus` exist.
+        corpus_vocab_size: The vocabulary it was written with, where that is known.
     """
 
     num_gpus: int
     num_cores: int
     has_corpus: bool
+    corpus_vocab_size: int | None = None
 
 
 def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:
@@ -321,6 +323,11 @@ def _data(config: RunConfig, machine: Machine) -> Iterator[str]:
         yield (
             f"data.corpus={corpus}: {corpus}.bin or {corpus}.idx is missing; write them with "
             f"`spare preprocess --input DIR --output-prefix {corpus} --tokenizer byte` or change data.corpus"
+        )
+    elif machine.corpus_vocab_size is not None and machine.corpus_vocab_size > config.model.vocab_size:
+        yield (
+            f"model.vocab_size={config.model.vocab_size} is below the {machine.corpus_vocab_size} tokens that "
+            f"data.corpus={corpus} was written with; raise it"
         )
 
 

@@ -46,6 +46,3 @@ class ControlStore(Protocol):
 
     def rendezvous(self, prefix: str) -> Any:
         """A new torch.distributed store under the prefix, on a connection of its own, for building a communicator."""
-
-    def close(self) -> None:
-        """Lets go of the connection."""

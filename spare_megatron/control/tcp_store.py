@@ -88,10 +88,6 @@ class TcpControlStore:
         with _lost_when_unreachable():
             return dist.PrefixStore(prefix, self._client.clone())
 
-    def close(self) -> None:
-        """The connection ends with the object."""
-        del self._client
-
 
 @contextlib.contextmanager
 def _lost_when_unreachable() -> Iterator[None]:

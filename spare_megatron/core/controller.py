@@ -142,8 +142,9 @@ class Controller:
             raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
 
     def _lose(self, group: GroupId) -> tuple[Action, ...]:
-        if group not in self.members:  # two who saw the same loss both wrote it
-            return (ReadEntry(index=self.head),)
+        if group not in self.members:
+            # Two who saw the same loss both wrote it. The second may stand where a decision was to stand.
+            return (ReadVotes(attempt=self.attempt), ReadEntry(index=self.head))
         self.members = tuple(member for member in self.members if member != group)
         self.epoch += 1
         self._retries_without_loss = 0
@@ -269,5 +270,5 @@ def _by_value(votes: Mapping[GroupId, Vote], field: str) -> str:
     """`value: groups` for every value that the votes hold, for a message."""
     groups: dict[str, list[int]] = {}
     for group in sorted(votes):
-        groups.setdefault(str(getattr(votes[group], field)) or "none", []).append(group)
+        groups.setdefault(str(getattr(votes[group], field))[:12] or "none", []).append(group)
     return "; ".join(f"{value}: groups {ids}" for value, ids in sorted(groups.items()))

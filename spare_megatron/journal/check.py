@@ -19,6 +19,7 @@ from spare_megatron.journal.records import (
     EndRecord,
     EntryRecord,
     FaultRecord,
+    LossRecord,
     ParamsRecord,
     RunRecord,
     UpdateRecord,
@@ -75,6 +76,11 @@ def _fold(journal: Journal, run: RunRecord) -> Fold:
     entries: dict[int, dict[str, Any]] = {}
     for record in journal.of(EntryRecord):
         entries.setdefault(record.index, record.entry)
+    last_read = max(entries, default=-1)
+    for loss in journal.of(LossRecord):
+        # Groups that have finished do not read what is written after; the supervisor tells of it.
+        if loss.entry_index > last_read:
+            entries.setdefault(loss.entry_index, {"entry": "fence", "group": loss.group})
     return fold_log(entries, run)
 
 
@@ -203,6 +209,7 @@ def _check_updates(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Fin
     updates: dict[tuple[int, int], list[UpdateRecord]] = defaultdict(list)
     for record in journal.of(UpdateRecord):
         updates[record.step, record.attempt].append(record)
+    went_on = {(record.group, record.attempt) for record in journal.of(ContributionRecord)}
     committed = {(commit.step, commit.attempt) for commit in fold.commits}
     steps = {commit.step for commit in fold.commits}
     for step, attempt in sorted(set(updates) - committed):
@@ -211,10 +218,19 @@ def _check_updates(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Fin
         )
         yield Finding(severity="invalid", reason=f"step {step}: {what}")
     for commit in fold.commits:
-        yield from _check_applied(run, fold, commit, updates.get((commit.step, commit.attempt), []))
+        records = updates.get((commit.step, commit.attempt), [])
+        yield from _check_applied(run, commit, records)
+        if commit.is_undone:  # whoever was stopped before it applied the step is loaded from a checkpoint
+            continue
+        for group in sorted(commit.members - {record.group for record in records}):
+            # A group lost after the commit may have died before it applied it, unless it took part in what came next.
+            was_lost = fold.last_fenced_at.get(group, -1) > commit.index
+            if not was_lost or (group, commit.attempt + 1) in went_on:
+                reason = f"step {commit.step}: no update of group {group} in the journal"
+                yield Finding(severity="unknown", reason=reason)
 
 
-def _check_applied(run: RunRecord, fold: Fold, commit: Committed, records: list[UpdateRecord]) -> Iterator[Finding]:
+def _check_applied(run: RunRecord, commit: Committed, records: list[UpdateRecord]) -> Iterator[Finding]:
     total, step = run.num_groups * run.microbatches_per_shard, commit.step
     if any(record.num_microbatches != total for record in records):
         yield Finding(severity="invalid", reason=f"step {step}: the sum did not count {total} microbatches")
@@ -224,11 +240,6 @@ def _check_applied(run: RunRecord, fold: Fold, commit: Committed, records: list[
     for group, times in sorted(appliers.items()):
         if times > 1:
             yield Finding(severity="invalid", reason=f"step {step}: group {group} applied it {times} times")
-    if commit.is_undone:  # whoever was stopped before it applied the step is loaded from a checkpoint
-        return
-    for group in sorted(commit.members - set(appliers)):
-        if fold.last_fenced_at.get(group, -1) < commit.index:
-            yield Finding(severity="unknown", reason=f"step {step}: no update of group {group} in the journal")
 
 
 def _check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -241,6 +252,15 @@ def _check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
             yield Finding(severity="invalid", reason=f"after {step} steps the groups hold different parameters")
     for group in sorted(fold.members - set(digests.get((fold.num_restarts, len(fold.kept)), {}))):
         yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
+    went_on = {(record.group, record.attempt) for record in journal.of(ContributionRecord)}
+    compared = {(record.group, record.step) for record in journal.of(ParamsRecord)}
+    for commit in fold.kept:
+        if not run.params_check_every_steps or (commit.step + 1) % run.params_check_every_steps:
+            continue
+        for group in sorted(commit.members):
+            if (group, commit.attempt + 1) in went_on and (group, commit.step + 1) not in compared:
+                reason = f"after {commit.step + 1} steps: no digest of the parameters of group {group} in the journal"
+                yield Finding(severity="unknown", reason=reason)
 
 
 def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -264,5 +284,13 @@ def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding
     elif ends[0].outcome == "finished" and len(fold.kept) != run.num_steps:
         reason = f"the run finished with {len(fold.kept)} of {run.num_steps} steps committed"
         yield Finding(severity="invalid", reason=reason)
+    elif ends[0].outcome == "wipe_out" and not _is_wiped_out(run, fold):
+        yield Finding(severity="invalid", reason="the run ended as a wipe-out, and every shard has a surviving host")
     elif ends[0].outcome in ("failed", "halted"):
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
+
+
+def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
+    """Whether a shard has no host among the groups that are left."""
+    placement = make_placement(run.placement, run.num_groups, run.redundancy)  # type: ignore[arg-type]
+    return not fold.members or bool(placement.uncovered(frozenset(GroupId(group) for group in fold.members)))

@@ -28,6 +28,8 @@ class RunRecord:
     reduce_mode: str
     faults: list[dict[str, Any]]
     """The faults to be injected: step, group, rank, phase."""
+    params_check_every_steps: int = 0
+    """Steps between comparisons of the parameters of all groups; 0 compares only at the end."""
     last_resort: bool = False
     """Whether a group may compute shards that are not in its stack once their hosts are all lost."""
 
@@ -55,6 +57,8 @@ class VoteRecord:
     is_complete: bool
     work_digest: str
     """`digest_of_work` of what the group's ranks agree to have computed in the step."""
+    evidence: str = ""
+    """Why the leader lacks the sum; empty where it has it, or another rank of the group lacks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

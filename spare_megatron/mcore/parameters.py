@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import sha256
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -54,18 +54,6 @@ def parameters_sha256(chunks: Sequence[Chunk]) -> str:
         digest.update(named.name.encode())
         digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def parameters_digest(chunks: Sequence[Chunk]) -> str:
-    """Sixteen hex digits that change when any one element of this rank's parameters does.
-
-    Made of one sum per parameter over the bits of its elements, so it costs one pass and one transfer. Unlike
-    a SHA-256 it does not see elements of one parameter that changed places.
-    """
-    words = {2: torch.int16, 4: torch.int32}
-    values = [_optimized(named.parameter).detach() for named in named_parameters(chunks)]
-    sums = [value.view(words[value.element_size()]).sum(dtype=torch.int64) for value in values]
-    return blake2b(torch.stack(sums).cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _optimized(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -18,7 +18,7 @@ from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import Optimizer
-from spare_megatron.mcore.parameters import NamedParameter, named_parameters, parameters_digest, parameters_sha256
+from spare_megatron.mcore.parameters import NamedParameter, named_parameters, parameters_sha256
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
@@ -85,6 +85,7 @@ class GroupTrainer:
         self._schedule_tokens = torch.tensor(0, dtype=torch.int)
         self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
         self._step = -1
+        self._seen: list[Microbatch] = []
         if Phase.BACKWARD in self._probe.phases:
             self._probe_backward()
 
@@ -96,23 +97,23 @@ class GroupTrainer:
         self.gradients.reset()
         self._optimizer.zero_grad()
 
-    def compute(self, work: Sequence[Microbatch]) -> None:
+    def compute(self, work: Sequence[Microbatch]) -> list[Microbatch]:
         """Add the gradients and losses of some microbatches to the local sums of the step.
 
         Collective over: all ranks of the group, which must bring the same work in the same order.
+
+        Returns:
+            The microbatches that really went through this rank, in their order. They are what is counted.
+
+        Raises:
+            RuntimeError: They are not the work.
         """
+        self._seen.clear()
         self._pipeline.run(work, self._forward)
-        self.gradients.add_count(len(work))
-
-    @property
-    def num_computed(self) -> int:
-        """Microbatches in the local sums."""
-        return self.gradients.local_totals().num_microbatches
-
-    @property
-    def loss_sum(self) -> float:
-        """Cross entropy in the local sums, summed over tokens; 0 except on the last stage."""
-        return self.gradients.local_totals().loss_sum
+        if sorted(self._seen) != sorted(work):
+            raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(work)} was asked for")
+        self.gradients.add_count(len(self._seen))
+        return list(self._seen)
 
     # ----------------------------------------------------------------------------------------------- committing
 
@@ -156,10 +157,6 @@ class GroupTrainer:
         """The SHA-256 of this rank's parameters, bit for bit."""
         return parameters_sha256(self.chunks)
 
-    def params_digest(self) -> str:
-        """A cheap fingerprint of this rank's parameters: sixteen hex digits."""
-        return parameters_digest(self.chunks)
-
     def parameters_named(self) -> Iterator[NamedParameter]:
         """The parameters of this rank and their gradients, by their names in the whole model."""
         return named_parameters(self.chunks)
@@ -168,6 +165,8 @@ class GroupTrainer:
 
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
         self._probe(Phase.FORWARD)
+        if chunk is self.chunks[0] and not item.is_padding:
+            self._seen.append(item.microbatch)
         if self._is_random:
             tensor_rank = self.process_groups.tp.rank()
             rng.seed_microbatch(

@@ -24,8 +24,6 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.topology import GroupId
 
-_ENTRY_BYTES = 1024
-
 
 class GroupBroken(Exception):
     """A rank of this group is gone, so the group is lost."""
@@ -125,12 +123,12 @@ class GroupAgreement:
             GroupBroken: Another rank of the group is gone.
             StoreTimeout: The entry was not written within the decision timeout.
         """
-        message = torch.zeros(_ENTRY_BYTES, dtype=torch.uint8)
-        if self.is_leader:
-            text = self._log.wait(index, self._decision_timeout_s).encode()
-            message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        text = self._log.wait(index, self._decision_timeout_s).encode() if self.is_leader else b""
+        length = torch.tensor([len(text)])
+        self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))
+        message = torch.tensor(list(text) or [0] * int(length), dtype=torch.uint8)
         self._collective(lambda: dist.broadcast(message, group=self._ranks, group_src=0))
-        return decode_entry(bytes(message.tolist()).rstrip(b"\0").decode())
+        return decode_entry(bytes(message.tolist()).decode())
 
     def _collective(self, run: Callable[[], object]) -> None:
         try:

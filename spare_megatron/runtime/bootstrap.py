@@ -37,8 +37,9 @@ def choose_device(spec: RankSpec) -> torch.device:
     """The rank's device, made current where it is a GPU."""
     device = torch.device(spec.device)
     if device.type == "cuda":
-        # A reduction that a lost group broke is the executor's to handle; torch's watchdog would end the process.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        # A broken reduction anywhere would reach the monitors of all groups through the one store, and end them.
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
         # Megatron orders the kernels of overlapping transfers by there being one connection.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)

@@ -9,6 +9,8 @@ What gloo makes necessary (found by measuring):
     abandoned work may still write its tensor, so its buffer is kept with it and never used again.
 """
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +35,8 @@ class _Build:
     """A communicator on its way, in a thread."""
 
     thread: threading.Thread
+    backend: Any = None
+    """On GPUs, the backend before it is connected, so that its connecting can be aborted."""
     result: list[Any] = field(default_factory=list)
     """The backend, or the exception that its constructor raised."""
 
@@ -90,7 +94,9 @@ class CrossGroupCommunicator:
         self._num_members = len(members)
         if self._num_members == 1:
             return
-        build = _Build(thread=threading.Thread(target=lambda: build.result.append(self._construct(key, members))))
+        build = _Build(
+            thread=threading.Thread(target=lambda: build.result.append(self._construct(build, key, members)))
+        )
         build.thread.daemon = True
         build.thread.start()
         self._build = build
@@ -111,7 +117,7 @@ class CrossGroupCommunicator:
             self.ready_at_s = time.monotonic()
             return True
         if is_decided() or not self._finish_build(is_decided):
-            self.evidence = self.evidence or "log"
+            self.evidence = self.evidence or "the log has moved on"
             return False
         self.ready_at_s = time.monotonic()
         try:
@@ -130,17 +136,14 @@ class CrossGroupCommunicator:
 
     def _abandon(self, work: Any, buffer: torch.Tensor, error: RuntimeError | None) -> Literal[False]:
         """Gives up a reduction that broke, or that nobody needs any more if there is no error."""
-        self.evidence = "log" if error is None else f"connection: {str(error).splitlines()[0]}"
+        if error is not None:
+            self.evidence = f"connection: {str(error).splitlines()[0]}"
+        self.evidence = self.evidence or "the log has moved on"
         self._abandoned.append(_Abandoned(backend=self._backend, work=work, buffer=buffer))
         self._backend = None
         return False
 
-    @property
-    def num_abandoned(self) -> int:
-        """Communicators and builds let go of that have not ended yet."""
-        return len(self._abandoned) + len(self._abandoned_builds)
-
-    def _construct(self, key: int, members: Sequence[GroupId]) -> Any:
+    def _construct(self, build: _Build, key: int, members: Sequence[GroupId]) -> Any:
         """The new backend, or the exception: it is read in the rank's own thread."""
         rank, size = list(members).index(self._group), len(members)
         try:
@@ -148,7 +151,11 @@ class CrossGroupCommunicator:
             store.set_timeout(self._timeout)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # this thread's own
+                # Read by each constructor: what a lost group breaks here is the executor's to handle. The group's own
+                # world, built before, keeps the default that ends the process.
+                os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
                 backend = dist.ProcessGroupNCCL(store, rank, size, self._timeout)
+                build.backend = backend
                 # NCCL would connect in the first reduction otherwise, where nothing could end the wait for a dead peer.
                 backend.eager_connect_single_device(self._device)
                 return backend
@@ -172,10 +179,14 @@ class CrossGroupCommunicator:
         return True
 
     def _wait(self, is_done: Callable[[], bool], is_decided: Callable[[], bool]) -> bool:
-        """Waits for is_done; False if the log was decided first."""
+        """Waits for is_done; False if the log was decided first, or the time is over."""
         ask_log_at_s = time.monotonic() + _LOG_POLL_S
+        end_s = time.monotonic() + self._timeout.total_seconds()
         while not is_done():
             time.sleep(_POLL_S)
+            if time.monotonic() >= end_s:  # gloo keeps time by itself, NCCL does not tell a poller
+                self.evidence = f"no end within reduce.timeout_s={self._timeout.total_seconds():g}"
+                return False
             if time.monotonic() >= ask_log_at_s:
                 if is_decided():
                     return is_done()
@@ -190,8 +201,12 @@ class CrossGroupCommunicator:
             self._abandoned.append(_Abandoned(backend=self._backend, work=None, buffer=None))
             self._backend = None
         if self._device.type == "cuda":
-            for abandoned in self._abandoned:
-                abandoned.backend.abort()
+            backends = [item.backend for item in self._abandoned] + [item.backend for item in self._abandoned_builds]
+            for backend in backends:
+                # abort() gives up in its own time and says so; the communicator is of no use either way.
+                with contextlib.suppress(RuntimeError):
+                    if backend is not None:
+                        backend.abort()
 
     def _sweep(self) -> None:
         """Frees what was abandoned and has ended since."""

@@ -11,7 +11,8 @@ from spare_megatron.core.messages import Fence, decode_entry, encode_entry
 from spare_megatron.core.topology import GroupId
 
 _CONNECTION_ERROR = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket|timed out waiting|remote process exited",
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|"
+    r"timed out waiting|remote process exited",
     re.IGNORECASE,
 )
 

@@ -108,8 +108,7 @@ class GroupExecutor:
         self._clock.patched(len(plan.work.of(self._group)))
 
     def _compute(self, work: Sequence[Microbatch]) -> None:
-        self._trainer.compute(work)
-        self._now.computed.extend(work)
+        self._now.computed.extend(self._trainer.compute(work))
 
     # ---------------------------------------------------------------------------------------------------- reduce
 
@@ -153,6 +152,7 @@ class GroupExecutor:
                 attempt=action.attempt,
                 is_complete=opinion.is_complete,
                 work_digest=work_digest,
+                evidence=self._communicator.evidence,
             )
             self._journal.write(record)
             vote = Vote(

@@ -4,7 +4,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.runtime.processes import fork_server, run_to_end, start_child
+from spare_megatron.runtime.processes import end_child, fork_server, run_to_end, start_child
 
 
 def preflight(config: RunConfig) -> None:
@@ -12,10 +12,13 @@ def preflight(config: RunConfig) -> None:
 
     Raises:
         ValueError: The run cannot start; the text says why.
-        RuntimeError: The check itself was killed or did not end in time.
+            Also if the check was killed, or did not end within `control.startup_timeout_s`.
     """
     child = start_child(fork_server(), "preflight", _check_and_prepare, config)
-    error = run_to_end(child, config.control.startup_timeout_s)
+    try:
+        error = run_to_end(child, config.control.startup_timeout_s)
+    finally:
+        end_child(child)
     if error is not None:
         raise ValueError(error)
 

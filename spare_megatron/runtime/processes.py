@@ -4,6 +4,7 @@ The fork server imports torch and Megatron once; a rank starts in milliseconds a
 has not touched a GPU, which is what makes forking it safe.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -91,17 +92,15 @@ def run_to_end(child: Child, timeout_s: float) -> str | None:
     """Waits for a process that reports at most one text, its error; returns that text.
 
     Raises:
-        RuntimeError: It was killed, or did not end in time.
+        ValueError: It was killed, or did not end in time.
     """
     error: str | None = None
-    if child.reports in wait([child.reports, child.process.sentinel], timeout_s):
-        try:
+    if not wait([child.reports, child.process.sentinel], timeout_s):
+        raise ValueError(f"{child.process.name} did not end within {timeout_s:g} s")
+    if child.reports.poll():
+        with contextlib.suppress(EOFError):
             error = child.reports.recv()
-        except EOFError:
-            error = None
-    child.process.join(timeout_s)
-    code = child.process.exitcode
-    end_child(child)
-    if error is None and code != 0:
-        raise RuntimeError(f"{child.process.name} ended with {describe_exit(code)}")
+    child.process.join(_REAP_TIMEOUT_S)
+    if error is None and child.process.exitcode != 0:
+        raise ValueError(f"{child.process.name} ended with {describe_exit(child.process.exitcode)}")
     return error

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from spare_megatron.runtime.preflight import preflight
 from spare_megatron.runtime.supervisor import RankMain, Starting, Supervisor, SupervisorEvent, rank_main
 from spare_megatron.runtime.telemetry import MetricsWriter
 
+_DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
+
 
 def look_at_machine(config: RunConfig) -> Machine:
     """What this machine offers a run."""
@@ -26,6 +29,7 @@ def look_at_machine(config: RunConfig) -> Machine:
     return Machine(
         num_gpus=_count_gpus(),
         num_cores=len(os.sched_getaffinity(0)),
+        corpus_vocab_size=_corpus_vocab_size(corpus),
         has_corpus=all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx")),
     )
 
@@ -90,6 +94,7 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         placement=config.spare.placement,
         granularity=config.spare.granularity,
         reduce_mode=config.reduce.mode,
+        params_check_every_steps=config.train.params_check_every_steps,
         faults=[
             {"step": fault.step, "group": int(fault.group), "rank": fault.rank, "phase": str(fault.phase)}
             for fault in faults
@@ -110,10 +115,20 @@ def _origin() -> dict[str, str]:
     return {"version": __version__, "commit": found.stdout.strip() if found.returncode == 0 else "unknown"}
 
 
+def _corpus_vocab_size(prefix: Path) -> int | None:
+    """The vocabulary that the corpus was written with, where it says so."""
+    note = prefix.with_name(prefix.name + ".json")
+    return int(json.loads(note.read_text())["vocab_size"]) if note.is_file() else None
+
+
 def _count_gpus() -> int:
     """NVIDIA GPUs as the driver lists them, without loading torch."""
     devices = Path("/proc/driver/nvidia/gpus")
+    num_devices = len(list(devices.iterdir())) if devices.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([item for item in visible.split(",") if item.strip()])
-    return len(list(devices.iterdir())) if devices.is_dir() else 0
+        # As CUDA reads it: everything from the first entry on that names no device is left out.
+        names = [item.strip() for item in visible.split(",")]
+        num_visible = next((i for i, name in enumerate(names) if not _DEVICE_NAME.fullmatch(name)), len(names))
+        return min(num_visible, num_devices)
+    return num_devices

@@ -10,6 +10,7 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import StoreLost
 from spare_megatron.control.tcp_store import TcpControlStore
 from spare_megatron.core.topology import GroupId
+from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord, LossRecord, Outcome
@@ -25,8 +26,12 @@ from spare_megatron.runtime.processes import (
 from spare_megatron.runtime.reports import ExitCode, RankRaised, Report, RunStopped, StepCommitted
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, RankSpec
 
-_LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED, ExitCode.STORE_LOST)
+_LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
 """Ends that all groups come to by themselves: no reason to fence anybody."""
+
+
+INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
+"""How the last line of the traceback of an injected fault begins."""
 
 
 class RunFailed(Exception):
@@ -89,6 +94,9 @@ class Supervisor:
         self._exits: dict[tuple[GroupId, int], int] = {}
         self._stop_reason = ""
         self._head_hint = 0
+        self._num_committed = 0
+        self._last_cause = ""
+        self._last_raised = ("", 0)
 
     def run(self) -> EndRecord:
         """Runs to the end, whatever that is; leaves no process behind.
@@ -160,15 +168,16 @@ class Supervisor:
     def _serve(self, pipe: Connection, pipes: dict[Connection, tuple[GroupId, int]]) -> None:
         try:
             report = pipe.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report
             del pipes[pipe]
             return
         self._take(report)
 
     def _take(self, report: Report) -> None:
         match report:
-            case StepCommitted(head=head):
+            case StepCommitted(head=head, step=step):
                 self._head_hint = max(self._head_hint, head)
+                self._num_committed = max(self._num_committed, step + 1)
             case RankRaised(group=group, rank=rank, traceback=text):
                 self._tracebacks[group, rank] = text
             case RunStopped(reason=reason):
@@ -189,9 +198,26 @@ class Supervisor:
         index = fence(self._log, group, f"rank {rank}: {cause}", self._head_hint)
         self._journal.write(LossRecord(group=group, rank=rank, cause=cause, entry_index=index))
         self._end_group(group)
-        cause = self._report_loss(group, rank, cause)
+        cause = self._last_cause = self._report_loss(group, rank, cause)
+        self._stop_if_not_a_loss(group, rank)
         if not self._store.exists(ALL_GROUPS_READY):
             raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
+
+    def _stop_if_not_a_loss(self, group: GroupId, rank: int) -> None:
+        """Two groups that raise the same in the same step have met a fault of the program or the data.
+
+        Whoever computes that microbatch next would meet it, too, until no group is left.
+
+        Raises:
+            RunFailed: It is such a fault.
+        """
+        text = self._tracebacks.get((group, rank), "").strip()
+        line = text.splitlines()[-1] if text else ""
+        if not line or line.startswith(INJECTED):
+            return
+        if self._last_raised == (line, self._num_committed):
+            raise RunFailed(f"two groups raised the same in one step, which no redundancy masks: {line}")
+        self._last_raised = (line, self._num_committed)
 
     def _end_group(self, group: GroupId) -> None:
         """The rest of a fenced group is of no use, and must not linger."""
@@ -205,7 +231,7 @@ class Supervisor:
         while pipe.poll():
             try:
                 self._take(pipe.recv())
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):
                 break
         text = self._tracebacks.get((group, rank), "")
         if text:
@@ -220,11 +246,13 @@ class Supervisor:
         outcome: Outcome = "failed"
         if ExitCode.HALTED in codes:
             outcome = "halted"
-        elif ExitCode.WIPE_OUT in codes or not codes:
+        elif ExitCode.WIPE_OUT in codes or (not codes and not self._last_raised[0]):
             outcome = "wipe_out"
         elif codes == {ExitCode.FINISHED}:
             outcome = "finished"
-        reason = self._stop_reason or ("no group is left" if not codes else f"exit codes {sorted(codes)}")
+        reason = self._stop_reason or (
+            f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
+        )
         return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
 
 

@@ -27,14 +27,14 @@ Stop = FinishRun | StopWipeOut | StopHalted
 
 def train(controller: Controller, executor: GroupExecutor) -> Stop:
     """Trains until the controller says stop, and returns why."""
-    actions: deque[Action] = deque(controller.handle(RunStarted(), now_s=time.time()))
+    actions: deque[Action] = deque(controller.handle(RunStarted(), now_s=time.monotonic()))
     while True:
         action = actions.popleft()
         if isinstance(action, Stop):
             executor.stop(action.step)
             return action
         for event in _execute(action, controller, executor):
-            actions.extendleft(reversed(controller.handle(event, now_s=time.time())))
+            actions.extendleft(reversed(controller.handle(event, now_s=time.monotonic())))
 
 
 def _execute(action: Action, controller: Controller, executor: GroupExecutor) -> list[Event]:

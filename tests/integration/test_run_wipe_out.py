@@ -56,7 +56,10 @@ def test_losing_the_last_host_of_a_shard_stops_the_run_and_names_the_shards(text
 def test_losing_every_group_stops_the_run(text_corpus: Path, tmp_path: Path) -> None:
     faults = [kill("backward", 1, group) for group in range(2)]
     run = complete_run(tiny_config(text_corpus, LayoutConfig(num_groups=2), faults=faults), tmp_path / "run")
-    assert (run.summary.outcome, run.summary.outcome_reason) == ("wipe_out", "no group is left")
+    assert (run.summary.outcome, run.summary.outcome_reason) == (
+        "wipe_out",
+        "no group is left, the last was lost by SIGKILL",
+    )
     assert fenced_groups(run.journal) <= {0, 1}
     assert run.summary.steps_committed == 1
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import DataConfig, RunConfig
 from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
 
 CPU = Machine(num_gpus=0, num_cores=64, has_corpus=True)
@@ -148,3 +148,9 @@ def test_shards_that_share_hosts_are_doubtful() -> None:
     (text,) = warnings(configured("layout.num_groups=7", "spare.redundancy=3", "spare.placement=consecutive"), CPU)
     assert "share 2 of their spare.redundancy=3 hosts" in text
     assert "from about layout.num_groups=7 on" in text
+
+
+def test_a_vocabulary_smaller_than_that_of_the_corpus_is_refused() -> None:
+    machine = dataclasses.replace(CPU, corpus_vocab_size=300)
+    (problem,) = problems(RunConfig(data=DataConfig(corpus="text")), machine)
+    assert "model.vocab_size=256 is below the 300 tokens" in problem

@@ -116,7 +116,7 @@ def test_a_fence_decides_nothing_but_asks_for_votes_and_a_new_communicator() -> 
 def test_the_same_fence_twice_changes_nothing() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
-    assert fold(controller, fence(1), fence(1)) == [ReadEntry(index=2)]
+    assert fold(controller, fence(1), fence(1)) == [ReadVotes(attempt=0), ReadEntry(index=2)]
     assert controller.epoch == 1
 
 
@@ -320,6 +320,7 @@ class Simulation:
         self.applied: dict[GroupId, list[tuple[int, tuple[Microbatch, ...]]]] = {}
         self.stops: dict[GroupId, object] = {}
         self.num_kills = num_kills
+        self.fenced_twice: list[GroupId] = []
         self.controllers = {
             GroupId(g): make_controller(num_groups, redundancy, self.m, self.steps, granularity)
             for g in range(num_groups)
@@ -334,6 +335,9 @@ class Simulation:
                 self.num_kills -= 1
                 del self.runs[group]
                 self.log.append(fence(group))
+                self.fenced_twice.append(group)
+            elif self.fenced_twice and self.random.random() < 0.01:
+                self.log.append(fence(self.fenced_twice.pop()))
             elif next(self.runs[group], None) == "done":
                 del self.runs[group]
 

@@ -1,0 +1,60 @@
+"""Ranks with a fault of the program: what runs in the ranks' processes instead of `run_rank`."""
+
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from spare_megatron.control.store import StoreLost
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import GroupId
+from spare_megatron.mcore import trainer
+from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.pipeline import Pipeline
+from spare_megatron.runtime import rank
+from spare_megatron.runtime.executor import GroupExecutor
+from spare_megatron.runtime.spec import RankSpec
+
+BROKEN_GROUP = 1
+
+
+class _Forgetful(Pipeline):
+    """Leaves the last microbatch out."""
+
+    def run(self, work: Sequence[Microbatch], forward_step: Any) -> None:
+        super().run(work[:-1], forward_step)
+
+
+class _Unreadable(Corpus):
+    """Has one microbatch that nobody can read."""
+
+    def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, Any]:
+        if (step, microbatch) == (1, Microbatch(shard=BROKEN_GROUP, index=0)):
+            raise ValueError("sample 42 of the corpus is damaged")
+        return super().microbatch(step, microbatch)
+
+
+class _Unconnected(GroupExecutor):
+    """Loses its connection to the control store in step 1."""
+
+    def compute_step(self, plan: Any, num_alive: int) -> None:
+        super().compute_step(plan, num_alive)
+        if plan.step == 1:
+            raise StoreLost("the control store does not answer")
+
+
+def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
+    """Runs a rank with a fault. Give `partial(run_broken_rank, fault)` to `start_run`."""
+    if fault == "unreadable":
+        trainer.Corpus = _Unreadable
+    elif spec.group == GroupId(BROKEN_GROUP):
+        if fault == "forgetful":
+            trainer.Pipeline = _Forgetful
+        else:
+            rank.GroupExecutor = _Unconnected
+    rank.run_rank(spec, reports)
+
+
+forgetful = partial(run_broken_rank, "forgetful")
+unreadable = partial(run_broken_rank, "unreadable")
+unconnected = partial(run_broken_rank, "unconnected")

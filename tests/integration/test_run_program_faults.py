@@ -1,0 +1,72 @@
+"""Faults of the program, of the data and at the very end: masked where that is right, told where it is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.check import check_journal
+from spare_megatron.journal.files import Journal, read_journal
+from spare_megatron.journal.records import EndRecord, EntryRecord
+from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.supervisor import GroupLost
+from tests.integration.broken_rank import BROKEN_GROUP, forgetful, unconnected, unreadable
+from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
+
+pytestmark = pytest.mark.timeout(90)
+
+LAYOUT = LayoutConfig(num_groups=4)
+
+
+def lost_groups(journal: Journal) -> set[int]:
+    return {record.entry["group"] for record in journal.of(EntryRecord) if record.entry["entry"] == "fence"}
+
+
+def test_a_group_whose_schedule_leaves_out_a_microbatch_is_lost_and_nothing_is_missing(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    events: list[Any] = []
+    summary = start_run(tiny_config(text_corpus, LAYOUT), tmp_path / "run", events.append, rank_main=forgetful)
+    assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "valid", 4)
+    assert lost_groups(read_journal(tmp_path / "run")) == {BROKEN_GROUP}
+    (lost,) = [event for event in events if isinstance(event, GroupLost)]
+    assert "the schedule ran" in lost.cause
+
+
+def test_a_microbatch_that_nobody_can_read_stops_the_run_before_it_costs_every_group(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    summary = start_run(tiny_config(text_corpus, LAYOUT), tmp_path / "run", lambda _: None, rank_main=unreadable)
+    assert summary.outcome == "failed"
+    assert "two groups raised the same" in summary.outcome_reason
+    assert "sample 42 of the corpus is damaged" in summary.outcome_reason
+    assert (summary.verdict, summary.steps_committed) == ("unknown", 1)
+
+
+def test_a_rank_that_loses_the_control_store_alone_is_a_lost_group(text_corpus: Path, tmp_path: Path) -> None:
+    summary = start_run(tiny_config(text_corpus, LAYOUT), tmp_path / "run", lambda _: None, rank_main=unconnected)
+    assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "valid", 4)
+    assert lost_groups(read_journal(tmp_path / "run")) == {BROKEN_GROUP}
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, LayoutConfig(num_groups=3, pipeline_parallel=2)], ids=["one", "stages"])
+def test_a_group_lost_after_the_last_commit_changes_nothing(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
+) -> None:
+    config = tiny_config(text_corpus, layout, faults=[kill(Phase.AFTER_COMMIT, 3, 1)])
+    run = complete_run(config, tmp_path / "run")
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
+    assert run.summary.steps_committed == 4
+
+
+def test_an_end_as_a_wipe_out_is_not_believed_while_every_shard_has_a_host(text_corpus: Path, tmp_path: Path) -> None:
+    run = complete_run(tiny_config(text_corpus, LAYOUT, faults=[kill(Phase.FORWARD, 1, 2)]), tmp_path / "run")
+    assert_masked(run)
+    file = run.run_dir / "journal" / "supervisor.jsonl"
+    assert run.journal.of(EndRecord)[0].outcome == "finished"
+    file.write_text(file.read_text().replace('"outcome":"finished"', '"outcome":"wipe_out"'))
+    verdict = check_journal(read_journal(run.run_dir))
+    assert verdict.verdict == "invalid"
+    assert any("every shard has a surviving host" in reason for reason in verdict.reasons)

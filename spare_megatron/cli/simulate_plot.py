@@ -156,7 +156,7 @@ def _published_points(axes: "Axes", base: Scenario, *, is_ratio: bool) -> None:
             linestyle="none",
             color=colour,
             markeredgecolor=_INK,
-            label=f"the paper's {point.policy}: {value:.2f}" + ("" if is_ratio else "%"),
+            label=f"the paper's {point.policy} at its settings: {value:.2f}" + ("" if is_ratio else "%"),
         )
 
 

@@ -43,7 +43,7 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     for point in published(figures.name):
         if point.policy == figures.policy:
             said = f"{point.time_to_train_ratio} x, {point.availability:.2%} at r = {point.redundancy}"
-            yield f"the paper's {point.policy}", said
+            yield f"the paper's {point.policy}", f"{said}, at its settings"
     yield "simulated in", f"{format_duration(figures.wall_s)}, {format_duration(figures.decision_s)} of it deciding"
 
 

@@ -105,8 +105,9 @@ class SpareRun:
                 return self._attempt(action)
             case ReadEntry(index=index):
                 return (self._read(index),)
-            case AppendEntry(entry=entry):
-                self._log.append(entry)
+            case AppendEntry(index=index, entry=entry):
+                if index == len(self._log):
+                    self._log.append(entry)
             case UpdateModel(step=step, attempt=attempt):
                 if self._chronicle:
                     self._chronicle.updated(step, attempt, self._members)

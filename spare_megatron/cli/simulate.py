@@ -48,58 +48,66 @@ class Request:
     as_json: bool
 
 
+_Preset = Annotated[str, typer.Option(help="Name of a preset (paper_n200, paper_n600, paper_n1000) or a TOML file.")]
+_PolicyName = Annotated[str | None, typer.Option(help="spare, replication, checkpoint_only, or all to compare them.")]
+_Granularity = Annotated[str | None, typer.Option(help="stack (whole shards, as in the paper) or microbatch.")]
+_Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard.")]
+_Microbatches = Annotated[int | None, typer.Option(help="Microbatches per shard.")]
+_Steps = Annotated[int | None, typer.Option(help="Steps to commit.")]
+_Seeds = Annotated[int, typer.Option(help="Simulations of each scenario, seeded from 0.")]
+_Repair = Annotated[str | None, typer.Option(help="From the loss of a group until it is repaired, as in 10m.")]
+_Save = Annotated[str | None, typer.Option(help="How long training stands still for one save, as in 60s.")]
+_Join = Annotated[str | None, typer.Option(help="How long everybody waits when groups are taken in.")]
+_Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+]
+_Calibrate = Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take costs from what this run has measured.")]
+_Sweep = Annotated[str | None, typer.Option(metavar="FROM..TO", help="Simulate these redundancies: 2..20, or 3,4,6.")]
+_Out = Annotated[
+    Path | None, typer.Option(help="Keep each result in this JSON-lines file; those in it are not simulated again.")
+]
+_Jobs = Annotated[int | None, typer.Option(help="Processes.", show_default="one per processor")]
+_Journal = Annotated[Path | None, typer.Option(help="Write the journal of seed 0 here, for spare check.")]
+_Plot = Annotated[
+    Path | None, typer.Option(help="Write curves over the redundancy for every policy, and a timeline, to this PNG.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON; ci95 is half the interval.")]
+
+
 def simulate(
-    preset: Annotated[
-        str, typer.Option(help="Name of a preset (paper_n200, paper_n600, paper_n1000) or a TOML file.")
-    ] = DEFAULT_PRESET,
-    policy: Annotated[
-        str | None, typer.Option(help="spare, replication, checkpoint_only, or all to compare them.")
-    ] = None,
-    granularity: Annotated[
-        str | None, typer.Option(help="stack (whole shards, as in the paper) or microbatch.")
-    ] = None,
-    redundancy: Annotated[int | None, typer.Option(help="Hosts per shard.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches per shard.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to commit.")] = None,
-    seeds: Annotated[int, typer.Option(help="Simulations of each scenario, seeded from 0.")] = 5,
-    repair: Annotated[
-        str | None, typer.Option(help="From the loss of a group until it is repaired, as in 10m.")
-    ] = None,
-    save: Annotated[str | None, typer.Option(help="How long training stands still for one save, as in 60s.")] = None,
-    join: Annotated[str | None, typer.Option(help="How long everybody waits when groups are taken in.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
-    ] = None,
-    calibrate: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Take costs from what this run has measured.")
-    ] = None,
-    sweep_redundancy: Annotated[
-        str | None, typer.Option(metavar="FROM..TO", help="Simulate these redundancies: 2..20, or 3,4,6.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Keep each result in this JSON-lines file; those in it are not simulated again.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes.", show_default="one per processor")] = None,
-    journal: Annotated[Path | None, typer.Option(help="Write the journal of seed 0 here, for spare check.")] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Write curves over the redundancy for every policy, and a timeline, to this PNG."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON; ci95 is half the interval.")] = False,
+    preset: _Preset = DEFAULT_PRESET,
+    policy: _PolicyName = None,
+    granularity: _Granularity = None,
+    redundancy: _Redundancy = None,
+    microbatches: _Microbatches = None,
+    steps: _Steps = None,
+    seeds: _Seeds = 5,
+    repair: _Repair = None,
+    save: _Save = None,
+    join: _Join = None,
+    overrides: _Overrides = None,
+    calibrate: _Calibrate = None,
+    sweep_redundancy: _Sweep = None,
+    out: _Out = None,
+    jobs: _Jobs = None,
+    journal: _Journal = None,
+    plot: _Plot = None,
+    as_json: _Json = False,
 ) -> None:
     """Simulate training through losses of groups, with the controller that real runs have.
 
     Everything printed is simulated, not measured; with --calibrate from measured costs. Progress goes to stderr.
     Exit codes: 2 bad input, 130 interrupted.
     """
+    own = {
+        "granularity": granularity,
+        "redundancy": redundancy,
+        "microbatches_per_shard": microbatches,
+        "num_steps": steps,
+    }
     request = Request(
         preset=preset,
-        settings={
-            "granularity": granularity,
-            "redundancy": redundancy,
-            "microbatches_per_shard": microbatches,
-            "num_steps": steps,
-        },
+        settings=own,
         durations={
             "repair_s": ("--repair", repair),
             "costs.save_s": ("--save", save),
@@ -116,14 +124,20 @@ def simulate(
         calibrate=calibrate,
         as_json=as_json,
     )
-    signal.signal(signal.SIGTERM, _interrupt)
     with explained_errors("simulate"):
-        try:
-            _simulate(request)
-        except KeyboardInterrupt:
-            kept = "" if out is None else f"; finished cases are in {out}, and the same command goes on from there"
-            typer.echo(f"spare simulate: interrupted{kept}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+        _interruptible(request)
+
+
+def _interruptible(request: Request) -> None:
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        _simulate(request)
+    except KeyboardInterrupt:
+        kept = (
+            "" if request.out is None else f"; finished cases are in {request.out}: the same command goes on from there"
+        )
+        typer.echo(f"spare simulate: interrupted{kept}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

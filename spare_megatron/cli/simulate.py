@@ -99,12 +99,8 @@ def simulate(
     Everything printed is simulated, not measured; with --calibrate from measured costs. Progress goes to stderr.
     Exit codes: 2 bad input, 130 interrupted.
     """
-    own = {
-        "granularity": granularity,
-        "redundancy": redundancy,
-        "microbatches_per_shard": microbatches,
-        "num_steps": steps,
-    }
+    own: dict[str, str | int | None] = {"granularity": granularity, "redundancy": redundancy, "num_steps": steps}
+    own["microbatches_per_shard"] = microbatches
     request = Request(
         preset=preset,
         settings=own,

@@ -19,9 +19,9 @@ from spare_megatron.planner.plan import ClusterFacts, Plan, candidates
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STYLES = {"stack": ("#0072B2", "o"), "microbatch": ("#D55E00", "s"), "rejoin": ("#009E73", "^")}
+POLICY_STYLES = {"stack": ("#0072B2", "o"), "microbatch": ("#D55E00", "s"), "rejoin": ("#009E73", "^")}
 """Okabe and Ito's palette, and a marker for each so that colour is not needed."""
-_INK = "#444444"
+INK = "#444444"
 _AXIS_UNITS = ((31557600.0, "years"), (86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 _MOST_REDUNDANCY = 24
 _FEW_COUNTS = 40
@@ -57,7 +57,7 @@ def _time_to_train(axes: "Axes", facts: ClusterFacts, plan: Plan, alternatives: 
     most = max(_MOST_REDUNDANCY, plan.redundancy)
     ceiling = _HIGHEST_RATIO * max(plan.time_to_train_ratio, *(best.time_to_train_ratio for best in alternatives))
     for best in alternatives:
-        colour, marker = _STYLES[best.policy]
+        colour, marker = POLICY_STYLES[best.policy]
         shown = [p for p in candidates(facts, best.policy) if p.redundancy <= most and p.time_to_train_ratio < ceiling]
         axes.plot(
             [p.redundancy for p in shown],
@@ -73,7 +73,7 @@ def _time_to_train(axes: "Axes", facts: ClusterFacts, plan: Plan, alternatives: 
         "o",
         markersize=13,
         fillstyle="none",
-        color=_INK,
+        color=INK,
         markeredgewidth=1.5,
         linestyle="none",
         label=f"the plan: {plan.time_to_train_ratio:.2f} at r = {plan.redundancy}",
@@ -94,19 +94,19 @@ def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
     mean = float(covered[1:].sum())
     counts = np.arange(facts.num_groups)
     last = int(np.searchsorted(-covered, -1e-4)) + 1
-    colour = _STYLES[plan.policy][0]
+    colour = POLICY_STYLES[plan.policy][0]
     if last < _FEW_COUNTS:
         axes.bar(counts[:last], chance[:last], color=colour, alpha=0.6)
     else:
         axes.fill_between(counts[:last], chance[:last], step="mid", color=colour, alpha=0.3)
         axes.step(counts[:last], chance[:last], where="mid", color=colour)
-    axes.axvline(mean, color=_INK, linestyle="--")
+    axes.axvline(mean, color=INK, linestyle="--")
     axes.annotate(
         f"mean {format_count(mean)} of {facts.num_groups}",
         (mean, float(chance.max())),
         xytext=(6, 6),
         textcoords="offset points",
-        color=_INK,
+        color=INK,
     )
     axes.set_ylim(0, 1.15 * float(chance.max()))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -123,8 +123,8 @@ def _cadence(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
     unit_s, unit = next((size, name) for size, name in _AXIS_UNITS if plan.cadence_s >= size)
     unit_s = unit_s or 1.0
     best = (plan.cadence_s / unit_s, 100 * (1 - plan.availability))
-    axes.loglog(cadences_s / unit_s, lost, color=_STYLES[plan.policy][0])
-    axes.plot(*best, "o", color=_INK)
+    axes.loglog(cadences_s / unit_s, lost, color=POLICY_STYLES[plan.policy][0])
+    axes.plot(*best, "o", color=INK)
     axes.annotate(
         f"best: every {format_duration(plan.cadence_s)},\n{best[1]:.2g}% lost",
         best,
@@ -132,7 +132,7 @@ def _cadence(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
         textcoords="offset points",
         ha="center",
         va="bottom",
-        color=_INK,
+        color=INK,
     )
     axes.set(
         title="Time lost to saves and wipe-outs",

@@ -11,7 +11,7 @@ mpl.use("agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from spare_megatron.cli.plan_plot import _INK, _STYLES
+from spare_megatron.cli.plan_plot import INK, POLICY_STYLES
 from spare_megatron.cli.quantities import format_duration
 from spare_megatron.simulator.published import published
 from spare_megatron.simulator.scenario import Scenario
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STYLES = {
-    ("spare", "stack"): _STYLES["stack"],
-    ("spare", "microbatch"): _STYLES["microbatch"],
+    ("spare", "stack"): POLICY_STYLES["stack"],
+    ("spare", "microbatch"): POLICY_STYLES["microbatch"],
     ("replication", "stack"): ("#CC79A7", "D"),
     ("checkpoint_only", "stack"): ("#E69F00", ""),
 }
@@ -155,7 +155,7 @@ def _published_points(axes: "Axes", base: Scenario, *, is_ratio: bool) -> None:
             markersize=15,
             linestyle="none",
             color=colour,
-            markeredgecolor=_INK,
+            markeredgecolor=INK,
             label=f"the paper's {point.policy} at its settings: {value:.2f}" + ("" if is_ratio else "%"),
         )
 
@@ -170,7 +170,7 @@ def _timeline(groups: "Axes", steps: "Axes", base: Scenario, moments: Sequence[M
     steps.step(at, [0, *(m.num_steps for m in moments)], where="post", color=colour, linewidth=1.2)
     ideal_s = base.costs.compute_s + base.costs.reduce_s
     last = min(moments[-1].at_s / ideal_s, base.num_steps)
-    steps.plot([0, last * ideal_s / unit_s], [0, last], color=_INK, linestyle=":", label="without losses and saves")
+    steps.plot([0, last * ideal_s / unit_s], [0, last], color=INK, linestyle=":", label="without losses and saves")
     restarts = [moment.at_s for moment in moments if moment.what == "restart"]
     for index, at_s in enumerate(restarts):
         for axes in (groups, steps):
@@ -179,7 +179,7 @@ def _timeline(groups: "Axes", steps: "Axes", base: Scenario, moments: Sequence[M
     saves = [moment for moment in moments if moment.what == "save"]
     if len(saves) <= _MOST_SAVES_SHOWN:
         label = f"save ({len(saves)})"
-        steps.plot([m.at_s / unit_s for m in saves], [m.num_steps for m in saves], "|", color=_INK, label=label)
+        steps.plot([m.at_s / unit_s for m in saves], [m.num_steps for m in saves], "|", color=INK, label=label)
     name = variant_name(policy, base.granularity)
     groups.set(
         title=f"One run: {name}, r = {base.redundancy}, seed 0 (simulated)",

@@ -2,17 +2,18 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.plan_answer import Answer, as_figures
 from spare_megatron.cli.quantities import parse_bytes, parse_duration_s
 
 if TYPE_CHECKING:
-    from spare_megatron.planner.plan import ClusterFacts, HoldingLimits, Plan, Policy
+    from spare_megatron.planner.plan import ClusterFacts, HoldingLimits, Policy
 
 ASSUMED_STEP = "64s"
 ASSUMED_REDUCE_S_PER_GROUP = 0.01
@@ -52,25 +53,6 @@ class Question:
     policy: str | None
     redundancy: int | None
     holding: Holding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What `spare plan` shows.
-
-    Attributes:
-        facts: The cluster.
-        plan: The plan of the policy asked for.
-        alternatives: The best plan of each policy that the facts allow.
-        limits: What stacks cost and may cost; None when nothing was said about it.
-        assumed: Names of the facts that were not given.
-    """
-
-    facts: "ClusterFacts"
-    plan: "Plan"
-    alternatives: tuple["Plan", ...]
-    limits: "HoldingLimits | None"
-    assumed: frozenset[str]
 
 
 _Groups = Annotated[int, typer.Option(help="Data-parallel groups; as many shards of every batch.")]
@@ -219,37 +201,6 @@ def facts_of(question: Question) -> "ClusterFacts":
         num_microbatches=question.microbatches or ASSUMED_MICROBATCHES,
         repair_s=None if question.repair is None else parse_duration_s("--repair", question.repair),
     )
-
-
-def as_figures(answer: Answer) -> dict[str, Any]:
-    """What `--json` prints. The first five keys are a contract."""
-    from spare_megatron.planner.optimum import closed_form_redundancy
-
-    plan, limits = answer.plan, answer.limits
-    figures: dict[str, Any] = {
-        "redundancy": plan.redundancy,
-        "cadence_s": plan.cadence_s,
-        "endured_losses": plan.endured_losses,
-        "time_to_train_ratio": plan.time_to_train_ratio,
-        "availability": plan.availability,
-        "policy": plan.policy,
-        "stretch": plan.stretch,
-        "time_to_wipe_out_s": plan.time_to_wipe_out_s,
-        "closed_form_redundancy": closed_form_redundancy(answer.facts.num_groups),
-        "stack_bytes": None if limits is None else plan.redundancy * limits.shard_bytes,
-        "read_s_per_step": read_s(answer),
-        "alternatives": {other.policy: asdict(other) for other in answer.alternatives},
-        "facts": asdict(answer.facts),
-        "assumed": sorted(answer.assumed),
-    }
-    return figures
-
-
-def read_s(answer: Answer) -> float | None:
-    """Seconds to read the stack of one step, where size and rate are known."""
-    if answer.limits is None or answer.limits.read_bytes_per_s is None:
-        return None
-    return answer.plan.redundancy * answer.limits.shard_bytes / answer.limits.read_bytes_per_s
 
 
 def _loss_interval_s(losses: LossRate, num_groups: int) -> float:

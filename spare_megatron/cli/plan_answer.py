@@ -1,0 +1,57 @@
+"""What `spare plan` found, and its figures for machines."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spare_megatron.planner.plan import ClusterFacts, HoldingLimits, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What `spare plan` shows.
+
+    Attributes:
+        facts: The cluster.
+        plan: The plan of the policy asked for.
+        alternatives: The best plan of each policy that the facts allow.
+        limits: What stacks cost and may cost; None when nothing was said about it.
+        assumed: Names of the facts that were not given.
+    """
+
+    facts: "ClusterFacts"
+    plan: "Plan"
+    alternatives: tuple["Plan", ...]
+    limits: "HoldingLimits | None"
+    assumed: frozenset[str]
+
+
+def as_figures(answer: Answer) -> dict[str, Any]:
+    """What `--json` prints. The first five keys are a contract."""
+    from spare_megatron.planner.optimum import closed_form_redundancy
+
+    plan, limits = answer.plan, answer.limits
+    figures: dict[str, Any] = {
+        "redundancy": plan.redundancy,
+        "cadence_s": plan.cadence_s,
+        "endured_losses": plan.endured_losses,
+        "time_to_train_ratio": plan.time_to_train_ratio,
+        "availability": plan.availability,
+        "policy": plan.policy,
+        "stretch": plan.stretch,
+        "time_to_wipe_out_s": plan.time_to_wipe_out_s,
+        "closed_form_redundancy": closed_form_redundancy(answer.facts.num_groups),
+        "stack_bytes": None if limits is None else plan.redundancy * limits.shard_bytes,
+        "read_s_per_step": read_s(answer),
+        "alternatives": {other.policy: asdict(other) for other in answer.alternatives},
+        "facts": asdict(answer.facts),
+        "assumed": sorted(answer.assumed),
+    }
+    return figures
+
+
+def read_s(answer: Answer) -> float | None:
+    """Seconds to read the stack of one step, where size and rate are known."""
+    if answer.limits is None or answer.limits.read_bytes_per_s is None:
+        return None
+    return answer.plan.redundancy * answer.limits.shard_bytes / answer.limits.read_bytes_per_s

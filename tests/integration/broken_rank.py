@@ -43,6 +43,16 @@ class _Unconnected(GroupExecutor):
             raise StoreLost("the control store does not answer")
 
 
+class _Diverging(GroupExecutor):
+    """Has a parameter changed behind its back before the update of step 1, as a bit flip does."""
+
+    def update_model(self, step: int, attempt: int) -> None:
+        if step == 1:
+            named = next(iter(self._trainer.parameters_named()))
+            named.parameter.data.view(-1)[0] += 1.0
+        super().update_model(step, attempt)
+
+
 def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
     """Runs a rank with a fault. Give `partial(run_broken_rank, fault)` to `start_run`."""
     if fault == "unreadable":
@@ -51,10 +61,11 @@ def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
         if fault == "forgetful":
             trainer.Pipeline = _Forgetful
         else:
-            rank.GroupExecutor = _Unconnected
+            rank.GroupExecutor = _Unconnected if fault == "unconnected" else _Diverging
     rank.run_rank(spec, reports)
 
 
 forgetful = partial(run_broken_rank, "forgetful")
 unreadable = partial(run_broken_rank, "unreadable")
 unconnected = partial(run_broken_rank, "unconnected")
+diverging = partial(run_broken_rank, "diverging")

@@ -12,7 +12,7 @@ from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EndRecord, EntryRecord
 from spare_megatron.runtime.run import start_run
 from spare_megatron.runtime.supervisor import GroupLost
-from tests.integration.broken_rank import BROKEN_GROUP, forgetful, unconnected, unreadable
+from tests.integration.broken_rank import BROKEN_GROUP, diverging, forgetful, unconnected, unreadable
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 
 pytestmark = pytest.mark.timeout(90)
@@ -49,6 +49,19 @@ def test_a_rank_that_loses_the_control_store_alone_is_a_lost_group(text_corpus: 
     summary = start_run(tiny_config(text_corpus, LAYOUT), tmp_path / "run", lambda _: None, rank_main=unconnected)
     assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "valid", 4)
     assert lost_groups(read_journal(tmp_path / "run")) == {BROKEN_GROUP}
+
+
+@pytest.mark.parametrize("num_groups", [4, 12])
+def test_a_group_whose_parameters_have_changed_halts_the_run_before_the_next_commit(
+    text_corpus: Path, tmp_path: Path, num_groups: int
+) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=num_groups))
+    summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=diverging)
+    assert (summary.outcome, summary.steps_committed) == ("halted", 2)
+    assert "groups have different parameters" in summary.outcome_reason
+    assert f"groups [{BROKEN_GROUP}]" in summary.outcome_reason
+    assert summary.verdict == "invalid"
+    assert any("after 2 steps the groups hold different parameters" in reason for reason in summary.reasons)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LayoutConfig(num_groups=3, pipeline_parallel=2)], ids=["one", "stages"])

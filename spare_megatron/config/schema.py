@@ -64,6 +64,8 @@ class SpareConfig:
     """Microbatches a shard consists of (m)."""
     placement: Literal["golomb", "consecutive"] = "golomb"
     """Which groups host a shard: golomb makes any two shards share at most one host where that is possible."""
+    groups_per_domain: int = 1
+    """Groups of consecutive ids in a rack or power domain; no two hosts of a shard share one where that is possible."""
     granularity: Literal["microbatch", "stack"] = "microbatch"
     """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
 

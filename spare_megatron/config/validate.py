@@ -112,6 +112,7 @@ def _too_small(config: RunConfig) -> Iterator[str]:
         "layout.virtual_pipeline": layout.virtual_pipeline,
         "spare.redundancy": spare.redundancy,
         "spare.microbatches_per_shard": spare.microbatches_per_shard,
+        "spare.groups_per_domain": spare.groups_per_domain,
         "train.steps": train.steps,
         "train.micro_batch_size": train.micro_batch_size,
         "cluster.threads_per_rank": config.cluster.threads_per_rank,
@@ -147,6 +148,12 @@ def _redundancy(config: RunConfig) -> Iterator[str]:
         yield (
             f"spare.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a shard cannot have more hosts "
             f"than there are groups; lower spare.redundancy or raise layout.num_groups"
+        )
+    if config.spare.groups_per_domain > 1 and config.spare.placement == "consecutive":
+        yield (
+            f"spare.groups_per_domain={config.spare.groups_per_domain} keeps the hosts of a shard apart, and "
+            f"spare.placement=consecutive puts them beside each other; set spare.placement to golomb or "
+            f"spare.groups_per_domain to 1"
         )
 
 
@@ -348,7 +355,15 @@ def _weak_redundancy(config: RunConfig) -> Iterator[str]:
     if spare.redundancy == 1:
         yield "spare.redundancy=1 masks nothing: the first lost group stops the run"
         return
-    shared = make_placement(spare.placement, num_groups, spare.redundancy).max_shared_hosts
+    placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
+    most = placement.max_hosts_in_domain(spare.groups_per_domain)
+    if most > 1:
+        yield (
+            f"{most} of the spare.redundancy={spare.redundancy} hosts of some shard stand in one domain and may be "
+            f"lost together: spare.redundancy x spare.groups_per_domain={spare.groups_per_domain} exceeds "
+            f"layout.num_groups={num_groups}; lower one of the former"
+        )
+    shared = placement.max_shared_hosts
     if shared > 1:
         needed = spare.redundancy * (spare.redundancy - 1) + 1
         yield (

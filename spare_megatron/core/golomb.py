@@ -8,9 +8,15 @@ narrow window of neighbours, and a window that loses more than its share of grou
 cannot: chains of displacements grow long, and sometimes the least load is out of reach. So among rulers the one wins
 that mixes best: the least second singular value of the placement, max over k != 0 of |sum_o exp(2 pi i k o / N)|
 (the expander mixing lemma: the smaller, the closer every set of groups comes to its fair share of shards).
+
+Where groups of consecutive ids are lost together as domains, hosts in different domains come first, distinct
+differences second. The hosts of all shards shift the offsets to every place, so what counts is how many offsets lie
+among any d consecutive numbers mod N. A domain of d groups hosts d r of the N r hosts, so that some shard has at least
+ceil(d r / N) of its hosts there under any placement, and evenly spaced offsets reach that bound.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
 from math import comb
 
@@ -77,21 +83,59 @@ def check_redundancy(num_groups: int, redundancy: int) -> None:
         )
 
 
-def golomb_offsets(num_groups: int, redundancy: int) -> tuple[int, ...]:
+def check_groups_per_domain(groups_per_domain: int) -> None:
+    """Refuse domains without a group.
+
+    Raises:
+        ValueError: There is less than one group in a domain.
+    """
+    if groups_per_domain < 1:
+        raise ValueError(
+            f"spare.groups_per_domain={groups_per_domain} is below 1; set it to 1 (groups are lost one by one) or more"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Domains:
+    """What domains of `size` consecutive groups ask of offsets: at most `most` of them in any such window mod n."""
+
+    n: int
+    size: int
+    most: int
+
+    def allow(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether sets of offsets, ascending along the last axis, keep to that. Holds for every subset, too."""
+        num_marks = offsets.shape[-1]
+        if self.size == 1 or num_marks <= self.most:
+            return np.ones(offsets.shape[:-1], dtype=np.bool_)
+        around = np.concatenate((offsets, offsets + self.n), axis=-1)
+        return np.asarray((around[..., self.most : self.most + num_marks] - offsets >= self.size).all(axis=-1))
+
+    def allows(self, marks: Iterable[int]) -> bool:
+        """The same for one set in any order."""
+        return self.size == 1 or bool(self.allow(np.array(sorted(marks), dtype=np.int64)))
+
+
+def golomb_offsets(num_groups: int, redundancy: int, groups_per_domain: int = 1) -> tuple[int, ...]:
     """Offsets in ascending order from 0, with as few repeated differences mod N as we can find.
 
-    Guaranteed: a modular Golomb ruler if N > 2L with L the length of the shortest ruler of r <= 24 marks, if N is
-    r(r - 1) + 1 with r - 1 a prime up to 23 or 4, 8, 9, 16, and wherever there is one if there are at most
+    With domains of d groups at most ceil(r min(d, N) / N) offsets lie among any d consecutive numbers mod N: one, if
+    r d <= N. No placement has fewer hosts of a shard in a domain. This goes before distinct differences.
+
+    Guaranteed for d = 1: a modular Golomb ruler if N > 2L with L the length of the shortest ruler of r <= 24 marks,
+    if N is r(r - 1) + 1 with r - 1 a prime up to 23 or 4, 8, 9, 16, and wherever there is one if there are at most
     2,000,000 / N sets of offsets to look at. In those small cases the offsets are optimal even when repeats cannot be
     avoided: least multiplicity of the commonest difference, then least sum of squared multiplicities. In between a
-    ruler may be missed or not exist; `Placement.max_shared_hosts` > 1 tells.
+    ruler may be missed or not exist; `Placement.max_shared_hosts` > 1 tells. With domains the small cases are optimal
+    among the offsets that the domains allow; in the others the search is the same and nothing more is guaranteed.
 
     Args:
         num_groups: N, at least 1.
         redundancy: r, from 1 to N.
+        groups_per_domain: d, at least 1.
 
     Raises:
-        ValueError: The redundancy does not fit.
+        ValueError: The redundancy or the domains do not fit.
 
     Notes:
         Deterministic: the work is bounded by counts, and the scattered candidates come from a fixed sequence. Ties go
@@ -102,21 +146,27 @@ def golomb_offsets(num_groups: int, redundancy: int) -> tuple[int, ...]:
     (0, 1, 3)
     >>> golomb_offsets(4, 4)
     (0, 1, 2, 3)
+    >>> golomb_offsets(16, 3, groups_per_domain=4)
+    (0, 4, 9)
     """
     check_redundancy(num_groups, redundancy)
-    n, r = num_groups, redundancy
+    check_groups_per_domain(groups_per_domain)
+    n, r, size = num_groups, redundancy, min(groups_per_domain, num_groups)
     if r == n:
         return tuple(range(n))
+    domains = _Domains(n, size, -(-r * size // n))
     if 2 * r > n:
         left_out = set(golomb_offsets(n, n - r))
-        return _from_zero(n, [x for x in range(n) if x not in left_out])
+        offsets = _from_zero(n, [x for x in range(n) if x not in left_out])
+        if domains.allows(offsets):
+            return offsets
     if comb(n - 1, r - 1) * n <= _EXHAUSTIVE_LIMIT:
-        return _exhaustive(n, r)
+        return _exhaustive(n, r, domains)
     if r * (r - 1) < n:
-        rulers = list(_scattered(n, r)) or list(_constructed(n, r))
+        rulers = list(_scattered(n, r, domains)) or list(filter(domains.allows, _constructed(n, r)))
         if rulers:
             return min(rulers, key=lambda ruler: _mixing(n, ruler))
-    return _fewest_repeats(n, r)
+    return _fewest_repeats(n, r, domains)
 
 
 def difference_counts(num_groups: int, offsets: tuple[int, ...]) -> npt.NDArray[np.int64]:
@@ -147,9 +197,10 @@ def _from_zero(n: int, marks: list[int]) -> tuple[int, ...]:
     return tuple(sorted((mark - marks[0]) % n for mark in marks))
 
 
-def _exhaustive(n: int, r: int) -> tuple[int, ...]:
+def _exhaustive(n: int, r: int, domains: _Domains) -> tuple[int, ...]:
     """The best of all sets that hold 0: fewest repeats, then best mixing, then first in order."""
     sets = np.array([(0, *rest) for rest in combinations(range(1, n), r - 1)], dtype=np.int64)
+    sets = sets[domains.allow(sets)]
     differences = (sets[:, :, None] - sets[:, None, :]) % n
     rows = np.broadcast_to(np.arange(len(sets))[:, None, None] * n, differences.shape)
     counts = np.bincount((rows + differences).ravel(), minlength=len(sets) * n).reshape(-1, n)[:, 1:]
@@ -158,7 +209,7 @@ def _exhaustive(n: int, r: int) -> tuple[int, ...]:
     return min((tuple(row) for row in best.tolist()), key=lambda offsets: _mixing(n, offsets))
 
 
-def _scattered(n: int, r: int) -> Iterator[tuple[int, ...]]:
+def _scattered(n: int, r: int, domains: _Domains) -> Iterator[tuple[int, ...]]:
     """Rulers grown mark by mark from a fixed sequence of numbers, each mark kept if it repeats no difference."""
     state, num_found = 1, 0
     marks, used = [0], {0}
@@ -167,7 +218,7 @@ def _scattered(n: int, r: int) -> Iterator[tuple[int, ...]]:
         mark = (state >> 33) % n
         if all((mark - other) % n not in used for other in marks):
             new = {(mark - other) % n for other in marks} | {(other - mark) % n for other in marks}
-            if len(new) == 2 * len(marks):
+            if len(new) == 2 * len(marks) and domains.allows([*marks, mark]):
                 marks.append(mark)
                 used |= new
         if len(marks) == r:
@@ -237,20 +288,36 @@ def _powers_in_plane(p: int, degree: int, modulus: int) -> list[int]:
     raise AssertionError(f"no generator of GF({p}^{degree})")
 
 
-def _fewest_repeats(n: int, r: int) -> tuple[int, ...]:
+def _fewest_repeats(n: int, r: int, domains: _Domains) -> tuple[int, ...]:
     """Offsets by descent: move one offset at a time to where it repeats least, until nothing improves.
 
-    Cost: N r per move looked at, at most `_SEARCH_WORK` in all.
+    Cost: N r per move looked at, at most `_SEARCH_WORK` in all from each start.
     """
-    offsets = list(range(r))
-    for position in range(1, r):
-        offsets[position] = _best_mark(n, offsets[:position])
+    starts = [_grown(n, r, domains)]
+    if domains.size > 1:
+        starts += [[i * n // r for i in range(r)]]
+    found = [_descended(n, start, domains) for start in starts if len(start) == r]
+    return min(found, key=lambda offsets: _repeats(n, offsets))
+
+
+def _grown(n: int, r: int, domains: _Domains) -> list[int]:
+    """Offsets chosen one by one, each the best beside the former; fewer than r if domains leave no place for more."""
+    offsets = [0]
+    while len(offsets) < r and (mark := _best_mark(n, offsets, domains)) is not None:
+        offsets.append(mark)
+    return offsets
+
+
+def _descended(n: int, offsets: list[int], domains: _Domains) -> tuple[int, ...]:
+    r = len(offsets)
     best, work, is_better = _repeats(n, offsets), 0, True
     while is_better and work < _SEARCH_WORK:
         is_better = False
         for position in range(1, r):
             trial = offsets[:position] + offsets[position + 1 :]
-            trial.insert(position, _best_mark(n, trial))
+            mark = _best_mark(n, trial, domains)
+            assert mark is not None, "the mark that was taken out can always come back"
+            trial.insert(position, mark)
             work += n * r
             if _repeats(n, trial) < best:
                 offsets, best, is_better = trial, _repeats(n, trial), True
@@ -259,8 +326,8 @@ def _fewest_repeats(n: int, r: int) -> tuple[int, ...]:
     return tuple(sorted(offsets))
 
 
-def _best_mark(n: int, offsets: list[int]) -> int:
-    """The lowest further mark whose differences are the rarest among those of the offsets."""
+def _best_mark(n: int, offsets: list[int], domains: _Domains) -> int | None:
+    """The lowest further mark whose differences are the rarest among those of the offsets; None if none is allowed."""
     counts = difference_counts(n, tuple(offsets))
     marks = np.arange(n)[:, None]
     ahead = np.sort((marks - np.array(offsets)) % n, axis=1)
@@ -268,9 +335,13 @@ def _best_mark(n: int, offsets: list[int]) -> int:
     own_repeats = (np.sort(-ahead % n, axis=1) == ahead).sum(axis=1)
     cost = 2 * (counts**2)[ahead].sum(axis=1) + own_repeats
     cost[offsets] = np.iinfo(np.int64).max
-    return int(cost.argmin())
+    if domains.size > 1:
+        others = np.broadcast_to(np.array(offsets), ahead.shape)
+        cost[~domains.allow(np.sort(np.concatenate((others, marks), axis=1), axis=1))] = np.iinfo(np.int64).max
+    mark = int(cost.argmin())
+    return mark if cost[mark] < np.iinfo(np.int64).max else None
 
 
-def _repeats(n: int, offsets: list[int]) -> tuple[int, int]:
+def _repeats(n: int, offsets: Sequence[int]) -> tuple[int, int]:
     counts = difference_counts(n, tuple(offsets))
     return int(counts.max(initial=0)), int((counts**2).sum())

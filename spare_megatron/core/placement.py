@@ -3,6 +3,9 @@
 A cyclic placement hosts shard s on the groups (s - o) mod N for a few offsets o. Two shards d apart then share as
 many hosts as there are pairs of offsets that differ by d mod N, so offsets of a modular Golomb ruler (`core.golomb`)
 let any two shards share at most one host, and the loss of a few groups never falls on the same few neighbours.
+
+Groups may stand in domains (racks, power): `groups_per_domain` groups of consecutive ids each, that may be lost
+together. Then no two hosts of a shard are in one domain where that is possible, which is r groups_per_domain <= N.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.core.golomb import check_redundancy
+from spare_megatron.core.golomb import check_groups_per_domain, check_redundancy
 from spare_megatron.core.golomb import golomb_offsets as golomb_offsets
 from spare_megatron.core.topology import GroupId, ShardId
 
@@ -118,6 +121,19 @@ class Placement:
         keys = (stacks[:, first] * num_groups + stacks[:, second]).ravel()
         return int(np.unique(keys, return_counts=True)[1].max(initial=0))
 
+    def max_hosts_in_domain(self, groups_per_domain: int) -> int:
+        """The most hosts of a shard that one domain holds; 1 is the best, and possible if r groups_per_domain <= N.
+
+        Raises:
+            ValueError: There is less than one group in a domain.
+        """
+        check_groups_per_domain(groups_per_domain)
+        domains = np.sort(self.host_array // groups_per_domain, axis=1)
+        most = 1
+        while (domains[:, most:] == domains[:, : self.redundancy - most]).any():
+            most += 1
+        return most
+
     def alive_mask(self, alive: frozenset[GroupId]) -> BoolArray:
         """`mask[group]`: is the group alive?
 
@@ -137,7 +153,7 @@ class Placement:
         return tuple(ShardId(int(shard)) for shard in np.flatnonzero(lost))
 
 
-def make_placement(kind: PlacementKind, num_groups: int, redundancy: int) -> Placement:
+def make_placement(kind: PlacementKind, num_groups: int, redundancy: int, groups_per_domain: int = 1) -> Placement:
     """The cyclic placement of a kind.
 
     Args:
@@ -145,9 +161,11 @@ def make_placement(kind: PlacementKind, num_groups: int, redundancy: int) -> Pla
             comparison.
         num_groups: Data-parallel groups N, at least 1; as many shards.
         redundancy: Hosts per shard r, from 1 to N.
+        groups_per_domain: Groups of consecutive ids in a domain d, at least 1; the last domain may have fewer. Of the
+            hosts of a shard at most ceil(r min(d, N) / N) are in one domain; `Placement.max_hosts_in_domain` tells.
 
     Raises:
-        ValueError: The redundancy does not fit, or the kind is unknown.
+        ValueError: The redundancy or the domains do not fit, or the kind is unknown.
 
     >>> make_placement("golomb", 7, 3).hosts[0]
     (0, 6, 4)
@@ -155,7 +173,16 @@ def make_placement(kind: PlacementKind, num_groups: int, redundancy: int) -> Pla
     if kind not in ("golomb", "consecutive"):
         raise ValueError(f"placement kind {kind!r} is unknown; known: 'golomb', 'consecutive'")
     check_redundancy(num_groups, redundancy)
-    offsets = golomb_offsets(num_groups, redundancy) if kind == "golomb" else tuple(range(redundancy))
+    check_groups_per_domain(groups_per_domain)
+    if kind == "golomb":
+        offsets = golomb_offsets(num_groups, redundancy, groups_per_domain)
+    elif groups_per_domain == 1:
+        offsets = tuple(range(redundancy))
+    else:
+        raise ValueError(
+            f"spare.groups_per_domain={groups_per_domain} keeps hosts apart, and spare.placement=consecutive puts them "
+            "beside each other; set spare.placement to golomb or spare.groups_per_domain to 1"
+        )
     return Placement(
         hosts=tuple(tuple(GroupId((shard - o) % num_groups) for o in offsets) for shard in range(num_groups))
     )

@@ -109,7 +109,8 @@ def _open_stretch(rest: Sequence[FaultConfig], num_steps: int) -> tuple[int, int
 
 def _choose_groups(config: RunConfig, shares: Sequence[float]) -> list[GroupId]:
     trace, num_groups = config.faults.trace, config.layout.num_groups
-    placement = make_placement(config.spare.placement, num_groups, config.spare.redundancy)
+    spare = config.spare
+    placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
     lost = {GroupId(fault.group) for fault in trace if fault.group is not None}
     groups: list[GroupId] = []
     for index, (fault, share) in enumerate(zip(trace, shares, strict=True)):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from spare_megatron.core.placement import make_placement
+from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Committed, Fold, fold_log
@@ -165,7 +165,7 @@ def _check_hosts(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Findi
     """A group computes only shards that are in its stack, unless the run has hosts of last resort."""
     if run.last_resort:
         return
-    placement = make_placement(run.placement, run.num_groups, run.redundancy)  # type: ignore[arg-type]
+    placement = _placement(run)
     for record in journal.of(ContributionRecord):
         for shard in record.microbatches:
             if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
@@ -292,5 +292,10 @@ def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding
 
 def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
     """Whether a shard has no host among the groups that are left."""
-    placement = make_placement(run.placement, run.num_groups, run.redundancy)  # type: ignore[arg-type]
+    placement = _placement(run)
     return not fold.members or bool(placement.uncovered(frozenset(GroupId(group) for group in fold.members)))
+
+
+def _placement(run: RunRecord) -> Placement:
+    """Who hosts what: a function of the terms of the run."""
+    return make_placement(run.placement, run.num_groups, run.redundancy, run.groups_per_domain)  # type: ignore[arg-type]

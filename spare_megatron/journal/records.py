@@ -32,6 +32,8 @@ class RunRecord:
     """Steps between comparisons of the parameters of all groups; 0 compares only at the end."""
     last_resort: bool = False
     """Whether a group may compute shards that are not in its stack once their hosts are all lost."""
+    groups_per_domain: int = 1
+    """Groups of consecutive ids in a domain, as the placement was told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

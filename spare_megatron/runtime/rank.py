@@ -64,7 +64,9 @@ class _Rank:
         self._injector = Injector(spec.faults, self._journal_fault)
         spare, config = spec.config.spare, spec.config
         setup = ControllerSetup(
-            placement=make_placement(spare.placement, config.layout.num_groups, spare.redundancy),
+            placement=make_placement(
+                spare.placement, config.layout.num_groups, spare.redundancy, spare.groups_per_domain
+            ),
             microbatches_per_shard=spare.microbatches_per_shard,
             num_steps=config.train.steps,
             granularity=spare.granularity,

@@ -92,6 +92,7 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         microbatches_per_shard=config.spare.microbatches_per_shard,
         num_steps=config.train.steps,
         placement=config.spare.placement,
+        groups_per_domain=config.spare.groups_per_domain,
         granularity=config.spare.granularity,
         reduce_mode=config.reduce.mode,
         params_check_every_steps=config.train.params_check_every_steps,

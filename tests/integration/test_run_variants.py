@@ -1,10 +1,15 @@
 """Losses in runs that compute differently: bf16, the interleaved schedule. And what a long run leaves behind."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.check import check_journal
+from spare_megatron.journal.records import RunRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch, read_census
 from tests.integration.whole_run import assert_masked, complete_run, kill, patched_in, tiny_config
@@ -24,6 +29,25 @@ def test_the_interleaved_schedule_stays_exact_through_losses(text_corpus: Path, 
     assert_masked(run)
     assert_exact(run, range(5))
     assert all(patched_in(run.journal)[step] > 0 for step in (1, 2, 3))
+
+
+def test_a_whole_domain_may_be_lost_where_the_hosts_of_a_shard_stand_in_different_ones(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    faults = [kill("forward", 2, 2), kill("backward", 2, 3)]
+    layout = LayoutConfig(num_groups=4)
+    config = tiny_config(text_corpus, layout, faults=faults, redundancy=2, groups_per_domain=2)
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(4))))
+    assert_masked(run)
+    assert_exact(run, range(4))
+    assert patched_in(run.journal)[2] == 2 * 2
+    # The same losses are a wipe-out, and the same journal is invalid, where the placement knows of no domains.
+    assert make_placement("golomb", 4, 2).uncovered(frozenset({GroupId(0), GroupId(1)}))
+    lines = tuple(
+        replace(line, record=replace(line.record, groups_per_domain=1)) if isinstance(line.record, RunRecord) else line
+        for line in run.journal.lines
+    )
+    assert check_journal(replace(run.journal, lines=lines)).verdict == "invalid"
 
 
 def test_bf16_masks_losses_and_keeps_all_groups_equal(text_corpus: Path, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def tiny_config(
     num_microbatches: int = 2,
     mode: str = "fast",
     granularity: str = "microbatch",
+    groups_per_domain: int = 1,
     **model: Any,
 ) -> RunConfig:
     """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less."""
@@ -57,6 +58,7 @@ def tiny_config(
             redundancy=redundancy or layout.num_groups,
             microbatches_per_shard=num_microbatches,
             granularity=granularity,
+            groups_per_domain=groups_per_domain,
         ),
         data=DataConfig(corpus=str(corpus)),
         train=TrainConfig(steps=steps, micro_batch_size=1, params_check_every_steps=1),

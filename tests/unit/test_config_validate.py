@@ -31,6 +31,11 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
     [
         (["spare.redundancy=5"], "spare.redundancy=5 exceeds layout.num_groups=4"),
         (["spare.redundancy=0"], "spare.redundancy=0 must be at least 1"),
+        (["spare.groups_per_domain=0"], "spare.groups_per_domain=0 must be at least 1"),
+        (
+            ["spare.groups_per_domain=2", "spare.placement=consecutive"],
+            "spare.groups_per_domain=2 keeps the hosts of a shard apart",
+        ),
         (["spare.microbatches_per_shard=0"], "spare.microbatches_per_shard=0 must be at least 1"),
         (["train.micro_batch_size=0"], "train.micro_batch_size=0 must be at least 1"),
         (["train.steps=0"], "train.steps=0 must be at least 1"),
@@ -142,6 +147,14 @@ def test_more_threads_than_cores_is_doubtful() -> None:
 def test_redundancy_of_one_masks_nothing() -> None:
     (text,) = warnings(configured("spare.redundancy=1"), CPU)
     assert "masks nothing" in text
+
+
+def test_hosts_that_share_a_domain_are_doubtful() -> None:
+    crowded = configured("layout.num_groups=12", "spare.redundancy=3", "spare.groups_per_domain=6")
+    [text, *_] = [text for text in warnings(crowded, CPU) if "domain" in text]
+    assert "2 of the spare.redundancy=3 hosts of some shard stand in one domain" in text
+    apart = configured("layout.num_groups=12", "spare.redundancy=3", "spare.groups_per_domain=4")
+    assert not any("domain" in text for text in warnings(apart, CPU))
 
 
 def test_shards_that_share_hosts_are_doubtful() -> None:

@@ -99,6 +99,16 @@ def test_groups_are_distinct_and_leave_every_shard_a_host() -> None:
         assert placement.uncovered(frozenset(map(GroupId, range(7))) - lost) == ()
 
 
+def test_drawn_groups_leave_every_shard_a_host_of_the_placement_with_domains() -> None:
+    def drawn(*overrides: str) -> set[int]:
+        stated = "[{phase='forward', step=3, group=2}, {phase='forward'}]"
+        sizes = ("layout.num_groups=4", "spare.redundancy=2", *overrides)
+        return {resolve_trace(configured(stated, *sizes, f"faults.seed={seed}"))[1].group for seed in range(20)}
+
+    assert drawn() == {0}  # hosts are neighbours
+    assert drawn("spare.groups_per_domain=2") == {1, 3}  # hosts are groups 0 and 2, or 1 and 3
+
+
 def test_a_drawn_wipe_out_is_refused() -> None:
     config = configured("[{phase='forward'}]", "spare.redundancy=1")
     with pytest.raises(ValueError, match=r"faults\.trace\[0\] leaves its group open.*wipes out a shard"):

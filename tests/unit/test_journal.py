@@ -12,6 +12,7 @@ from spare_megatron.journal.records import (
     LossRecord,
     Record,
     RecoveryRecord,
+    RunRecord,
     VoteRecord,
     decode_line,
     encode_line,
@@ -76,6 +77,17 @@ def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown kind"):
         decode_line('{"record":"guess"}')
     assert decode_line(encode_line(Line(source="s", at_s=1.0, record=VOTE))).record == VOTE
+
+
+def test_a_run_of_before_there_were_domains_had_none() -> None:
+    text = (
+        '{"record":"run","source":"supervisor","at_s":1.0,"name":"old","num_groups":4,"ranks_per_group":1,'
+        '"redundancy":2,"microbatches_per_shard":4,"num_steps":3,"placement":"golomb","granularity":"microbatch",'
+        '"reduce_mode":"fast","faults":[]}'
+    )
+    record = decode_line(text).record
+    assert isinstance(record, RunRecord)
+    assert record.groups_per_domain == 1
 
 
 def test_a_journal_without_a_run_proves_nothing() -> None:

@@ -1,6 +1,7 @@
 """Placement and the offsets behind it."""
 
 import pickle
+from collections import Counter
 from itertools import combinations
 
 import numpy as np
@@ -115,6 +116,75 @@ def test_a_wipe_out_names_its_shards_and_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(WipeOut((2, 5))))
     assert error.shards == (2, 5)
     assert "2, 5" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------------- domains
+
+
+def brute_hosts_in_domain(placement: Placement, size: int) -> int:
+    return max(max(Counter(host // size for host in row).values()) for row in placement.hosts)
+
+
+@pytest.mark.parametrize("num_groups", range(1, 15))
+def test_hosts_stand_in_different_domains_exactly_where_there_is_room_for_it(num_groups: int) -> None:
+    for redundancy in range(1, num_groups + 1):
+        for size in range(1, num_groups + 2):
+            placement = make_placement("golomb", num_groups, redundancy, size)
+            most = placement.max_hosts_in_domain(size)
+            assert most == brute_hosts_in_domain(placement, size)
+            # Necessary for any placement: size groups of a whole domain host size * redundancy times, N shards once.
+            assert (most == 1) == (redundancy * min(size, num_groups) <= num_groups or redundancy == 1)
+
+
+@pytest.mark.parametrize("num_groups", [8, 9, 10, 11, 12])
+def test_no_offsets_with_as_few_hosts_in_a_domain_repeat_less(num_groups: int) -> None:
+    def key(offsets: tuple[int, ...], size: int) -> tuple[int, int, int]:
+        hosts = tuple(tuple(GroupId((s - o) % num_groups) for o in offsets) for s in range(num_groups))
+        counts = difference_counts(num_groups, offsets)
+        return brute_hosts_in_domain(Placement(hosts=hosts), size), int(counts.max()), int((counts**2).sum())
+
+    is_compromise = False
+    for redundancy in range(2, num_groups):
+        everything = [(0, *rest) for rest in combinations(range(1, num_groups), redundancy - 1)]
+        for size in (2, 3, 4):
+            found = golomb_offsets(num_groups, redundancy, size)
+            assert key(found, size) == min(key(offsets, size) for offsets in everything)
+            is_compromise |= key(found, size)[1:] > key(golomb_offsets(num_groups, redundancy), size)[1:]
+    assert is_compromise  # domains cost something somewhere, or the comparison would show little
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("num_groups", [200, 600, 1000])
+def test_large_placements_keep_hosts_in_different_domains_and_stay_golomb(num_groups: int, size: int) -> None:
+    for redundancy in (2, 3, 5, 8, 9, 10):
+        placement = make_placement("golomb", num_groups, redundancy, size)
+        assert brute_hosts_in_domain(placement, size) == 1
+        assert placement.max_shared_hosts == 1
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "redundancy", "size"),
+    [(200, 14, 8), (200, 12, 16), (200, 14, 16), (200, 25, 8), (60, 10, 7), (50, 30, 5), (40, 38, 4), (33, 17, 30)],
+)
+def test_where_domains_are_tight_hosts_are_spread_as_evenly_as_any_placement_can(
+    num_groups: int, redundancy: int, size: int
+) -> None:
+    placement = make_placement("golomb", num_groups, redundancy, size)
+    assert brute_hosts_in_domain(placement, size) == -(-redundancy * size // num_groups)  # pigeonhole
+
+
+def test_domains_of_one_group_change_nothing() -> None:
+    for num_groups, redundancy in ((7, 3), (40, 9), (200, 14), (30, 20)):
+        assert golomb_offsets(num_groups, redundancy, 1) == golomb_offsets(num_groups, redundancy)
+
+
+def test_domains_that_make_no_sense_are_refused_with_the_setting_to_change() -> None:
+    with pytest.raises(ValueError, match=r"spare\.groups_per_domain=0 is below 1"):
+        make_placement("golomb", 7, 3, 0)
+    with pytest.raises(ValueError, match=r"spare\.groups_per_domain=0 is below 1"):
+        make_placement("golomb", 7, 3).max_hosts_in_domain(0)
+    with pytest.raises(ValueError, match=r"set spare\.placement to golomb"):
+        make_placement("consecutive", 12, 3, 4)
 
 
 # ------------------------------------------------------------------------------------------------------- offsets

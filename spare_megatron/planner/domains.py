@@ -1,7 +1,7 @@
 """Racks and power domains: what it takes when all groups of a domain are lost together.
 
 Symbols: N groups in D domains; a shard has hosts in e of them, n_1 to n_e hosts in each. What matters is e: a placement
-that spreads the hosts of a shard over domains has e = r.
+that spreads the hosts of a shard over domains has e = r: `core.placement.make_placement` with `groups_per_domain`.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,15 @@ class LossIntervals:
     def __post_init__(self) -> None:
         if not (self.group_s > 0 and self.domain_s > 0):
             raise ValueError(f"group_s={self.group_s} and domain_s={self.domain_s} have to be above 0")
+
+
+def consecutive_domains(num_groups: int, groups_per_domain: int) -> IntArray:
+    """For each group its domain, where domains are groups of consecutive ids, as in `core.placement`.
+
+    >>> consecutive_domains(5, 2).tolist()
+    [0, 0, 1, 1, 2]
+    """
+    return np.arange(num_groups) // groups_per_domain
 
 
 def hosts_per_domain(placement: Placement, domain_of: IntArray) -> IntArray:

@@ -47,6 +47,7 @@ class Chronicle:
             reduce_mode="simulated",
             faults=[],
             last_resort=scenario.last_resort,
+            groups_per_domain=scenario.placed_groups_per_domain,
         )
         self._write(record)
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.order import Granularity
-from spare_megatron.core.placement import PlacementKind
+from spare_megatron.core.placement import PlacementKind, make_placement
+from spare_megatron.planner.domains import consecutive_domains, domain_coverage_probabilities, hosts_per_domain
 from spare_megatron.planner.endurance import coverage_probabilities, wiped_probabilities
 from spare_megatron.planner.repair import RepairTimes, shard_time_to_wipe_out_s, survival
 from spare_megatron.simulator.costs import CostModel
@@ -41,6 +42,8 @@ class Scenario:
     """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
     placement: PlacementKind = "golomb"
     """Which groups host a shard."""
+    groups_per_domain: int | None = None
+    """Groups of consecutive ids that the placement takes for a domain; None takes failures.groups_per_domain."""
     costs: CostModel
     """What everything takes."""
     failures: FailureSpec = field(default_factory=FailureSpec)
@@ -67,6 +70,13 @@ class Scenario:
         return 1 if self.policy == "checkpoint_only" else self.redundancy
 
     @property
+    def placed_groups_per_domain(self) -> int:
+        """Groups per domain that the placement knows of; consecutive offsets know of none."""
+        if self.groups_per_domain is not None:
+            return self.groups_per_domain
+        return self.failures.groups_per_domain if self.placement == "golomb" else 1
+
+    @property
     def num_sets(self) -> int:
         """Disjoint sets of groups under replication. Groups left over join sets as further hosts."""
         return self.num_groups // self.redundancy
@@ -85,7 +95,8 @@ class Scenario:
 
         Without repair the sum over k of P(no wipe-out after k losses) times the mean time to the next loss, which
         grows as N / (N - k); with repair `planner.repair`. Times between losses are taken as exponential, losses
-        as independent; spares as a repair by the time of a state transfer.
+        as independent; spares as a repair by the time of a state transfer. Whole domains that never come back are
+        those of `planner.domains`.
         """
         interval_s, n = self.failures.mean_interval_s(self.num_groups), self.num_groups
         if self.policy == "checkpoint_only" or interval_s == inf:
@@ -97,11 +108,20 @@ class Scenario:
             if self.policy == "replication":
                 return shard_time_to_wipe_out_s(hosts, repair) / self.num_sets
             return inf if hosts == n > 1 else survival(n, hosts, repair).mean_s  # all groups down at a time: never
+        if self.failures.kind == "domain" and self.policy == "spare" and not self.last_resort:
+            return self._time_to_wipe_out_by_domains_s()
         covered = coverage_probabilities(n, hosts)
         if self.policy == "replication":
             covered = (1 - wiped_probabilities(n, hosts)) ** self.num_sets
         lost = np.arange(n)
         return float((covered[:n] * interval_s * n / (n - lost)).sum())
+
+    def _time_to_wipe_out_by_domains_s(self) -> float:
+        placement = make_placement(self.placement, self.num_groups, self.redundancy, self.placed_groups_per_domain)
+        counts = hosts_per_domain(placement, consecutive_domains(self.num_groups, self.failures.groups_per_domain))
+        num_domains = counts.shape[1]
+        covered = domain_coverage_probabilities(counts)[:num_domains]
+        return float((covered * self.failures.mean_s / (num_domains - np.arange(num_domains))).sum())
 
     def _mean_absence_s(self) -> float | None:
         """Mean seconds from a loss until the group can be taken in; None if never."""
@@ -123,6 +143,10 @@ def _problems(scenario: Scenario) -> list[str]:
         )
         if getattr(scenario, name) < least
     ]
+    if scenario.groups_per_domain is not None and scenario.groups_per_domain < 1:
+        found.append(f"groups_per_domain={scenario.groups_per_domain} has to be 1 or more")
+    if (scenario.groups_per_domain or 1) > 1 and scenario.placement == "consecutive":
+        found.append(f"groups_per_domain={scenario.groups_per_domain} needs the placement golomb; set one of them")
     if r > n:
         found.append(f"redundancy={r} exceeds num_groups={n}; lower it or take more groups")
     for name in ("repair_s", "save_interval_s"):

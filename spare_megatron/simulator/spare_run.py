@@ -59,7 +59,9 @@ class SpareRun:
         self._world = world
         self._chronicle = chronicle
         self._clock = clock
-        self._placement = make_placement(scenario.placement, scenario.num_groups, scenario.hosts_per_shard)
+        self._placement = make_placement(
+            scenario.placement, scenario.num_groups, scenario.hosts_per_shard, scenario.placed_groups_per_domain
+        )
         self._everybody = tuple(GroupId(group) for group in range(scenario.num_groups))
         cadence_s = scenario.save_cadence_s()
         setup = ControllerSetup(

@@ -16,7 +16,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.runtime.preflight import preflight
-from spare_megatron.runtime.processes import end_child, fork_server, start_child, start_store
+from spare_megatron.runtime.processes import end_child, fork_server, start_child, start_embedded_store
 from spare_megatron.runtime.run import start_run
 
 NUM_WARMUP = 5
@@ -35,9 +35,9 @@ def step_times_of_plain(config: RunConfig) -> list[float]:
     """Seconds between the ends of successive steps, at rank 0."""
     context = fork_server()
     preflight(config)
-    store, address = start_store(context)
+    store, spec = start_embedded_store(context, config.control.listen_address)
     ranks = [
-        start_child(context, f"plain-{rank}", train_plain, config, rank, address)
+        start_child(context, f"plain-{rank}", train_plain, config, rank, spec)
         for rank in range(config.parallel.num_ranks)
     ]
     try:

@@ -19,7 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.control.open_store import open_store
+from spare_megatron.control.spec import StoreSpec
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
 from spare_megatron.mcore import cpu, rng
@@ -31,12 +32,12 @@ from spare_megatron.mcore.transformer import transformer_config
 _TIMEOUT = timedelta(seconds=120)
 
 
-def train_plain(config: RunConfig, rank: int, address: tuple[str, int], answer: Connection) -> None:
+def train_plain(config: RunConfig, rank: int, spec: StoreSpec, answer: Connection) -> None:
     """Trains as one rank of plain Megatron and sends the wall-clock time of the end of every step."""
     torch.set_num_threads(config.cluster.threads_per_rank)
     device = torch.device("cpu")
     cpu.install()
-    store = TcpControlStore(*address).rendezvous("plain")
+    store = open_store(spec).rendezvous("plain", rank, _TIMEOUT.total_seconds())
     world_size = config.parallel.num_ranks
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     parallel_state.initialize_model_parallel(

@@ -116,8 +116,24 @@ class ReduceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
-    """Agreement between groups, and the waits inside a group."""
+    """Agreement between groups, the store it needs, and the waits inside a group."""
 
+    store: Literal["embedded", "etcd"] = "embedded"
+    """Where the groups agree: in a server process of the run, or in an etcd cluster, which outlives its members."""
+    listen_address: str = "127.0.0.1"
+    """IP address of this machine that the embedded store serves on, to whoever reaches it: it has no authentication."""
+    endpoints: tuple[str, ...] = ()
+    """Client URLs of the etcd members."""
+    ca_file: str = ""
+    """Certificates that may vouch for etcd; the system's when empty."""
+    cert_file: str = ""
+    """Client certificate to show to etcd."""
+    key_file: str = ""
+    """Key of the client certificate."""
+    credentials_file: str = ""
+    """File with user:password for etcd, its owner's alone; SPARE_ETCD_USER and SPARE_ETCD_PASSWORD when empty."""
+    store_timeout_s: float = 60.0
+    """Longest time without an answer from etcd before a rank gives the run up."""
     startup_timeout_s: float = 300.0
     """Longest wait for all ranks to be up with their model built."""
     decision_timeout_s: float = 600.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
+from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.placement import make_placement
 
@@ -81,6 +82,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_schedule(config),
         *_optimizer(config),
         *_timeouts(config),
+        *store_problems(config.control),
         *_megatron(config),
         *_faults(config),
         *_device(config, machine),
@@ -90,7 +92,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
 
 def warnings(config: RunConfig, machine: Machine) -> list[str]:
     """What will run and may not be what was meant. Only for a configuration without problems."""
-    return [*_oversubscribed(config, machine), *_weak_redundancy(config)]
+    return [*_oversubscribed(config, machine), *_weak_redundancy(config), *store_warnings(config.control)]
 
 
 # ------------------------------------------------------------------------------------------------------- sizes
@@ -231,6 +233,7 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
         "control.startup_timeout_s": control.startup_timeout_s,
         "control.decision_timeout_s": control.decision_timeout_s,
         "control.group_timeout_s": control.group_timeout_s,
+        "control.store_timeout_s": control.store_timeout_s,
     }.items():
         if not value > 0.0:
             yield f"{key}={value} must be above 0; raise it"

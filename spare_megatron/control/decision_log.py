@@ -34,15 +34,11 @@ class DecisionLog:
 
     def vote(self, attempt: int, group: int, vote: str) -> int:
         """Casts the group's only vote on the attempt; returns how many groups have voted on it so far."""
-        self._store.put(f"vote/{attempt}/{group}", vote)
-        return self._store.count_up(f"votes/{attempt}")
+        # Everybody voted on the attempt before this one, so nobody is still reading the votes before that.
+        obsolete = (f"vote/{attempt - 2}/{group}", f"votes/{attempt - 2}")
+        return self._store.put_counted(f"vote/{attempt}/{group}", vote, f"votes/{attempt}", obsolete)
 
     def votes(self, attempt: int, groups: Sequence[int]) -> dict[int, str]:
         """The votes that these groups have cast on the attempt so far."""
         found = self._store.get([f"vote/{attempt}/{group}" for group in groups])
         return {group: vote for group, vote in zip(groups, found, strict=True) if vote is not None}
-
-    def forget_vote(self, attempt: int, group: int) -> None:
-        """Removes the group's vote on an attempt that nobody will ask for again."""
-        self._store.delete(f"vote/{attempt}/{group}")
-        self._store.delete(f"votes/{attempt}")

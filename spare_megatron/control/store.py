@@ -1,4 +1,4 @@
-"""What the decision log needs of a control store."""
+"""What the runtime needs of a control store."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,14 +9,14 @@ class StoreTimeout(Exception):
 
 
 class StoreLost(Exception):
-    """The control store does not answer any more."""
+    """The control store does not answer any more, or refuses to."""
 
 
 class ControlStore(Protocol):
     """A small key-value store with compare-and-set.
 
     Every method may raise `StoreLost`. An object is one connection: it serves one thread at a time, and a
-    blocking `wait` holds it.
+    blocking `wait` holds it. Only `rendezvous` may be called from another thread meanwhile.
     """
 
     def put_if_absent(self, key: str, value: str) -> str:
@@ -25,11 +25,30 @@ class ControlStore(Protocol):
     def put(self, key: str, value: str) -> None:
         """Writes the value."""
 
+    def put_counted(self, key: str, value: str, counter: str, obsolete: Sequence[str] = ()) -> int:
+        """Writes a key that nobody else writes, once, and counts it.
+
+        Args:
+            key: Written and counted unless it has a value already.
+            value: The value.
+            counter: Name of the counter; an absent one is 0.
+            obsolete: Keys that are removed with it, where they are there.
+
+        Returns:
+            The counter: how many keys have been counted in it.
+        """
+
     def get(self, keys: Sequence[str]) -> list[str | None]:
-        """The values of the keys, None where there is none, without waiting."""
+        """The values of the keys, None where there is none, without waiting.
+
+        The keys are neighbours: few others lie between the first and the last of them in the order of their text.
+        """
 
     def exists(self, key: str) -> bool:
-        """Whether the key has a value."""
+        """Whether the key has a value: what a rank in a reduction asks again and again.
+
+        The first answer for a key is true to the moment; those that follow may be late by up to a second.
+        """
 
     def wait(self, key: str, timeout_s: float) -> str:
         """The value of the key, as soon as there is one.
@@ -38,11 +57,14 @@ class ControlStore(Protocol):
             StoreTimeout: There was none within timeout_s seconds.
         """
 
-    def count_up(self, key: str) -> int:
-        """Adds 1 to the counter and returns it; an absent counter is 0."""
+    def rendezvous(self, prefix: str, rank: int, timeout_s: float) -> Any:
+        """A new torch.distributed store for building one communicator, on a connection of its own.
 
-    def delete(self, key: str) -> None:
-        """Removes the key if it is there."""
+        Args:
+            prefix: Name of the communicator; never used twice.
+            rank: This process's rank in it; all ranks from 0 on call this.
+            timeout_s: Longest wait of the new store for the other ranks.
+        """
 
-    def rendezvous(self, prefix: str) -> Any:
-        """A new torch.distributed store under the prefix, on a connection of its own, for building a communicator."""
+    def clear(self) -> None:
+        """Removes everything that the run has written, when nobody needs it any more."""

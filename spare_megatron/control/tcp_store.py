@@ -1,7 +1,7 @@
 """The embedded control store: torch's TCPStore, its server in a process of its own.
 
-It has no authentication and listens on the loopback address only. torch is imported inside the functions, so
-that this package loads without it.
+It has no authentication and listens on one address, the loopback address unless the configuration names another.
+torch is imported inside the functions, so that this package loads without it.
 """
 
 import contextlib
@@ -13,24 +13,34 @@ from typing import Any
 
 from spare_megatron.control.store import StoreLost, StoreTimeout
 
-LOOPBACK = "127.0.0.1"
 _CONNECT_TIMEOUT_S = 60.0
 
 
-def serve(parent: Connection) -> None:
-    """Serves a store until the other end of `parent` is closed; sends the port first.
-
-    A bare TCPStore server binds every interface, so it is handed a socket that is bound to the loopback address.
-    """
-    import torch.distributed as dist
-
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+def serve(address: str, parent: Connection) -> None:
+    """Serves a store on this address until the other end of `parent` is closed; sends the port first."""
+    store = listen(address, timedelta(seconds=_CONNECT_TIMEOUT_S))
     parent.send(store.port)
     with contextlib.suppress(EOFError):
         parent.recv()
+
+
+def listen(address: str, timeout: timedelta) -> Any:
+    """A TCPStore that serves on one IP address of this machine, and its own first client.
+
+    A bare TCPStore server binds every interface, so it is handed a socket that is bound to the one.
+    """
+    import torch.distributed as dist
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
 
 
 class TcpControlStore:
@@ -74,19 +84,26 @@ class TcpControlStore:
                 raise StoreTimeout(f"{key} was not written within {timeout_s:g} s") from error
             return bytes(self._client.get(key)).decode()
 
-    def count_up(self, key: str) -> int:
+    def put_counted(self, key: str, value: str, counter: str, obsolete: Sequence[str] = ()) -> int:
         with _lost_when_unreachable():
-            return int(self._client.add(key, 1))
+            is_new = not self._client.check([key])
+            if is_new:
+                self._client.set(key, value)
+            count = int(self._client.add(counter, int(is_new)))
+            for name in obsolete:
+                self._client.delete_key(name)
+            return count
 
-    def delete(self, key: str) -> None:
-        with _lost_when_unreachable():
-            self._client.delete_key(key)
-
-    def rendezvous(self, prefix: str) -> Any:
+    def rendezvous(self, prefix: str, rank: int, timeout_s: float) -> Any:  # noqa: ARG002  (no rank is special)
         import torch.distributed as dist
 
         with _lost_when_unreachable():
-            return dist.PrefixStore(prefix, self._client.clone())
+            store = dist.PrefixStore(prefix, self._client.clone())
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+
+    def clear(self) -> None:
+        """Nothing to do: everything ends with the server."""
 
 
 @contextlib.contextmanager

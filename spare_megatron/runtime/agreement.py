@@ -100,8 +100,6 @@ class GroupAgreement:
     def vote(self, attempt: int, vote: Vote, members: Sequence[GroupId]) -> VotesRead | None:
         """Leader: casts the group's vote. Returns all votes if it was the last one, for the leader to decide."""
         num_votes = self._log.vote(attempt, self._group, encode_vote(vote))
-        # Everybody voted on the attempt before this one, so nobody is still reading the votes before that.
-        self._log.forget_vote(attempt - 2, self._group)
         return self.read_votes(attempt, members) if num_votes >= len(members) else None
 
     def read_votes(self, attempt: int, members: Sequence[GroupId]) -> VotesRead:

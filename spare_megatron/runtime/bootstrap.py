@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.control.store import ControlStore
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, RankSpec
 
 _PR_SET_PDEATHSIG = 1
@@ -46,7 +46,7 @@ def choose_device(spec: RankSpec) -> torch.device:
     return device
 
 
-def join_group(spec: RankSpec, store: TcpControlStore, device: torch.device) -> dist.ProcessGroup:
+def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:
     """Makes the group's ranks a torch.distributed world of their own.
 
     Collective over: all ranks of the group.
@@ -57,7 +57,7 @@ def join_group(spec: RankSpec, store: TcpControlStore, device: torch.device) -> 
     control = spec.config.control
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=store.rendezvous(f"world/{spec.group}"),
+        store=store.rendezvous(f"world/{spec.group}", spec.rank, control.group_timeout_s),
         rank=spec.rank,
         world_size=spec.config.parallel.ranks_per_group,
         timeout=timedelta(seconds=control.group_timeout_s),
@@ -66,7 +66,7 @@ def join_group(spec: RankSpec, store: TcpControlStore, device: torch.device) -> 
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=control.decision_timeout_s + _MARGIN_S))
 
 
-def wait_for_all_groups(spec: RankSpec, store: TcpControlStore, ranks: dist.ProcessGroup) -> None:
+def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.ProcessGroup) -> None:
     """Returns when every group has its model built.
 
     Collective over: all ranks of the group.
@@ -76,7 +76,7 @@ def wait_for_all_groups(spec: RankSpec, store: TcpControlStore, ranks: dist.Proc
     """
     dist.barrier(group=ranks)
     if spec.rank == 0:
-        if store.count_up("groups_ready") == spec.config.layout.num_groups:
+        if store.put_counted(f"ready/{spec.group}", "yes", "groups_ready") == spec.config.layout.num_groups:
             store.put(ALL_GROUPS_READY, "yes")
         store.wait(ALL_GROUPS_READY, spec.config.control.startup_timeout_s)
     dist.barrier(group=ranks)

@@ -147,8 +147,8 @@ class CrossGroupCommunicator:
         """The new backend, or the exception: it is read in the rank's own thread."""
         rank, size = list(members).index(self._group), len(members)
         try:
-            store = self._store.rendezvous(f"communicator/{key}/{self._position}")
-            store.set_timeout(self._timeout)
+            timeout_s = self._timeout.total_seconds()
+            store = self._store.rendezvous(f"communicator/{key}/{self._position}", rank, timeout_s)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # this thread's own
                 # Read by each constructor: what a lost group breaks here is the executor's to handle. The group's own

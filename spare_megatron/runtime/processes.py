@@ -15,7 +15,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from spare_megatron.control.tcp_store import LOOPBACK, serve
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.open_store import etcd_spec
+from spare_megatron.control.spec import StoreSpec, TcpStoreSpec
+from spare_megatron.control.tcp_store import serve
 
 _REAP_TIMEOUT_S = 10.0
 _STORE_START_TIMEOUT_S = 120.0
@@ -54,18 +57,30 @@ def start_child(context: ForkServerContext, name: str, target: Callable[..., Non
     return Child(process=process, reports=ours)
 
 
-def start_store(context: ForkServerContext) -> tuple[Child, tuple[str, int]]:
-    """The embedded control store and its address.
+def start_store(context: ForkServerContext, config: RunConfig) -> tuple[Child | None, StoreSpec]:
+    """The control store of a new run, and its process where it is the embedded one.
+
+    Raises:
+        RuntimeError: It did not come up.
+        ValueError: The credentials for etcd cannot be used.
+    """
+    if config.control.store == "etcd":
+        return None, etcd_spec(config.control, config.name, os.environ)
+    return start_embedded_store(context, config.control.listen_address)
+
+
+def start_embedded_store(context: ForkServerContext, address: str) -> tuple[Child, TcpStoreSpec]:
+    """A server process that listens on this address of this machine.
 
     Raises:
         RuntimeError: It did not come up.
     """
-    child = start_child(context, "control-store", serve)
+    child = start_child(context, "control-store", serve, address)
     if not child.reports.poll(_STORE_START_TIMEOUT_S):
         end_child(child)
         raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s")
     try:
-        return child, (LOOPBACK, child.reports.recv())
+        return child, TcpStoreSpec(host=address, port=child.reports.recv())
     except EOFError:
         end_child(child)
         raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None

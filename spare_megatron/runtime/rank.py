@@ -6,8 +6,8 @@ import traceback
 from multiprocessing.connection import Connection
 
 from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import StoreLost
-from spare_megatron.control.tcp_store import TcpControlStore
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.messages import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.placement import make_placement
@@ -58,7 +58,7 @@ class _Rank:
     def __init__(self, spec: RankSpec, reports: Connection) -> None:
         self._spec = spec
         self._reports = reports
-        self._store = TcpControlStore(*spec.store_address)
+        self._store = open_store(spec.store)
         self._log = DecisionLog(self._store)
         self._journal = JournalWriter(spec.run_dir, spec.name)
         self._injector = Injector(spec.faults, self._journal_fault)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.spec import StoreSpec
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 
@@ -21,7 +22,7 @@ class RankSpec:
         group: The rank's group.
         rank: Its index inside the group.
         device: Its device.
-        store_address: Host and port of the control store.
+        store: Where the control store is.
         faults: The faults to inject into this rank.
     """
 
@@ -30,7 +31,7 @@ class RankSpec:
     group: GroupId
     rank: int
     device: str
-    store_address: tuple[str, int]
+    store: StoreSpec
     faults: tuple[Fault, ...]
 
     @property

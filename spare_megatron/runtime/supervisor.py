@@ -1,5 +1,6 @@
 """Starts the ranks of this machine, reaps them, fences the group of one that dies, and ends the run cleanly."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -7,8 +8,9 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.open_store import open_store
+from spare_megatron.control.spec import StoreSpec
 from spare_megatron.control.store import StoreLost
-from spare_megatron.control.tcp_store import TcpControlStore
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.faults.trace import Fault
@@ -111,26 +113,32 @@ class Supervisor:
         store: Child | None = None
         try:
             self._on_event(Starting(what="control store"))
-            store, address = start_store(self._context)
-            self._store = TcpControlStore(*address)
+            store, spec = start_store(self._context, self._config)
+            self._store = open_store(spec)
+            self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
             self._log = DecisionLog(self._store)
-            self._start_ranks(address)
+            self._start_ranks(spec)
             self._watch(store)
             end = self._end()
-        except (RunFailed, StoreLost, RuntimeError) as error:
+            with contextlib.suppress(StoreLost):
+                self._store.clear()
+        except (RunFailed, StoreLost, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
-            # The store first: without it, ranks that see others being ended can fence nobody.
-            if store is not None:
-                end_child(store)
-            for child in self._ranks.values():
-                end_child(child)
+            # The store first: without it, ranks that see others being ended can fence nobody. etcd stays, so then all
+            # ranks at once.
+            for child in [store, *self._ranks.values()]:
+                if child is not None and child.process.is_alive():
+                    child.process.kill()
+            for child in [store, *self._ranks.values()]:
+                if child is not None:
+                    end_child(child)
             self._journal.write(end)
         return end
 
     # ----------------------------------------------------------------------------------------------------- start
 
-    def _start_ranks(self, address: tuple[str, int]) -> None:
+    def _start_ranks(self, store: StoreSpec) -> None:
         layout = self._config.parallel
         self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
         for group in range(layout.num_groups):
@@ -141,25 +149,26 @@ class Supervisor:
                     group=GroupId(group),
                     rank=rank,
                     device=choose_device(self._config, group * layout.ranks_per_group + rank),
-                    store_address=address,
+                    store=store,
                     faults=tuple(f for f in self._faults if (f.group, f.rank) == (group, rank)),
                 )
                 self._ranks[spec.group, rank] = start_child(self._context, spec.name, self._rank_main, spec)
 
     # ----------------------------------------------------------------------------------------------------- watch
 
-    def _watch(self, store: Child) -> None:
+    def _watch(self, store: Child | None) -> None:
         """Serves reports and deaths until no rank is left."""
         pipes: dict[Connection, tuple[GroupId, int]] = {child.reports: key for key, child in self._ranks.items()}
         sentinels = {child.process.sentinel: key for key, child in self._ranks.items()}
+        store_sentinel = [store.process.sentinel] if store is not None else []
         while sentinels:
-            ready = wait([*pipes, *sentinels, store.process.sentinel])
+            ready = wait([*pipes, *sentinels, *store_sentinel])
             # Deaths first: a fence is urgent, a report is not.
             for key in [sentinels.pop(item) for item in ready if item in sentinels]:
                 self._reap(key)
             for pipe in [item for item in ready if item in pipes]:
                 self._serve(pipe, pipes)
-            if store.process.sentinel in ready:
+            if store is not None and store.process.sentinel in ready:
                 raise RunFailed(f"the control store died: {describe_exit(store.process.exitcode)}")
         for pipe in list(pipes):
             while pipe in pipes and pipe.poll():

@@ -1,12 +1,14 @@
-"""What whole runs share: one fork server that has torch and Megatron, and one corpus."""
+"""What whole runs share: one fork server that has torch and Megatron, one corpus, one etcd binary."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.runtime.processes import fork_server
+from tests.integration.etcd_cluster import EtcdCluster, find_etcd, running_cluster
 
 _CORPUS_BYTES = 300_000
 
@@ -30,3 +32,16 @@ def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             break
     write_corpus(documents, prefix)
     return prefix
+
+
+@pytest.fixture(scope="session")
+def etcd_binary(pytestconfig: pytest.Config) -> Path:
+    assert pytestconfig.cache is not None
+    return find_etcd(pytestconfig.cache.mkdir("etcd"))
+
+
+@pytest.fixture(scope="session")
+def etcd_cluster(etcd_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
+    """For tests that leave its members alone."""
+    with running_cluster(etcd_binary, tmp_path_factory.mktemp("etcd")) as cluster:
+        yield cluster

@@ -1,39 +1,57 @@
-"""The embedded control store as a real server process."""
+"""What every control store does, with real servers, and what the embedded one's server does."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
+from spare_megatron.config.loader import load_run_config
 from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.store import StoreLost, StoreTimeout
-from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.control.open_store import open_store
+from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
+from spare_megatron.control.store import ControlStore, StoreLost, StoreTimeout
 from spare_megatron.core.messages import Commit, Fence, encode_entry
 from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.detect import fence
-from spare_megatron.runtime.processes import Child, end_child, fork_server, start_store
+from spare_megatron.runtime.processes import Child, end_child, fork_server, start_embedded_store
+from tests.integration.etcd_cluster import EtcdCluster
 
 pytestmark = pytest.mark.timeout(120)
 
+LOOPBACK = "127.0.0.1"
+
 
 @contextlib.contextmanager
-def running_store() -> Iterator[tuple[Child, tuple[str, int]]]:
-    child, address = start_store(fork_server())
+def running_store(address: str = LOOPBACK) -> Iterator[tuple[Child, TcpStoreSpec]]:
+    child, spec = start_embedded_store(fork_server(), address)
     try:
-        yield child, address
+        yield child, spec
     finally:
         end_child(child)
 
 
+@pytest.fixture(params=["embedded", "etcd"])
+def spec(request: pytest.FixtureRequest) -> Iterator[StoreSpec]:
+    if request.param == "embedded":
+        with running_store() as (_, spec):
+            yield spec
+    else:
+        cluster: EtcdCluster = request.getfixturevalue("etcd_cluster")
+        yield EtcdStoreSpec(endpoints=cluster.endpoints, prefix=f"/test/{secrets.token_hex(8)}", timeout_s=30.0)
+
+
 @pytest.fixture
-def store() -> Iterator[TcpControlStore]:
-    with running_store() as (_, address):
-        yield TcpControlStore(*address)
+def store(spec: StoreSpec) -> ControlStore:
+    return open_store(spec)
 
 
-def test_only_the_first_of_two_writers_of_an_entry_is_heard(store: TcpControlStore) -> None:
+def test_only_the_first_of_two_writers_of_an_entry_is_heard(store: ControlStore) -> None:
     log = DecisionLog(store)
     assert not log.has(0)
     assert log.append(0, "first") == "first"
@@ -42,21 +60,83 @@ def test_only_the_first_of_two_writers_of_an_entry_is_heard(store: TcpControlSto
     assert log.wait(0, timeout_s=1.0) == "first"
 
 
-def test_an_entry_that_is_not_written_in_time_is_a_timeout(store: TcpControlStore) -> None:
+def test_of_many_writers_of_one_entry_all_hear_the_same(spec: StoreSpec) -> None:
+    heard: list[str] = []
+    start = threading.Barrier(8)
+
+    def write(number: int) -> None:
+        log = DecisionLog(open_store(spec))
+        start.wait(10)
+        heard.extend(log.append(index, f"{index} by {number}") for index in range(20))
+
+    at_once(write, 8)
+    assert len(heard) == 8 * 20
+    assert len(set(heard)) == 20
+
+
+def test_an_entry_that_is_not_written_in_time_is_a_timeout(store: ControlStore) -> None:
     with pytest.raises(StoreTimeout, match="log/7"):
         DecisionLog(store).wait(7, timeout_s=0.05)
 
 
-def test_votes_are_counted_and_read_without_waiting_for_those_not_cast(store: TcpControlStore) -> None:
+def test_a_waiter_misses_no_entry_however_soon_it_is_written(spec: StoreSpec) -> None:
+    """The writer answers every entry at once, so that some writes fall between the waiter's read and its watch."""
+
+    def take_turns(player: int) -> None:
+        log = DecisionLog(open_store(spec))
+        for index in range(100):
+            if index % 2 == player:
+                log.append(index, f"turn {index}")
+            assert log.wait(index, timeout_s=10.0) == f"turn {index}"
+
+    at_once(take_turns, 2)
+
+
+def test_who_polls_hears_of_an_entry_that_another_writes(spec: StoreSpec) -> None:
+    polling, writing = DecisionLog(open_store(spec)), DecisionLog(open_store(spec))
+    for index in range(10):
+        assert not polling.has(index)
+        assert not polling.has(index)
+        writing.append(index, "entry")
+        while not polling.has(index):
+            pass  # the test's own timeout ends it
+        assert polling.has(index)
+
+
+def test_votes_are_counted_and_read_without_waiting_for_those_not_cast(store: ControlStore) -> None:
     log = DecisionLog(store)
     assert [log.vote(4, group, f"vote of {group}") for group in (0, 2)] == [1, 2]
     assert log.votes(4, [0, 1, 2]) == {0: "vote of 0", 2: "vote of 2"}
     assert log.votes(4, [0, 2]) == {0: "vote of 0", 2: "vote of 2"}
-    log.forget_vote(4, 0)
-    assert log.votes(4, [0, 2]) == {2: "vote of 2"}
+    assert log.votes(4, []) == {}
 
 
-def test_a_fence_finds_the_head_and_is_written_once(store: TcpControlStore) -> None:
+def test_a_vote_that_is_cast_twice_counts_once(store: ControlStore) -> None:
+    log = DecisionLog(store)
+    assert [log.vote(1, 0, "ok"), log.vote(1, 0, "ok"), log.vote(1, 1, "ok")] == [1, 1, 2]
+
+
+def test_the_votes_on_the_attempt_before_the_last_are_removed(store: ControlStore) -> None:
+    log = DecisionLog(store)
+    for attempt in (0, 1):
+        for group in (0, 1):
+            log.vote(attempt, group, f"{attempt} by {group}")
+    assert log.vote(2, 0, "2 by 0") == 1
+    assert log.votes(0, [0, 1]) == {1: "0 by 1"}
+    assert log.votes(1, [0, 1]) == {0: "1 by 0", 1: "1 by 1"}
+
+
+def test_as_many_votes_are_counted_as_groups_vote_at_once(spec: StoreSpec) -> None:
+    counts: list[int] = []
+
+    def vote(group: int) -> None:
+        counts.append(DecisionLog(open_store(spec)).vote(0, group, "ok"))
+
+    at_once(vote, 16)
+    assert sorted(counts) == list(range(1, 17))
+
+
+def test_a_fence_finds_the_head_and_is_written_once(store: ControlStore) -> None:
     log = DecisionLog(store)
     log.append(0, encode_entry(Commit(step=0, attempt=0)))
     assert fence(log, GroupId(2), "dead", from_index=0) == 1
@@ -65,15 +145,64 @@ def test_a_fence_finds_the_head_and_is_written_once(store: TcpControlStore) -> N
     assert log.wait(1, 1.0) == encode_entry(Fence(group=GroupId(2), reason="dead"))
 
 
+def test_a_rendezvous_brings_all_ranks_into_one_store(spec: StoreSpec) -> None:
+    found: list[bytes] = []
+
+    def meet(rank: int) -> None:
+        store = open_store(spec).rendezvous("communicator/3/0", rank, 20.0)
+        store.set(f"from {rank}", str(rank))
+        store.wait([f"from {other}" for other in range(3)])
+        found.append(b"".join(store.get(f"from {other}") for other in range(3)))
+        store.add("seen", 1)
+        while store.add("seen", 0) < 3:
+            pass  # rank 0 serves the others until they have seen everything
+
+    at_once(meet, 3)
+    assert found == [b"012"] * 3
+
+
+def at_once(function: Callable[[int], None], number: int) -> None:
+    """The function with each number, each in a thread of its own; raises what one of them raises."""
+    with ThreadPoolExecutor(number) as pool:
+        list(pool.map(function, range(number), timeout=60))
+
+
+# ------------------------------------------------------------------------------------------------ the embedded server
+
+
+def other_address() -> str:
+    """An address of this machine that is not the loopback address."""
+    for addresses in psutil.net_if_addrs().values():
+        for item in addresses:
+            if item.family == socket.AF_INET and not item.address.startswith("127."):
+                return str(item.address)
+    pytest.skip("this machine has the loopback address alone")
+
+
 def test_the_server_listens_on_the_loopback_address_only() -> None:
-    with running_store() as (child, (_, port)):
+    assert load_run_config(None).config.control.listen_address == LOOPBACK
+    with running_store() as (child, spec):
         listening = [c for c in psutil.Process(child.process.pid).net_connections("tcp") if c.status == "LISTEN"]
-        assert [(c.laddr.ip, c.laddr.port) for c in listening] == [("127.0.0.1", port)]
+        assert [(c.laddr.ip, c.laddr.port) for c in listening] == [(LOOPBACK, spec.port)]
+
+
+def test_a_server_on_the_loopback_address_is_not_reached_by_another() -> None:
+    with running_store() as (_, spec):
+        socket.create_connection((LOOPBACK, spec.port), timeout=5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other_address(), spec.port), timeout=5)
+
+
+def test_a_server_on_another_address_serves_there() -> None:
+    with running_store(other_address()) as (_, spec):
+        assert open_store(spec).put_if_absent("key", "value") == "value"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((LOOPBACK, spec.port), timeout=5)
 
 
 def test_a_dead_server_is_a_lost_store() -> None:
-    with running_store() as (child, address):
-        client = TcpControlStore(*address)
+    with running_store() as (child, spec):
+        client = open_store(spec)
         child.process.kill()
         child.process.join(10)
         with pytest.raises(StoreLost):
@@ -81,7 +210,7 @@ def test_a_dead_server_is_a_lost_store() -> None:
 
 
 def test_the_server_ends_with_the_process_that_started_it() -> None:
-    child, _ = start_store(fork_server())
+    child, _ = start_embedded_store(fork_server(), LOOPBACK)
     child.reports.close()
     child.process.join(10)
     assert child.process.exitcode == 0

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.tcp_store import TcpControlStore
+from spare_megatron.control.open_store import open_store
+from spare_megatron.control.store import ControlStore
 from spare_megatron.core.messages import AttemptReduce, Event
 from spare_megatron.core.phases import Phase
 from spare_megatron.faults.injection import Injector
@@ -137,7 +138,7 @@ class _Now:
         """
         assert self.action is not None
         others = [group for group in self.action.members if group != self.spec.group]
-        log = DecisionLog(TcpControlStore(*self.spec.store_address))
+        log = DecisionLog(open_store(self.spec.store))
         end_s = time.monotonic() + _TIMEOUT_S
         while len(log.votes(self.action.attempt, others)) < len(others):
             if time.monotonic() > end_s:
@@ -145,9 +146,9 @@ class _Now:
             time.sleep(_POLL_S)
 
 
-def _wait_for_the_first_entry(spec: RankSpec, store: TcpControlStore, ranks: Any) -> None:
+def _wait_for_the_first_entry(spec: RankSpec, store: ControlStore, ranks: Any) -> None:
     wait_for_all_groups(spec, store, ranks)
-    DecisionLog(TcpControlStore(*spec.store_address)).wait(0, _TIMEOUT_S)
+    DecisionLog(open_store(spec.store)).wait(0, _TIMEOUT_S)
 
 
 class _ChoosyInjector(Injector):
@@ -177,7 +178,7 @@ class _WatchedExecutor(GroupExecutor):
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
         self._attempts.attempt(action)
         if self._is_held_back(action):
-            DecisionLog(TcpControlStore(*self._attempts.spec.store_address)).wait(self._head, _TIMEOUT_S)
+            DecisionLog(open_store(self._attempts.spec.store)).wait(self._head, _TIMEOUT_S)
         return super().attempt_reduce(action)
 
     def _is_held_back(self, action: AttemptReduce) -> bool:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,12 @@ class Run:
     events: tuple[SupervisorEvent, ...]
 
 
-def complete_run(config: RunConfig, run_dir: Path, watch: Watch | None = None) -> Run:
+def complete_run(
+    config: RunConfig,
+    run_dir: Path,
+    watch: Watch | None = None,
+    on_event: Callable[[SupervisorEvent], None] = lambda event: None,
+) -> Run:
     """The whole run, with the supervisor in this process. Leaves no process behind.
 
     A fault inside a reduction strikes while it cannot be complete: so small a sum may be everywhere otherwise.
@@ -90,7 +95,12 @@ def complete_run(config: RunConfig, run_dir: Path, watch: Watch | None = None) -
     events: list[SupervisorEvent] = []
     inside = frozenset((f.group, f.step, f.phase) for f in config.faults.trace if f.phase is Phase.IN_REDUCE)
     watch = replace(watch or Watch(), unfinished_reduces=inside)
-    start_run(config, run_dir, events.append, rank_main=partial(watched_rank, watch))
+
+    def tell(event: SupervisorEvent) -> None:
+        events.append(event)
+        on_event(event)
+
+    start_run(config, run_dir, tell, rank_main=partial(watched_rank, watch))
     assert multiprocessing.active_children() == []
     return read_run(config, run_dir, events)
 

@@ -61,6 +61,16 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["optimizer.min_learning_rate=1"], "optimizer.min_learning_rate=1.0 exceeds optimizer.learning_rate=0.001"),
         (["optimizer.warmup_steps=20"], "optimizer.warmup_steps=20 must be below train.steps=20"),
         (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),
+        (["control.store=etcd"], "control.store=etcd needs control.endpoints"),
+        (['control.endpoints=["http://a:1"]'], "control.endpoints has no effect on control.store=embedded"),
+        (["control.store=etcd", 'control.endpoints=["etcd-0:2379"]'], "'etcd-0:2379' is not of the form https://host"),
+        (["control.store=etcd", 'control.endpoints=["https://etcd-0"]'], "is not of the form https://host:port"),
+        (["control.store=etcd", 'control.endpoints=["http://a:1", "https://b:1"]'], "mix http and https"),
+        (["control.store=etcd", 'control.endpoints=["https://a:1"]', "control.cert_file=c"], "go together"),
+        (["control.store=etcd", 'control.endpoints=["http://a:1"]', "control.ca_file=c"], "no effect on http"),
+        (["control.listen_address=0.0.0.0"], "control.listen_address=0.0.0.0 is no single address"),
+        (["control.listen_address=localhost"], "control.listen_address=localhost is no IP address"),
+        (["control.store_timeout_s=0"], "control.store_timeout_s=0.0 must be above 0"),
         (["control.startup_timeout_s=-1"], "control.startup_timeout_s=-1.0 must be above 0"),
         (["control.decision_timeout_s=240"], "must exceed reduce.timeout_s + control.group_timeout_s = 240.0"),
         (["megatron.num_layers=3"], "megatron.num_layers follows from model.num_layers"),
@@ -167,3 +177,19 @@ def test_a_vocabulary_smaller_than_that_of_the_corpus_is_refused() -> None:
     machine = dataclasses.replace(CPU, corpus_vocab_size=300)
     (problem,) = problems(RunConfig(data=DataConfig(corpus="text")), machine)
     assert "model.vocab_size=256 is below the 300 tokens" in problem
+
+
+def test_a_store_that_others_can_reach_without_a_secret_is_doubtful() -> None:
+    (text,) = warnings(configured(*GOLOMB, "control.listen_address=10.0.0.5"), CPU)
+    assert "control.listen_address=10.0.0.5: the embedded store has no authentication" in text
+    etcd = (*GOLOMB, "control.store=etcd")
+    (text,) = warnings(configured(*etcd, 'control.endpoints=["http://etcd-0:2379"]'), CPU)
+    assert "passwords and decisions travel in the clear" in text
+    assert warnings(configured(*etcd, 'control.endpoints=["http://127.0.0.1:2379"]'), CPU) == []
+    assert warnings(configured(*etcd, 'control.endpoints=["https://etcd-0:2379"]'), CPU) == []
+
+
+def test_a_password_in_an_endpoint_is_refused_and_not_shown() -> None:
+    problem = only_problem("control.store=etcd", 'control.endpoints=["https://user:secret@etcd-0:2379"]')
+    assert "'etcd-0:2379' is not of the form https://host:port" in problem
+    assert "secret" not in problem

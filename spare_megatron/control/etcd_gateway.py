@@ -1,0 +1,203 @@
+"""One client's connection to an etcd cluster: JSON over HTTP, as etcd's own gRPC gateway serves it (etcd 3.4 on).
+
+The gateway needs no generated stubs, no protobuf of a certain age, and no threads of its own, which a process that
+forks could not have. Whoever calls must send what may be sent twice: a request whose answer is lost is sent again to
+the next endpoint.
+"""
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.control.store import StoreLost
+
+_FIRST_TRY_S = 0.5
+"""A try ends early at first: a write that a dead leader was to take is never answered, and the next leader takes it."""
+_TRY_FRACTION = 0.25
+"""Later tries last this fraction of the time since the first, for a cluster that is merely slow."""
+_PAUSE_S = 0.02
+_SILENCE_S = 60.0
+"""A stream that says nothing for so long is opened again."""
+
+_INVALID, _DENIED, _EXHAUSTED, _FAILED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 7, 8, 9, 14, 16  # gRPC's codes
+_WORTH_ANOTHER_TRY = (4, _EXHAUSTED, 13, _UNAVAILABLE)  # 4: deadline exceeded, 13: internal
+
+Message = dict[str, Any]
+
+
+class StoreRefused(StoreLost):
+    """etcd answers, and does not let this user do what was asked, or not at all."""
+
+
+class EtcdGateway:
+    """A connection to one member at a time; serves one thread."""
+
+    def __init__(self, spec: EtcdStoreSpec) -> None:
+        self._spec = spec
+        self._endpoints = [urlsplit(endpoint) for endpoint in spec.endpoints]
+        self._turn = os.getpid() % len(self._endpoints)  # clients spread over the members
+        self._tls = _tls_context(spec)
+        self._connection: http.client.HTTPConnection | None = None
+        self._token = ""
+
+    def call(self, path: str, body: Mapping[str, Any]) -> Message:
+        """The answer to a request, from whichever member gives one.
+
+        Raises:
+            StoreRefused: The credentials or the permissions do not suffice.
+            StoreLost: No member answered within `timeout_s` of the spec.
+        """
+        began_s = time.monotonic()
+        while True:
+            elapsed_s = time.monotonic() - began_s
+            try:
+                if self._spec.credentials is not None and not self._token:
+                    self._authenticate(_try_s(elapsed_s))
+                return self._send(path, body, _try_s(elapsed_s))
+            except _Again as again:
+                self.close()
+                if time.monotonic() - began_s >= self._spec.timeout_s:
+                    raise StoreLost(
+                        f"etcd at {', '.join(self._spec.endpoints)} did not answer within "
+                        f"control.store_timeout_s={self._spec.timeout_s:g}: {again}"
+                    ) from None
+                time.sleep(_PAUSE_S)
+
+    @contextlib.contextmanager
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[socket.socket, Iterator[Message]]]:
+        """The messages that one member answers with, one after another, and the socket they come through.
+
+        Shutting the socket down ends them from another thread.
+
+        Raises:
+            OSError, http.client.HTTPException: The member does not answer; the next stream asks another.
+            StoreRefused: The credentials do not suffice.
+        """
+        try:
+            if self._spec.credentials is not None and not self._token:
+                self._authenticate(_FIRST_TRY_S)
+            connection = self._connect(_FIRST_TRY_S)
+            connection.request("POST", path, json.dumps(body), self._headers())
+            sock = connection.sock
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.UNAUTHORIZED:
+                self._token = ""
+            if response.status != http.HTTPStatus.OK:
+                raise http.client.HTTPException(f"etcd answered a stream with {response.status}")
+            sock.settimeout(_SILENCE_S)
+            yield sock, (json.loads(line)["result"] for line in iter(response.readline, b""))
+        except _Again as again:
+            raise http.client.HTTPException(str(again)) from None
+        finally:
+            self.close()
+
+    def local_host(self) -> str:
+        """The address of this machine by which it reaches etcd, and is reached by whoever reaches etcd, too."""
+        self.call("/v3/maintenance/status", {})
+        assert self._connection is not None, "the call was answered on it"
+        return str(self._connection.sock.getsockname()[0])
+
+    def close(self) -> None:
+        """Drops the connection; the next one is to the next member."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+            self._turn += 1
+
+    # ---------------------------------------------------------------------------------------------------- one try
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._connection is None:
+            url = self._endpoints[self._turn % len(self._endpoints)]
+            self._connection = _connection_to(url, self._tls)
+            self._connection.timeout = timeout_s
+            self._connection.connect()
+            # Small messages go back and forth: waiting to fill a packet would cost 40 ms each.
+            self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection.sock.settimeout(timeout_s)
+        return self._connection
+
+    def _send(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Message:
+        try:
+            connection = self._connect(timeout_s)
+            connection.request("POST", path, json.dumps(body), self._headers())
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        except ssl.SSLCertVerificationError as error:
+            raise StoreRefused(f"etcd's certificate is not one that control.ca_file vouches for: {error}") from error
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            if isinstance(error, ssl.SSLError) and "CERTIFICATE" in str(error.reason):
+                raise StoreRefused(f"etcd refuses the certificate in control.cert_file: {error.reason}") from error
+            raise _Again(f"{type(error).__name__}: {error}") from error
+        if response.status == http.HTTPStatus.OK:
+            return dict(answer)
+        return self._refused(int(answer.get("code", -1)), str(answer.get("error", answer)))
+
+    def _refused(self, code: int, text: str) -> Message:
+        if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
+            self._token = ""  # it has expired, or the users have changed since
+            raise _Again(text)
+        if code in _WORTH_ANOTHER_TRY:
+            raise _Again(text)
+        if code in (_INVALID, _DENIED, _FAILED):
+            raise StoreRefused(f"etcd refuses{self._as_user()}: {text}")
+        raise StoreLost(f"etcd answered with error {code}: {text}")
+
+    def _as_user(self) -> str:
+        return f" user {self._spec.credentials.user}" if self._spec.credentials is not None else ""
+
+    def _authenticate(self, timeout_s: float) -> None:
+        assert self._spec.credentials is not None
+        body = {"name": self._spec.credentials.user, "password": self._spec.credentials.password}
+        self._token = str(self._send("/v3/auth/authenticate", body, timeout_s)["token"])
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        return headers | {"Authorization": self._token} if self._token else headers
+
+
+class _Again(Exception):
+    """This try did not succeed; another may."""
+
+
+def _try_s(elapsed_s: float) -> float:
+    return max(_FIRST_TRY_S, elapsed_s * _TRY_FRACTION)
+
+
+def _connection_to(url: SplitResult, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
+    assert url.hostname is not None, "validated with the configuration"
+    if tls is not None:
+        return http.client.HTTPSConnection(url.hostname, url.port, context=tls)
+    return http.client.HTTPConnection(url.hostname, url.port)
+
+
+def _tls_context(spec: EtcdStoreSpec) -> ssl.SSLContext | None:
+    if urlsplit(spec.endpoints[0]).scheme != "https":
+        return None
+    try:
+        context = ssl.create_default_context(cafile=spec.ca_file or None)
+        if spec.cert_file:
+            context.load_cert_chain(spec.cert_file, spec.key_file)
+    except OSError as error:
+        files = [file for file in (spec.ca_file, spec.cert_file, spec.key_file) if file]
+        raise StoreRefused(f"cannot use control.ca_file, cert_file, key_file = {files}: {error}") from error
+    return context
+
+
+def encoded(text: str) -> str:
+    """Text as keys and values have it in JSON."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def decoded(text: str) -> str:
+    """The inverse of `encoded`."""
+    return base64.b64decode(text).decode()

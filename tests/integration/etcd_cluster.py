@@ -1,0 +1,153 @@
+"""A real etcd cluster of three members on this machine, and where its binary comes from."""
+
+import contextlib
+import ctypes
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.control.etcd_gateway import EtcdGateway
+from spare_megatron.control.spec import EtcdStoreSpec
+
+NUM_MEMBERS = 3
+_START_S = 60.0
+_REAP_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def find_etcd(cache: Path) -> Path:
+    """The etcd binary of this machine, or Debian's in the cache, fetched there without any change to the system."""
+    found = shutil.which("etcd")
+    if found:
+        return Path(found)
+    binary = cache / "usr" / "bin" / "etcd"
+    if not binary.exists():
+        if not (shutil.which("apt-get") and shutil.which("dpkg")):
+            pytest.skip("needs etcd: none in PATH, and no apt-get to fetch Debian's with")
+        _fetch(cache)
+    return binary
+
+
+def _fetch(cache: Path) -> None:
+    lists, packages = cache / "lists", cache / "packages"
+    (lists / "partial").mkdir(parents=True, exist_ok=True)
+    (packages / "partial").mkdir(parents=True, exist_ok=True)
+    own = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={packages}", "-o", "APT::Sandbox::User="]
+    try:
+        for command in (["apt-get", *own, "-qq", "update"], ["apt-get", *own, "-qq", "download", "etcd-server"]):
+            subprocess.run(command, cwd=cache, check=True, capture_output=True, text=True, timeout=180)
+        for package in cache.glob("etcd-server_*.deb"):
+            subprocess.run(["dpkg", "-x", package.name, "."], cwd=cache, check=True, capture_output=True, timeout=60)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        pytest.skip(f"needs etcd: none in PATH, and apt-get could not fetch Debian's: {error.stderr or error}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTls:
+    """Files of the members' own certificate, and of the authority that clients' certificates must come from."""
+
+    ca_file: Path
+    cert_file: Path
+    key_file: Path
+
+
+@dataclass(slots=True)
+class EtcdCluster:
+    """Running members, by their number."""
+
+    endpoints: tuple[str, ...]
+    members: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def leader(self) -> int:
+        """The number of the member that leads, as the members have it."""
+        leaders, numbers = set(), {}
+        for number in self.members:
+            status = _status(self.endpoints[number])
+            leaders.add(status["leader"])
+            numbers[status["header"]["member_id"]] = number
+        assert len(leaders) == 1, "the members agree on who leads"
+        return numbers[leaders.pop()]
+
+    def kill(self, number: int) -> None:
+        """SIGKILL, and reaps it."""
+        process = self.members.pop(number)
+        process.kill()
+        assert process.wait(_REAP_S) == -signal.SIGKILL
+
+    def pause(self, number: int) -> None:
+        """Stops the member without closing any of its connections, until it is killed."""
+        self.members[number].send_signal(signal.SIGSTOP)
+
+
+@contextlib.contextmanager
+def running_cluster(binary: Path, folder: Path, tls: ServerTls | None = None) -> Iterator[EtcdCluster]:
+    """A cluster that has a leader."""
+    scheme = "https" if tls else "http"
+    ports = _free_ports(2 * NUM_MEMBERS)
+    endpoints = tuple(f"{scheme}://127.0.0.1:{port}" for port in ports[:NUM_MEMBERS])
+    peers = [f"http://127.0.0.1:{port}" for port in ports[NUM_MEMBERS:]]
+    cluster = EtcdCluster(endpoints=endpoints)
+    try:
+        for number in range(NUM_MEMBERS):
+            cluster.members[number] = _start(binary, folder, number, endpoints[number], peers, tls)
+        if tls is None:
+            EtcdGateway(EtcdStoreSpec(endpoints=endpoints, prefix="", timeout_s=_START_S)).call(
+                "/v3/kv/range", {"key": "AA=="}
+            )
+        yield cluster
+    finally:
+        for number in list(cluster.members):
+            cluster.kill(number)
+
+
+def _start(
+    binary: Path, folder: Path, number: int, endpoint: str, peers: Sequence[str], tls: ServerTls | None
+) -> subprocess.Popen[bytes]:
+    command = [
+        str(binary),
+        f"--name=member-{number}",
+        f"--data-dir={folder / f'member-{number}'}",
+        f"--listen-client-urls={endpoint}",
+        f"--advertise-client-urls={endpoint}",
+        f"--listen-peer-urls={peers[number]}",
+        f"--initial-advertise-peer-urls={peers[number]}",
+        f"--initial-cluster={','.join(f'member-{i}={peer}' for i, peer in enumerate(peers))}",
+        "--logger=zap",
+    ]
+    if tls is not None:
+        command += [
+            f"--cert-file={tls.cert_file}",
+            f"--key-file={tls.key_file}",
+            f"--trusted-ca-file={tls.ca_file}",
+            "--client-cert-auth",
+        ]
+    with (folder / f"member-{number}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _free_ports(number: int) -> list[int]:
+    """Ports that were free a moment ago: etcd's members must know each other's before they start."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [int(item.getsockname()[1]) for item in sockets]
+
+
+def _status(endpoint: str) -> dict[str, object]:
+    request = urllib.request.Request(f"{endpoint}/v3/maintenance/status", data=b"{}", method="POST")
+    with urllib.request.urlopen(request, timeout=10) as response:
+        return dict(json.load(response))

@@ -1,0 +1,73 @@
+"""Whole runs that agree through etcd, whose leader is killed under them."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.control.etcd_gateway import EtcdGateway
+from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.runtime.reports import StepCommitted
+from spare_megatron.runtime.supervisor import SupervisorEvent
+from tests.integration.etcd_cluster import EtcdCluster, running_cluster
+from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def with_etcd(config: RunConfig, cluster: EtcdCluster, **settings: object) -> RunConfig:
+    control = dataclasses.replace(config.control, store="etcd", endpoints=cluster.endpoints, **settings)
+    return dataclasses.replace(config, control=control)
+
+
+def keys_left(cluster: EtcdCluster) -> int:
+    gateway = EtcdGateway(EtcdStoreSpec(endpoints=cluster.endpoints, prefix="", timeout_s=10.0))
+    return int(gateway.call("/v3/kv/range", {"key": "AA==", "range_end": "AA==", "count_only": True}).get("count", 0))
+
+
+@pytest.fixture
+def own_cluster(etcd_binary: Path, tmp_path: Path) -> Iterator[EtcdCluster]:
+    with running_cluster(etcd_binary, tmp_path) as cluster:
+        yield cluster
+
+
+def test_losses_are_masked_and_no_key_is_left(own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path) -> None:
+    faults = [kill("backward", 1, 2), kill("in_reduce", 2, 1, 1)]
+    layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
+    config = with_etcd(tiny_config(text_corpus, layout, faults=faults), own_cluster)
+    num_keys: list[int] = []
+
+    def count_keys(event: SupervisorEvent) -> None:
+        if isinstance(event, StepCommitted):
+            num_keys.append(keys_left(own_cluster))
+
+    assert_masked(complete_run(config, tmp_path / "run", on_event=count_keys))
+    assert min(num_keys) > 0
+    assert keys_left(own_cluster) == 0
+
+
+def test_the_run_goes_on_when_the_leader_of_etcd_is_killed(
+    own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path
+) -> None:
+    """After the first committed step; a group is lost two steps later, with two members of etcd left."""
+    killed: list[int] = []
+
+    def kill_leader(event: SupervisorEvent) -> None:
+        if isinstance(event, StepCommitted) and not killed:
+            killed.append(own_cluster.leader())
+            own_cluster.kill(killed[0])
+
+    config = with_etcd(
+        tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=6, faults=[kill("forward", 3, 1)]), own_cluster
+    )
+    assert_masked(complete_run(config, tmp_path / "run", on_event=kill_leader))
+    assert len(killed) == 1
+    assert len(own_cluster.members) == 2
+    assert own_cluster.leader() != killed[0]
+    answer = CliRunner().invoke(app, ["check", str(tmp_path / "run")])
+    assert answer.exit_code == 0, answer.output
+    assert "valid" in answer.output

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.summary import Recovery, Summary
-from spare_megatron.runtime.reports import RanksReady, RunStopped, StepCommitted
-from spare_megatron.runtime.supervisor import GroupLost, Starting, SupervisorEvent
+from spare_megatron.runtime.reports import GroupLost, RanksReady, RunEvent, RunStopped, Starting, StepCommitted
 
 _PLAIN_INTERVAL_S = 2.0
 """Without a terminal, seconds between lines about steps; events are told at once."""
@@ -44,7 +43,7 @@ class RunProgress:
     ) -> None:
         self._live.stop()
 
-    def take(self, event: SupervisorEvent) -> None:
+    def take(self, event: RunEvent) -> None:
         """Shows an event."""
         match event:
             case Starting(what=what):

@@ -140,6 +140,10 @@ class ControlConfig:
     """Longest wait for the next entry of the decision log."""
     group_timeout_s: float = 120.0
     """Longest wait for a collective or a pipeline transfer inside a group."""
+    heartbeat_interval_s: float = 1.0
+    """A rank or a node that shows no life is found within two of these."""
+    store_timeout_s: float = 60.0
+    """How long training pauses for a control store that does not answer before the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +190,8 @@ class TrainConfig:
 class ClusterConfig:
     """The machines."""
 
+    num_nodes: int = 1
+    """Nodes, with a supervisor each; ranks are dealt out to them in equal consecutive blocks."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where ranks compute; auto takes GPUs when there are any."""
     threads_per_rank: int = 1
@@ -219,4 +225,5 @@ class RunConfig:
             tensor_parallel=self.layout.tensor_parallel,
             context_parallel=self.layout.context_parallel,
             pipeline_parallel=self.layout.pipeline_parallel,
+            num_nodes=self.cluster.num_nodes,
         )

@@ -118,6 +118,7 @@ def _too_small(config: RunConfig) -> Iterator[str]:
         "train.steps": train.steps,
         "train.micro_batch_size": train.micro_batch_size,
         "cluster.threads_per_rank": config.cluster.threads_per_rank,
+        "cluster.num_nodes": config.cluster.num_nodes,
     }
     at_least_zero = {
         "train.seed": train.seed,
@@ -178,6 +179,8 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         divisions.append(("model.seq_length", model.seq_length, "2 x layout.context_parallel", pieces))
     if config.megatron.get("sequence_parallel"):
         divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
+    ranks = ("the number of ranks", config.parallel.num_ranks)
+    divisions.append((*ranks, "cluster.num_nodes", config.cluster.num_nodes))
     for key, value, divisor_key, divisor in divisions:
         if divisor > 0 and value % divisor:
             yield f"{key}={value} is not a multiple of {divisor_key}={divisor}; change one of them"
@@ -227,8 +230,11 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
 
 
 def _timeouts(config: RunConfig) -> Iterator[str]:
+    """All waits are above 0, and whoever waits for another outlasts what that one waits for."""
     control, reduce_s = config.control, config.reduce.timeout_s
     for key, value in {
+        "control.heartbeat_interval_s": control.heartbeat_interval_s,
+        "control.store_timeout_s": control.store_timeout_s,
         "reduce.timeout_s": reduce_s,
         "control.startup_timeout_s": control.startup_timeout_s,
         "control.decision_timeout_s": control.decision_timeout_s,
@@ -237,6 +243,26 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
     }.items():
         if not value > 0.0:
             yield f"{key}={value} must be above 0; raise it"
+    found_s = 2 * control.heartbeat_interval_s
+    for key, outer_s in {
+        "control.store_timeout_s": control.store_timeout_s,
+        "control.group_timeout_s": control.group_timeout_s,
+        "reduce.timeout_s": reduce_s,
+    }.items():
+        if outer_s < found_s:
+            yield (
+                f"2 x control.heartbeat_interval_s = {found_s:g} exceeds {key}={outer_s:g}: whoever waits would give "
+                f"up before the lost one is found; lower control.heartbeat_interval_s or raise {key}"
+            )
+    for key, outer_s in {
+        "control.group_timeout_s": control.group_timeout_s,
+        "reduce.timeout_s": reduce_s,
+    }.items():
+        if outer_s < control.store_timeout_s:
+            yield (
+                f"control.store_timeout_s={control.store_timeout_s:g} exceeds {key}={outer_s:g}: waits would end while "
+                f"the store may still come back; lower the first or raise the second"
+            )
     needed_s = reduce_s + control.group_timeout_s
     if not control.decision_timeout_s > needed_s:
         yield (

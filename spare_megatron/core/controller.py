@@ -95,6 +95,7 @@ class Controller:
         self._orphans: list[Microbatch] = []
         self._plan_digest = ""
         self._retries_without_loss = 0
+        self._last_error = ""  # of a group lost in this step
         self._is_communicator_unused = False
         self._last_save_at_s = 0.0
 
@@ -124,8 +125,8 @@ class Controller:
 
     def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
         match entry:
-            case Fence(group=group):
-                return self._lose(group)
+            case Fence(group=group, error=error):
+                return self._lose(group, error)
             case Commit(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._commit(entry, now_s)
@@ -141,10 +142,15 @@ class Controller:
         if (step, attempt) != (self.step, self.attempt):
             raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
 
-    def _lose(self, group: GroupId) -> tuple[Action, ...]:
+    def _lose(self, group: GroupId, error: str) -> tuple[Action, ...]:
         if group not in self.members:
             # Two who saw the same loss both wrote it. The second may stand where a decision was to stand.
             return (ReadVotes(attempt=self.attempt), ReadEntry(index=self.head))
+        if error and error == self._last_error:
+            # Whoever computes that microbatch next would meet it too, until no group is left.
+            reason = f"two groups raised the same in one step, which no redundancy masks: {error}"
+            return (StopHalted(step=self.step, reason=reason),)
+        self._last_error = error or self._last_error
         self.members = tuple(member for member in self.members if member != group)
         self.epoch += 1
         self._retries_without_loss = 0
@@ -160,6 +166,7 @@ class Controller:
         self.step += 1
         self.attempt += 1
         self._retries_without_loss = 0
+        self._last_error = ""
         if commit.save:
             self._last_save_at_s = now_s
             actions.append(SaveCheckpoint(step=self.step))

@@ -38,6 +38,8 @@ class Fence:
 
     group: GroupId
     reason: str = ""
+    error: str = ""
+    """The exception that ended it, if a program's or the data's fault may be behind it: others may meet it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

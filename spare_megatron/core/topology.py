@@ -18,6 +18,8 @@ class Layout:
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1
+    num_nodes: int = 1
+    """Machines; ranks are dealt out in equal consecutive blocks."""
 
     @property
     def ranks_per_group(self) -> int:
@@ -26,3 +28,21 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         return self.num_groups * self.ranks_per_group
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
+
+    def ranks_on(self, node: int) -> list[tuple[GroupId, int]]:
+        """Group and rank inside it of the ranks of a node, ascending.
+
+        >>> Layout(num_groups=2, pipeline_parallel=2, num_nodes=2).ranks_on(1)
+        [(1, 0), (1, 1)]
+        """
+        first = node * self.ranks_per_node
+        ids = range(first, first + self.ranks_per_node)
+        return [(GroupId(index // self.ranks_per_group), index % self.ranks_per_group) for index in ids]
+
+    def groups_on(self, node: int) -> list[GroupId]:
+        """The groups that have a rank on a node, ascending."""
+        return sorted({group for group, _ in self.ranks_on(node)})

@@ -7,7 +7,7 @@ it was written, and `source`, who wrote it.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
@@ -15,7 +15,7 @@ Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The terms of the run, written by the supervisor before any rank starts."""
+    """The terms of the run, written by the driver before any rank starts."""
 
     name: str
     num_groups: int
@@ -134,18 +134,20 @@ class FaultRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRecord:
-    """A group found lost by the supervisor."""
+    """A group found lost, by the supervisor of its node or by those that watch that node; rank -1 is the node."""
 
     group: int
     rank: int
     cause: str
     entry_index: int
     """Index of the log entry that fences the group."""
+    pending: list[dict[str, Any]] = field(default_factory=list)
+    """What each of its ranks was about when it was found lost: rank, operation, step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord:
-    """The end of the run, written by the supervisor when no rank is left."""
+    """The end of the run, written by the driver when no rank is left."""
 
     outcome: Outcome
     reason: str

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.mcore.model import Chunk
@@ -44,7 +45,8 @@ class ProbedCommunicator(P2PCommunicator):
             self._probe(Phase.SEND)
         if transfer["recv_prev"] or transfer["recv_next"]:
             self._probe(Phase.RECEIVE)
-        return super()._communicate(**transfer)
+        with self._probe.during(Operation.TRANSFER):
+            return super()._communicate(**transfer)
 
 
 class Pipeline:

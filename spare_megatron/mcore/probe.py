@@ -1,18 +1,27 @@
-"""A probe is told when a rank reaches a moment of its step that a fault can be aimed at."""
+"""A probe is told what a rank is about: the moments that a fault can be aimed at, and that it gets on."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 
 
 class Probe(Protocol):
-    """Called at the moments of `core.phases`. What it does there, dying included, is its own affair."""
+    """What it does when it is told, dying included, is its own affair."""
 
     @property
     def phases(self) -> frozenset[Phase]:
         """The moments it wants. Hooks that cost something are installed for these alone."""
 
-    def __call__(self, phase: Phase, /) -> None: ...
+    def __call__(self, phase: Phase, /) -> None:
+        """A moment of `core.phases`."""
+
+    def progress(self) -> None:
+        """The rank has got on with the pending operation: a layer is done."""
+
+    def during(self, operation: Operation, /) -> AbstractContextManager[None]:
+        """Inside the block this operation is pending."""
 
 
 class SilentProbe:
@@ -22,3 +31,10 @@ class SilentProbe:
 
     def __call__(self, phase: Phase, /) -> None:
         """Nothing."""
+
+    def progress(self) -> None:
+        """Nothing."""
+
+    def during(self, operation: Operation, /) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's
+        """Nothing."""
+        return nullcontext()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
@@ -86,6 +87,7 @@ class GroupTrainer:
         self._is_random = max(config.model.hidden_dropout, config.model.attention_dropout) > 0.0
         self._step = -1
         self._seen: list[Microbatch] = []
+        self._show_progress()
         if Phase.BACKWARD in self._probe.phases:
             self._probe_backward()
 
@@ -203,6 +205,14 @@ class GroupTrainer:
         whole = loss.clone()
         torch.distributed.all_reduce(whole, group=self.process_groups.cp)
         return whole
+
+    def _show_progress(self) -> None:
+        """Tell the probe of every layer that is begun forward, and about done backward."""
+        for chunk in self.chunks:
+            for layer in chunk.module.modules():
+                if isinstance(layer, BaseTransformerLayer):
+                    layer.register_forward_pre_hook(lambda *_: self._probe.progress())
+                    next(layer.parameters()).register_hook(lambda _: self._probe.progress())
 
     def _probe_backward(self) -> None:
         """Probe inside the backward pass: when a parameter in the middle of each chunk has its gradient."""

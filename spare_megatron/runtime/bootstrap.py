@@ -18,8 +18,10 @@ _MARGIN_S = 30.0
 
 
 def prepare_process(spec: RankSpec) -> None:
-    """Makes this process a rank: it dies with its parent, leaves Ctrl-C to the supervisor, and logs to a file."""
+    """Makes this process a rank: it dies with its supervisor, leaves Ctrl-C to the driver, and logs to a file."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != spec.supervisor_pid:  # it died before it was asked for
+        os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = spec.run_dir / "logs" / f"{spec.name}.log"

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId
+from spare_megatron.mcore.probe import Probe
 
 _POLL_S = 0.0005
 _LOG_POLL_S = 0.010
@@ -59,7 +60,7 @@ class CrossGroupCommunicator:
         device: Where the tensors are; decides between gloo and NCCL.
         store: The control store, for the rendezvous.
         timeout_s: Longest wait for a build or a reduction.
-        probe: Called when the reduction is in flight.
+        probe: Told when the reduction is in flight, and that the rank is there while it waits.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class CrossGroupCommunicator:
         device: torch.device,
         store: ControlStore,
         timeout_s: float,
-        probe: Callable[[Phase], None],
+        probe: Probe,
     ) -> None:
         self._group = group
         self._position = position
@@ -184,6 +185,7 @@ class CrossGroupCommunicator:
         end_s = time.monotonic() + self._timeout.total_seconds()
         while not is_done():
             time.sleep(_POLL_S)
+            self._probe.progress()
             if time.monotonic() >= end_s:  # gloo keeps time by itself, NCCL does not tell a poller
                 self.evidence = f"no end within reduce.timeout_s={self._timeout.total_seconds():g}"
                 return False

@@ -25,7 +25,7 @@ def is_connection_error(error: RuntimeError) -> bool:
     return _CONNECTION_ERROR.search(str(error)) is not None
 
 
-def fence(log: DecisionLog, group: GroupId, reason: str, from_index: int) -> int:
+def fence(log: DecisionLog, group: GroupId, reason: str, from_index: int, error: str = "") -> int:
     """Makes sure that the log fences the group; returns the index of the entry that does.
 
     Args:
@@ -33,8 +33,9 @@ def fence(log: DecisionLog, group: GroupId, reason: str, from_index: int) -> int
         group: The lost group.
         reason: For people.
         from_index: An index at or before the head; entries from there on are read.
+        error: The last line of the exception that ended it, if that was its own.
     """
-    text = encode_entry(Fence(group=group, reason=reason[:200]))
+    text = encode_entry(Fence(group=group, reason=reason[:200], error=error[:200]))
     index = from_index
     while True:
         standing = decode_entry(log.append(index, text))

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Entry, EntryRead, Event, Fence, Vote
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId
-from spare_megatron.faults.injection import Injector
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import (
     ContributionRecord,
@@ -25,6 +25,7 @@ from spare_megatron.journal.records import (
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
 from spare_megatron.runtime.reports import StepCommitted
 
@@ -55,7 +56,7 @@ class GroupExecutor:
         communicator: The rank's cross-group communicator.
         journal: The rank's journal; only leaders write here.
         report: Tells the supervisor of a committed step.
-        injector: Called at the moments at which faults can strike.
+        probe: Told what the rank is about.
         params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for the end only.
     """
 
@@ -68,7 +69,7 @@ class GroupExecutor:
         communicator: CrossGroupCommunicator,
         journal: JournalWriter,
         report: Callable[[StepCommitted], None],
-        injector: Injector,
+        probe: RankProbe,
         params_check_every_steps: int,
     ) -> None:
         self._group = group
@@ -77,7 +78,7 @@ class GroupExecutor:
         self._communicator = communicator
         self._journal = journal
         self._report = report
-        self._injector = injector
+        self._probe = probe
         self._params_check_every_steps = params_check_every_steps
         self._clock = RecoveryClock(group)
         self._buffer: torch.Tensor | None = None
@@ -89,7 +90,7 @@ class GroupExecutor:
 
     def compute_step(self, plan: StepPlan, num_alive: int) -> None:
         """Computes this group's part of the plan, from zero sums."""
-        self._injector.step = plan.step
+        self._probe.begin_step(plan.step)
         self._step = _Step(
             step=plan.step,
             started_s=time.monotonic(),
@@ -103,7 +104,7 @@ class GroupExecutor:
 
     def compute_patch(self, plan: StepPlan) -> None:
         """Adds this group's part of a patch to the local sums."""
-        self._injector(Phase.PATCH)
+        self._probe(Phase.PATCH)
         self._compute(plan.work.of(self._group))
         self._clock.patched(len(plan.work.of(self._group)))
 
@@ -115,7 +116,7 @@ class GroupExecutor:
     def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
         """Begins to build the communicator of the next attempt."""
         if key >= 0:
-            self._injector(Phase.REBUILD)
+            self._probe(Phase.REBUILD)
         self._communicator.begin_build(key, members)
 
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
@@ -128,21 +129,20 @@ class GroupExecutor:
         self._buffer = None
         self._trainer.gradients.pack_into(buffer)
         self._write_contribution(action)
-        self._injector(Phase.BEFORE_REDUCE)
-        is_complete = self._communicator.reduce(buffer, lambda: self._agreement.is_written(self._head))
+        self._probe(Phase.BEFORE_REDUCE)
+        with self._probe.during(Operation.REDUCE):
+            is_complete = self._communicator.reduce(buffer, lambda: self._agreement.is_written(self._head))
         self._clock.reduced(self._communicator.ready_at_s)
         if is_complete:
             self._buffer = buffer
-            self._injector(Phase.AFTER_REDUCE)
+            self._probe(Phase.AFTER_REDUCE)
         return self._vote(action, is_complete)
 
     def _vote(self, action: AttemptReduce, is_complete: bool) -> list[Event]:
         work_digest = digest_of_work(self._now.computed)
-        opinion = self._agreement.settle(
-            is_complete=is_complete,
-            work_digest=work_digest,
-            loss_sum=None if self._buffer is None else self._trainer.loss_of(self._buffer),
-        )
+        loss_sum = None if self._buffer is None else self._trainer.loss_of(self._buffer)
+        with self._probe.during(Operation.SETTLE):
+            opinion = self._agreement.settle(is_complete=is_complete, work_digest=work_digest, loss_sum=loss_sum)
         self._now.loss_sum = opinion.loss_sum
         last_votes = None
         if self._agreement.is_leader:
@@ -160,8 +160,9 @@ class GroupExecutor:
                 plan_digest=action.plan_digest,
                 params_digest=self._params_digest,
             )
-            last_votes = self._agreement.vote(action.attempt, vote, action.members)
-        self._injector(Phase.AFTER_VOTE)
+            with self._probe.during(Operation.VOTE):
+                last_votes = self._agreement.vote(action.attempt, vote, action.members)
+        self._probe(Phase.AFTER_VOTE)
         return [] if last_votes is None else [last_votes]
 
     def _write_contribution(self, action: AttemptReduce) -> None:
@@ -184,12 +185,14 @@ class GroupExecutor:
 
     def read_votes(self, attempt: int, members: Sequence[GroupId]) -> list[Event]:
         """On the leader, the votes cast so far."""
-        return [self._agreement.read_votes(attempt, members)] if self._agreement.is_leader else []
+        with self._probe.during(Operation.VOTE):
+            return [self._agreement.read_votes(attempt, members)] if self._agreement.is_leader else []
 
     def append_entry(self, index: int, entry: Entry) -> None:
         """On the leader, writes the entry unless another stands there."""
         if self._agreement.is_leader:
-            self._agreement.append(index, entry)
+            with self._probe.during(Operation.VOTE):
+                self._agreement.append(index, entry)
 
     def read_entry(self, index: int) -> list[Event]:
         """Waits for the entry.
@@ -197,7 +200,8 @@ class GroupExecutor:
         Raises:
             Fenced: It fences this group.
         """
-        entry = self._agreement.read_entry(index)
+        with self._probe.during(Operation.AWAIT_ENTRY):
+            entry = self._agreement.read_entry(index)
         self._head = index + 1
         if self._agreement.is_leader:
             self._journal.write(EntryRecord(group=self._group, index=index, entry=_as_fields(entry)))
@@ -216,8 +220,9 @@ class GroupExecutor:
         assert self._buffer is not None, "a commit needs the group's own complete sum"
         self._clock.committed()
         self._write_recoveries()
-        self._injector(Phase.AFTER_COMMIT)
-        result = self._trainer.update(self._buffer, self._now.loss_sum)
+        self._probe(Phase.AFTER_COMMIT)
+        with self._probe.during(Operation.UPDATE):
+            result = self._trainer.update(self._buffer, self._now.loss_sum)
         step_s = time.monotonic() - self._now.started_s
         self._write_if_leader(
             UpdateRecord(
@@ -254,7 +259,10 @@ class GroupExecutor:
 
         Collective over: all ranks of the group.
         """
-        digest = self._agreement.combine_digests(self._trainer.params_sha256())
+        with self._probe.during(Operation.CHECK):
+            sha256 = self._trainer.params_sha256()
+        with self._probe.during(Operation.SETTLE):
+            digest = self._agreement.combine_digests(sha256)
         self._write_if_leader(ParamsRecord(group=self._group, step=step, sha256=digest))
         return digest
 

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: control store, data preparation, ranks. All are forked from one server.
+"""The processes of a run on this machine: control store, data preparation, supervisors. All are forked from one server.
 
 The fork server imports torch and Megatron once; a rank starts in milliseconds after that. It has no threads and
 has not touched a GPU, which is what makes forking it safe.
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from spare_megatron.config.schema import RunConfig
@@ -44,14 +45,14 @@ def fork_server() -> ForkServerContext:
 class Child:
     """A started process and the pipe it reports through."""
 
-    process: ForkServerProcess
+    process: BaseProcess
     reports: Connection
 
 
-def start_child(context: ForkServerContext, name: str, target: Callable[..., None], *args: Any) -> Child:
+def start_child(context: BaseContext, name: str, target: Callable[..., None], *args: Any) -> Child:
     """Starts `target(*args, pipe)` in a process of its own."""
     ours, theirs = context.Pipe(duplex=True)
-    process = context.Process(target=target, name=name, args=(*args, theirs), daemon=False)
+    process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
     process.start()
     theirs.close()
     return Child(process=process, reports=ours)
@@ -92,6 +93,14 @@ def end_child(child: Child) -> None:
         child.process.kill()
     child.process.join(_REAP_TIMEOUT_S)
     child.reports.close()
+
+
+def stop_child(child: Child) -> None:
+    """Asks the process to end what it has started and itself; kills it if it does not in time. Reaps it."""
+    with contextlib.suppress(OSError):
+        child.reports.send("stop")
+    child.process.join(_REAP_TIMEOUT_S)
+    end_child(child)
 
 
 def describe_exit(code: int | None) -> str:

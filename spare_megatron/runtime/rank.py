@@ -9,6 +9,7 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import StoreLost
 from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.placement import make_placement
 from spare_megatron.faults.injection import Injector
@@ -17,6 +18,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupAgreement, GroupBroken
+from spare_megatron.runtime.beacon import Beacon
 from spare_megatron.runtime.bootstrap import (
     choose_device,
     join_group,
@@ -26,6 +28,7 @@ from spare_megatron.runtime.bootstrap import (
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import Fenced, GroupExecutor
+from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.reports import ExitCode, RankRaised, RanksReady, RunStopped
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.train import Stop, train
@@ -61,7 +64,8 @@ class _Rank:
         self._store = open_store(spec.store)
         self._log = DecisionLog(self._store)
         self._journal = JournalWriter(spec.run_dir, spec.name)
-        self._injector = Injector(spec.faults, self._journal_fault)
+        self._beacon = Beacon(spec.page)
+        self._probe = RankProbe(Injector(spec.faults, self._journal_fault), self._beacon)
         spare, config = spec.config.spare, spec.config
         setup = ControllerSetup(
             placement=make_placement(
@@ -76,8 +80,10 @@ class _Rank:
     def run(self) -> ExitCode:
         """Trains, and turns the ways in which a run may end for this rank into exit codes."""
         try:
+            self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
             self._executor = self._build_executor()
-            return self._stopped(train(self._controller, self._executor))
+            with self._beacon.during(Operation.COMPUTE):
+                return self._stopped(train(self._controller, self._executor))
         except Fenced as error:
             print(error, file=sys.stderr)
             return ExitCode.FENCED
@@ -95,7 +101,7 @@ class _Rank:
         spec, config = self._spec, self._spec.config
         device = choose_device(spec)
         ranks = join_group(spec, self._store, device)
-        trainer = GroupTrainer(config, device, self._injector)
+        trainer = GroupTrainer(config, device, self._probe)
         agreement = GroupAgreement(spec.group, ranks, self._log, config.control.decision_timeout_s)
         communicator = CrossGroupCommunicator(
             group=spec.group,
@@ -103,7 +109,7 @@ class _Rank:
             device=device,
             store=self._store,
             timeout_s=config.reduce.timeout_s,
-            probe=self._injector,
+            probe=self._probe,
         )
         executor = GroupExecutor(
             group=spec.group,
@@ -112,7 +118,7 @@ class _Rank:
             communicator=communicator,
             journal=self._journal,
             report=self._reports.send,
-            injector=self._injector,
+            probe=self._probe,
             params_check_every_steps=config.train.params_check_every_steps,
         )
         wait_for_all_groups(spec, self._store, ranks)

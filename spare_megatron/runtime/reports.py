@@ -1,9 +1,13 @@
-"""What ranks tell their supervisor, over one pipe each."""
+"""What the processes of a run tell: ranks their supervisor, supervisors the driver, the driver whoever watches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from spare_megatron.core.topology import GroupId
+
+RankKey = tuple[GroupId, int]
+"""A group, and a rank in it."""
 
 
 class ExitCode(IntEnum):
@@ -19,6 +23,9 @@ class ExitCode(IntEnum):
     WIPE_OUT = 5
     HALTED = 6
     STORE_LOST = 7
+
+
+# ----------------------------------------------------------------------------------------- from ranks, a pipe each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,4 +68,79 @@ class RunStopped:
     reason: str
 
 
-Report = RanksReady | StepCommitted | RankRaised | RunStopped
+RankReport = RanksReady | StepCommitted | RankRaised | RunStopped
+
+# ----------------------------------------------------------------------------------------------------- from supervisors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksStarted:
+    """The ranks of a node are started."""
+
+    node: int
+    pids: Mapping[RankKey, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLost:
+    """A group has been found lost and is fenced.
+
+    Attributes:
+        group: The group.
+        rank: The rank that showed it; -1 if its whole node is lost.
+        cause: Why, in a line.
+        traceback: Of the exception that ended the rank, where there was one.
+    """
+
+    group: GroupId
+    rank: int
+    cause: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAway:
+    """The control store does not answer: training pauses until it does, or the limit is reached."""
+
+    node: int
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBack:
+    """It answers again."""
+
+    node: int
+    away_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEnded:
+    """No rank of the node is left, and its supervisor is about to end.
+
+    Attributes:
+        node: The node.
+        exits: How each rank ended.
+        lost: Groups that were found lost on this node.
+        failure: Why the run cannot go on, where that is so.
+    """
+
+    node: int
+    exits: Mapping[RankKey, int]
+    lost: frozenset[GroupId]
+    failure: str = ""
+
+
+NodeReport = RankReport | RanksStarted | GroupLost | StoreAway | StoreBack | NodeEnded
+
+# ------------------------------------------------------------------------------------------------------ from the driver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starting:
+    """A stage of the start, for people."""
+
+    what: str
+
+
+RunEvent = NodeReport | Starting

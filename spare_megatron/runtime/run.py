@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron import __version__
@@ -16,11 +17,20 @@ from spare_megatron.faults.trace import Fault, resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.runtime.driver import Driver
 from spare_megatron.runtime.preflight import preflight
-from spare_megatron.runtime.supervisor import RankMain, Starting, Supervisor, SupervisorEvent, rank_main
+from spare_megatron.runtime.reports import RunEvent, Starting
+from spare_megatron.runtime.spec import RankMain, RankSpec
 from spare_megatron.runtime.telemetry import MetricsWriter
 
 _DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
+
+
+def rank_main(spec: RankSpec, reports: Connection) -> None:
+    """What a rank's process runs. Imported there, where the fork server has it already."""
+    from spare_megatron.runtime.rank import run_rank
+
+    run_rank(spec, reports)
 
 
 def look_at_machine(config: RunConfig) -> Machine:
@@ -37,7 +47,7 @@ def look_at_machine(config: RunConfig) -> Machine:
 def start_run(
     config: RunConfig,
     run_dir: Path,
-    on_event: Callable[[SupervisorEvent], None],
+    on_event: Callable[[RunEvent], None],
     rank_main: RankMain = rank_main,
 ) -> Summary:
     """Trains, and leaves everything the run was and did in its directory.
@@ -63,18 +73,16 @@ def start_run(
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(dump_run_config(config))
     (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
-    journal, metrics = JournalWriter(run_dir, "supervisor"), MetricsWriter(run_dir)
+    journal, metrics = JournalWriter(run_dir, "driver"), MetricsWriter(run_dir)
     journal.write(_run_record(config, faults))
 
-    def tell(event: SupervisorEvent) -> None:
+    def tell(event: RunEvent) -> None:
         metrics.take(event)
         on_event(event)
 
-    supervisor = Supervisor(
-        config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell, rank_main=rank_main
-    )
+    driver = Driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell, rank_main=rank_main)
     try:
-        supervisor.run()
+        driver.run()
     finally:
         journal.close()
         metrics.close()

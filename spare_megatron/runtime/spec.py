@@ -1,12 +1,15 @@
-"""What a rank's process is told. Loads without torch, as the supervisor must start at once."""
+"""What the processes of a run are told. Loads without torch, as the driver must start at once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
+from spare_megatron.runtime.beacon import Page
 
 ALL_GROUPS_READY = "all_groups_ready"
 """Key of the control store that is written once every group has its model built. From then on losses are masked."""
@@ -24,6 +27,8 @@ class RankSpec:
         device: Its device.
         store: Where the control store is.
         faults: The faults to inject into this rank.
+        page: Memory shared with the supervisor, for the rank's beacon.
+        supervisor_pid: Its parent, with which it dies.
     """
 
     config: RunConfig
@@ -33,7 +38,37 @@ class RankSpec:
     device: str
     store: StoreSpec
     faults: tuple[Fault, ...]
+    page: Page
+    supervisor_pid: int
 
     @property
     def name(self) -> str:
         return f"group-{self.group:04d}-rank-{self.rank}"
+
+
+RankMain = Callable[[RankSpec, Connection], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """All that a supervisor's process is told.
+
+    Attributes:
+        config: The resolved configuration.
+        run_dir: The run's directory.
+        node: The node it is to look after.
+        store: Where the control store is.
+        faults: The faults to inject into the node's ranks.
+        rank_main: What a rank's process runs.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    node: int
+    store: StoreSpec
+    faults: tuple[Fault, ...]
+    rank_main: RankMain
+
+    @property
+    def name(self) -> str:
+        return f"supervisor-{self.node}"

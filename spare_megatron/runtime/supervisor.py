@@ -1,277 +1,281 @@
-"""Starts the ranks of this machine, reaps them, fences the group of one that dies, and ends the run cleanly."""
+"""Looks after the ranks of one node: starts them, reaps them, watches them, and has the group of a lost one fenced."""
 
-import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+import os
+import sys
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import StoreSpec
-from spare_megatron.control.store import StoreLost
+from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Liveness
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.injection import InjectedFault
-from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EndRecord, LossRecord, Outcome
-from spare_megatron.runtime.detect import fence
-from spare_megatron.runtime.processes import (
-    Child,
-    describe_exit,
-    end_child,
-    fork_server,
-    start_child,
-    start_store,
+from spare_megatron.journal.records import LossRecord
+from spare_megatron.runtime.beacon import Page, new_page, read_page
+from spare_megatron.runtime.processes import Child, describe_exit, end_child, start_child
+from spare_megatron.runtime.reports import (
+    ExitCode,
+    GroupLost,
+    NodeEnded,
+    NodeReport,
+    RankKey,
+    RankRaised,
+    RankReport,
+    RanksReady,
+    RanksStarted,
+    StepCommitted,
+    StoreAway,
+    StoreBack,
 )
-from spare_megatron.runtime.reports import ExitCode, RankRaised, Report, RunStopped, StepCommitted
-from spare_megatron.runtime.spec import ALL_GROUPS_READY, RankSpec
+from spare_megatron.runtime.spec import NodeSpec, RankSpec
+from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, NodeSilent, StoreLink
 
 _LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
 """Ends that all groups come to by themselves: no reason to fence anybody."""
 
+_FAREWELL_S = 5.0
+"""Longest wait for the store to take the node's last word."""
 
 INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
 """How the last line of the traceback of an injected fault begins."""
 
 
-class RunFailed(Exception):
-    """The run could not start or go on, for a reason that no redundancy masks."""
+def supervise(spec: NodeSpec, driver: Connection) -> None:
+    """The main function of a supervisor's process. It ends with its ranks, or when the driver says so or is gone."""
+    supervisor = _Supervisor(spec, driver)
+    failure = supervisor.run()
+    supervisor.close(failure)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Starting:
-    """A stage of the start, for people."""
-
-    what: str
+class _Stopped(Exception):
+    """The driver wants the node to end, or is gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLost:
-    """A group has been found lost and is fenced."""
-
-    group: GroupId
-    rank: int
-    cause: str
-    traceback: str
+class _Failed(Exception):
+    """The node cannot go on."""
 
 
-SupervisorEvent = Report | Starting | GroupLost
-RankMain = Callable[[RankSpec, Connection], None]
+class _Supervisor:
+    """One node. All of it happens in the main thread, but for what `StoreLink` does."""
 
-
-class Supervisor:
-    """One run on this machine.
-
-    Args:
-        config: The resolved configuration, without problems.
-        run_dir: The run's directory; it exists.
-        faults: The faults to inject.
-        journal: The supervisor's journal.
-        on_event: Told of everything that happens, in the supervisor's thread.
-        rank_main: What a rank's process runs.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        run_dir: Path,
-        faults: tuple[Fault, ...],
-        journal: JournalWriter,
-        on_event: Callable[[SupervisorEvent], None],
-        rank_main: RankMain,
-    ) -> None:
-        self._rank_main = rank_main
-        self._config = config
-        self._run_dir = run_dir
-        self._faults = faults
-        self._journal = journal
-        self._on_event = on_event
-        self._context = fork_server()
-        self._ranks: dict[tuple[GroupId, int], Child] = {}
+    def __init__(self, spec: NodeSpec, driver: Connection) -> None:
+        self._spec = spec
+        self._driver = driver
+        self._interval_s = spec.config.control.heartbeat_interval_s
+        # Forked, not from the fork server, so that ranks are this process's children and die with it.
+        self._context = get_context("fork")
+        self._journal = JournalWriter(spec.run_dir, spec.name)
+        self._ranks: dict[RankKey, Child] = {}
+        self._pages: dict[RankKey, Page] = {}
+        self._liveness: dict[RankKey, Liveness] = {}
+        self._exits: dict[RankKey, int] = {}
+        self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
-        self._tracebacks: dict[tuple[GroupId, int], str] = {}
-        self._exits: dict[tuple[GroupId, int], int] = {}
-        self._stop_reason = ""
         self._head_hint = 0
-        self._num_committed = 0
-        self._last_cause = ""
-        self._last_raised = ("", 0)
+        self._look_at_s = 0.0
+        self._away_since_s: float | None = None
+        self._inbox, outbox = Pipe(duplex=False)
+        self._link = StoreLink(
+            node=spec.node,
+            num_nodes=spec.config.cluster.num_nodes,
+            interval_s=self._interval_s,
+            connect=lambda: open_store(spec.store),
+            outbox=outbox,
+        )
 
-    def run(self) -> EndRecord:
-        """Runs to the end, whatever that is; leaves no process behind.
-
-        Returns:
-            How it ended; the same record closes the journal.
-
-        Raises:
-            KeyboardInterrupt: After everything has been ended.
-        """
-        end = EndRecord(outcome="interrupted", reason="the supervisor was told to stop")
-        store: Child | None = None
+    def run(self) -> str:
+        """Looks after the ranks until none is left. Returns why the run cannot go on, where that is so."""
         try:
-            self._on_event(Starting(what="control store"))
-            store, spec = start_store(self._context, self._config)
-            self._store = open_store(spec)
-            self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
-            self._log = DecisionLog(self._store)
-            self._start_ranks(spec)
-            self._watch(store)
-            end = self._end()
-            with contextlib.suppress(StoreLost):
-                self._store.clear()
-        except (RunFailed, StoreLost, RuntimeError, ValueError) as error:
-            end = EndRecord(outcome="failed", reason=str(error))
-        finally:
-            # The store first: without it, ranks that see others being ended can fence nobody. etcd stays, so then all
-            # ranks at once.
-            for child in [store, *self._ranks.values()]:
-                if child is not None and child.process.is_alive():
-                    child.process.kill()
-            for child in [store, *self._ranks.values()]:
-                if child is not None:
-                    end_child(child)
-            self._journal.write(end)
-        return end
+            for key in self._spec.config.parallel.ranks_on(self._spec.node):
+                self._start_rank(key)
+            self._tell(RanksStarted(node=self._spec.node, pids={key: _pid(c) for key, c in self._ranks.items()}))
+            self._link.start()
+            self._watch()
+        except _Stopped:
+            return "stopped"
+        except _Failed as error:
+            return str(error)
+        return ""
 
-    # ----------------------------------------------------------------------------------------------------- start
+    def close(self, failure: str) -> None:
+        """Leaves no process behind."""
+        for child in self._ranks.values():
+            end_child(child)
+        if not failure:
+            self._link.stop(_FAREWELL_S)
+            self._serve_link()
+        self._journal.close()
+        self._tell(NodeEnded(node=self._spec.node, exits=self._exits, lost=frozenset(self._lost), failure=failure))
+        sys.stdout.flush()
+        os._exit(0)  # the link's thread may be waiting for a store that does not answer
 
-    def _start_ranks(self, store: StoreSpec) -> None:
-        layout = self._config.parallel
-        self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
-        for group in range(layout.num_groups):
-            for rank in range(layout.ranks_per_group):
-                spec = RankSpec(
-                    config=self._config,
-                    run_dir=self._run_dir,
-                    group=GroupId(group),
-                    rank=rank,
-                    device=choose_device(self._config, group * layout.ranks_per_group + rank),
-                    store=store,
-                    faults=tuple(f for f in self._faults if (f.group, f.rank) == (group, rank)),
-                )
-                self._ranks[spec.group, rank] = start_child(self._context, spec.name, self._rank_main, spec)
+    def _start_rank(self, key: RankKey) -> None:
+        group, rank = key
+        page = self._pages[key] = new_page(self._context)
+        spec = RankSpec(
+            config=self._spec.config,
+            run_dir=self._spec.run_dir,
+            group=group,
+            rank=rank,
+            device=_choose_device(self._spec.config, self._spec.node, key),
+            store=self._spec.store,
+            faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key),
+            page=page,
+            supervisor_pid=os.getpid(),
+        )
+        self._ranks[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
 
     # ----------------------------------------------------------------------------------------------------- watch
 
-    def _watch(self, store: Child | None) -> None:
-        """Serves reports and deaths until no rank is left."""
-        pipes: dict[Connection, tuple[GroupId, int]] = {child.reports: key for key, child in self._ranks.items()}
+    def _watch(self) -> None:
+        """Serves reports, deaths and silence until no rank is left."""
+        pipes = {child.reports: key for key, child in self._ranks.items()}
         sentinels = {child.process.sentinel: key for key, child in self._ranks.items()}
-        store_sentinel = [store.process.sentinel] if store is not None else []
         while sentinels:
-            ready = wait([*pipes, *sentinels, *store_sentinel])
+            pause_s = max(0.0, self._look_at_s - time.monotonic())
+            ready = wait([*pipes, *sentinels, self._driver, self._inbox], pause_s)
             # Deaths first: a fence is urgent, a report is not.
             for key in [sentinels.pop(item) for item in ready if item in sentinels]:
                 self._reap(key)
             for pipe in [item for item in ready if item in pipes]:
-                self._serve(pipe, pipes)
-            if store is not None and store.process.sentinel in ready:
-                raise RunFailed(f"the control store died: {describe_exit(store.process.exitcode)}")
-        for pipe in list(pipes):
-            while pipe in pipes and pipe.poll():
-                self._serve(pipe, pipes)
+                if not self._serve(pipe):
+                    del pipes[pipe]
+            if self._driver in ready:
+                raise _Stopped
+            self._serve_link()
+            if time.monotonic() >= self._look_at_s:
+                self._look_at_s = time.monotonic() + self._interval_s / BEATS_PER_INTERVAL
+                self._look()
+        for pipe in pipes:
+            while pipe.poll() and self._serve(pipe):
+                pass
 
-    def _serve(self, pipe: Connection, pipes: dict[Connection, tuple[GroupId, int]]) -> None:
+    def _serve(self, pipe: Connection) -> bool:
+        """One report of a rank; False if there will be none any more."""
         try:
-            report = pipe.recv()
+            report: RankReport = pipe.recv()
         except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report
-            del pipes[pipe]
-            return
-        self._take(report)
-
-    def _take(self, report: Report) -> None:
+            return False
         match report:
-            case StepCommitted(head=head, step=step):
+            case StepCommitted(head=head):
                 self._head_hint = max(self._head_hint, head)
-                self._num_committed = max(self._num_committed, step + 1)
             case RankRaised(group=group, rank=rank, traceback=text):
                 self._tracebacks[group, rank] = text
-            case RunStopped(reason=reason):
-                self._stop_reason = reason
-        self._on_event(report)
+            case RanksReady(group=group):
+                self._watch_beats_of(group)
+        self._tell(report)
+        return True
 
-    def _reap(self, key: tuple[GroupId, int]) -> None:
+    def _watch_beats_of(self, group: GroupId) -> None:
+        """From here on: what comes before has the timeout of the start."""
+        for key in self._ranks:
+            if key[0] == group:
+                self._liveness[key] = Liveness(self._interval_s, self._spec.config.control.group_timeout_s)
+
+    def _reap(self, key: RankKey) -> None:
         group, rank = key
         child = self._ranks[key]
         child.process.join()
         code = child.process.exitcode
         assert code is not None, "a process whose sentinel is ready has ended"
         self._exits[key] = code
+        self._liveness.pop(key, None)
         if code in _LOSSLESS_EXITS or group in self._lost:
             return
-        self._lost.add(group)
-        cause = describe_exit(code) if code != ExitCode.GROUP_BROKEN else "lost a peer in its group"
-        index = fence(self._log, group, f"rank {rank}: {cause}", self._head_hint)
-        self._journal.write(LossRecord(group=group, rank=rank, cause=cause, entry_index=index))
-        self._end_group(group)
-        cause = self._last_cause = self._report_loss(group, rank, cause)
-        self._stop_if_not_a_loss(group, rank)
-        if not self._store.exists(ALL_GROUPS_READY):
-            raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
+        while child.reports.poll() and self._serve(child.reports):
+            pass  # the traceback comes before the end
+        error = _last_line(self._tracebacks.get(key, ""))
+        cause = error or (describe_exit(code) if code != ExitCode.GROUP_BROKEN else "lost a peer in its group")
+        self._lose(group, rank, cause, "" if error.startswith(INJECTED) else error)
 
-    def _stop_if_not_a_loss(self, group: GroupId, rank: int) -> None:
-        """Two groups that raise the same in the same step have met a fault of the program or the data.
-
-        Whoever computes that microbatch next would meet it, too, until no group is left.
-
-        Raises:
-            RunFailed: It is such a fault.
-        """
-        text = self._tracebacks.get((group, rank), "").strip()
-        line = text.splitlines()[-1] if text else ""
-        if not line or line.startswith(INJECTED):
+    def _look(self) -> None:
+        """At all beacons, and at whether the store answers."""
+        now_s = time.monotonic()
+        self._look_at_store(now_s)
+        if self._away_since_s is not None:
+            # Ranks wait for the store wherever they ask it. That is nobody's fault.
+            for group in {key[0] for key in self._liveness}:
+                self._watch_beats_of(group)
             return
-        if self._last_raised == (line, self._num_committed):
-            raise RunFailed(f"two groups raised the same in one step, which no redundancy masks: {line}")
-        self._last_raised = (line, self._num_committed)
+        for key, liveness in list(self._liveness.items()):
+            pulse = read_page(self._pages[key])
+            cause = liveness.look(pulse, now_s)
+            if cause and key[0] not in self._lost:
+                self._lose(*key, f"{cause} in {pulse.operation} of step {pulse.step}")
 
-    def _end_group(self, group: GroupId) -> None:
-        """The rest of a fenced group is of no use, and must not linger."""
-        for (other, _), child in self._ranks.items():
-            if other == group and child.process.is_alive():
+    def _look_at_store(self, now_s: float) -> None:
+        silent_s, limit_s = self._link.unanswered_s(), self._spec.config.control.store_timeout_s
+        if silent_s > self._interval_s and self._away_since_s is None:
+            self._away_since_s = now_s - silent_s
+            self._tell(StoreAway(node=self._spec.node, limit_s=limit_s))
+        elif silent_s <= self._interval_s and self._away_since_s is not None:
+            self._tell(StoreBack(node=self._spec.node, away_s=now_s - self._away_since_s))
+            self._away_since_s = None
+        if silent_s > limit_s:
+            raise _Failed(
+                f"the control store did not answer for control.store_timeout_s={limit_s:g}; see why it does not, "
+                "and whether it can be reached from here"
+            )
+
+    # ------------------------------------------------------------------------------------------------------ loss
+
+    def _lose(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
+        """Fences the group, and ends what is left of it here: it is of no use and must not linger."""
+        self._lost.add(group)
+        self._want_fence(group, rank, cause, error)
+        for key, child in self._ranks.items():
+            if key[0] == group and child.process.is_alive():
                 child.process.kill()
 
-    def _report_loss(self, group: GroupId, rank: int, cause: str) -> str:
-        """Tells of the loss with the traceback that the rank sent before it ended; returns the cause in a line."""
-        pipe = self._ranks[group, rank].reports
-        while pipe.poll():
-            try:
-                self._take(pipe.recv())
-            except (EOFError, OSError):
-                break
-        text = self._tracebacks.get((group, rank), "")
-        if text:
-            cause = text.strip().splitlines()[-1]
-        self._on_event(GroupLost(group=group, rank=rank, cause=cause, traceback=text))
-        return cause
+    def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
+        self._link.fence(FenceWanted(group=group, rank=rank, cause=cause, error=error, from_index=self._head_hint))
 
-    # ------------------------------------------------------------------------------------------------------- end
+    def _serve_link(self) -> None:
+        while self._inbox.poll():
+            event: LinkEvent = self._inbox.recv()
+            match event:
+                case FenceWritten(wanted=wanted, entry_index=index):
+                    self._fenced(wanted, index)
+                case NodeSilent(node=node, cause=cause):
+                    for group in self._spec.config.parallel.groups_on(node):
+                        self._want_fence(group, -1, f"node {node}: {cause}")
+                case LinkLost(reason=reason):
+                    raise _Failed(f"the control store is gone: {reason}")
 
-    def _end(self) -> EndRecord:
-        codes = {code for (group, _), code in self._exits.items() if group not in self._lost}
-        outcome: Outcome = "failed"
-        if ExitCode.HALTED in codes:
-            outcome = "halted"
-        elif ExitCode.WIPE_OUT in codes or (not codes and not self._last_raised[0]):
-            outcome = "wipe_out"
-        elif codes == {ExitCode.FINISHED}:
-            outcome = "finished"
-        reason = self._stop_reason or (
-            f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
+    def _fenced(self, wanted: FenceWanted, index: int) -> None:
+        pending = [
+            {"rank": key[1], "operation": str(pulse.operation), "step": pulse.step}
+            for key, page in self._pages.items()
+            if key[0] == wanted.group
+            for pulse in [read_page(page)]
+        ]
+        self._journal.write(
+            LossRecord(group=wanted.group, rank=wanted.rank, cause=wanted.cause, entry_index=index, pending=pending)
         )
-        return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
+        text = self._tracebacks.get((wanted.group, wanted.rank), "")
+        self._tell(GroupLost(group=wanted.group, rank=wanted.rank, cause=wanted.cause, traceback=text))
+
+    def _tell(self, report: NodeReport) -> None:
+        try:
+            self._driver.send(report)
+        except OSError as error:
+            raise _Stopped from error
 
 
-def choose_device(config: RunConfig, local_rank: int) -> str:
-    """The device of the rank with this index on this machine."""
+def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
+    """The rank's device on its node."""
+    local_rank = config.parallel.ranks_on(node).index(key)
     return f"cuda:{local_rank}" if config.cluster.device == "gpu" else "cpu"
 
 
-def rank_main(spec: RankSpec, reports: Connection) -> None:
-    """Imported in the child, where the fork server has it already; the supervisor needs no Megatron."""
-    from spare_megatron.runtime.rank import run_rank
+def _last_line(traceback: str) -> str:
+    lines = traceback.strip().splitlines()
+    return lines[-1] if lines else ""
 
-    run_rank(spec, reports)
+
+def _pid(child: Child) -> int:
+    pid: Any = child.process.pid
+    return int(pid)

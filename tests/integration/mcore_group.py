@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
@@ -263,6 +265,12 @@ class RecordingProbe:
         self.phases = frozenset(phases)
         self.calls: list[tuple[Phase, bool]] = []
         self.trainer: GroupTrainer | None = None
+
+    def progress(self) -> None:
+        pass
+
+    def during(self, _operation: Operation) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def __call__(self, phase: Phase) -> None:
         assert self.trainer is not None

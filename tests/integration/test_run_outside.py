@@ -1,6 +1,8 @@
 """Processes of a run killed from outside, and traces drawn at random."""
 
 import multiprocessing
+import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -10,10 +12,10 @@ import pytest
 
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.records import LossRecord, UpdateRecord
-from spare_megatron.runtime.reports import StepCommitted
+from spare_megatron.runtime.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
-from spare_megatron.runtime.supervisor import GroupLost, SupervisorEvent
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch, watched_rank
 from tests.integration.whole_run import assert_masked, complete_run, kill, read_run, tiny_config
@@ -25,26 +27,38 @@ LAYOUT = LayoutConfig(num_groups=3, pipeline_parallel=2)
 
 
 class Killer:
-    """Kills a process of the run when a step has been committed, and keeps what the supervisor tells."""
+    """Kills a process of the run when a step has been committed, and keeps what the driver tells.
 
-    def __init__(self, name: str, step: int) -> None:
-        self._name = name
+    Args:
+        victim: Group and rank, or the name of a process that the driver started.
+        step: The step.
+    """
+
+    def __init__(self, victim: tuple[int, int] | str, step: int) -> None:
+        self._victim = victim
         self._step = step
-        self.events: list[SupervisorEvent] = []
+        self.events: list[RunEvent] = []
         self.has_struck = False
 
-    def __call__(self, event: SupervisorEvent) -> None:
+    def __call__(self, event: RunEvent) -> None:
         self.events.append(event)
         if isinstance(event, StepCommitted) and event.step == self._step and not self.has_struck:
-            (victim,) = [child for child in multiprocessing.active_children() if child.name == self._name]
-            victim.kill()
+            os.kill(self._pid(), signal.SIGKILL)
             self.has_struck = True
+
+    def _pid(self) -> int:
+        if isinstance(self._victim, str):
+            (pid,) = [child.pid for child in multiprocessing.active_children() if child.name == self._victim]
+            assert pid is not None
+            return pid
+        (started,) = [event for event in self.events if isinstance(event, RanksStarted)]
+        return started.pids[GroupId(self._victim[0]), self._victim[1]]
 
 
 def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(text_corpus: Path, tmp_path: Path) -> None:
     """The kill falls on whatever the rank is doing at that time."""
     config = tiny_config(text_corpus, LAYOUT, steps=60)
-    killer = Killer("group-0001-rank-1", step=2)
+    killer = Killer((1, 1), step=2)
     watch = Watch(dump_steps=frozenset({0, 30, 59}))
     start_run(config, tmp_path / "run", killer, rank_main=partial(watched_rank, watch))
     assert killer.has_struck

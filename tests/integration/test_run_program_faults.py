@@ -10,8 +10,8 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EndRecord, EntryRecord
+from spare_megatron.runtime.reports import GroupLost
 from spare_megatron.runtime.run import start_run
-from spare_megatron.runtime.supervisor import GroupLost
 from tests.integration.broken_rank import BROKEN_GROUP, diverging, forgetful, unconnected, unreadable
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 
@@ -39,7 +39,7 @@ def test_a_microbatch_that_nobody_can_read_stops_the_run_before_it_costs_every_g
     text_corpus: Path, tmp_path: Path
 ) -> None:
     summary = start_run(tiny_config(text_corpus, LAYOUT), tmp_path / "run", lambda _: None, rank_main=unreadable)
-    assert summary.outcome == "failed"
+    assert summary.outcome == "halted"
     assert "two groups raised the same" in summary.outcome_reason
     assert "sample 42 of the corpus is damaged" in summary.outcome_reason
     assert (summary.verdict, summary.steps_committed) == ("unknown", 1)
@@ -77,7 +77,7 @@ def test_a_group_lost_after_the_last_commit_changes_nothing(
 def test_an_end_as_a_wipe_out_is_not_believed_while_every_shard_has_a_host(text_corpus: Path, tmp_path: Path) -> None:
     run = complete_run(tiny_config(text_corpus, LAYOUT, faults=[kill(Phase.FORWARD, 1, 2)]), tmp_path / "run")
     assert_masked(run)
-    file = run.run_dir / "journal" / "supervisor.jsonl"
+    file = run.run_dir / "journal" / "driver.jsonl"
     assert run.journal.of(EndRecord)[0].outcome == "finished"
     file.write_text(file.read_text().replace('"outcome":"finished"', '"outcome":"wipe_out"'))
     verdict = check_journal(read_journal(run.run_dir))

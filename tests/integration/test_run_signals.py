@@ -29,8 +29,8 @@ LAYOUT = LayoutConfig(num_groups=2, pipeline_parallel=2)
 NUM_STEPS = 5000
 """More than are committed by the time of the signal."""
 
-# Fork server, its resource tracker, control store, four ranks.
-NUM_PROCESSES = 7
+# Fork server, its resource tracker, control store, supervisor, four ranks.
+NUM_PROCESSES = 8
 
 
 def test_ctrl_c_ends_all_processes_of_a_run_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
@@ -55,8 +55,10 @@ def test_ctrl_c_while_the_run_starts_ends_it_without_a_traceback(text_corpus: Pa
         assert process.stdout is not None
         while "starting: Megatron" not in process.stdout.readline():
             assert process.poll() is None
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        assert descendants
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while not (descendants := psutil.Process(process.pid).children(recursive=True)):
+            assert time.monotonic() < end_s, "the fork server was not started in time"
+            time.sleep(_POLL_S)
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=END_TIMEOUT_S)
         assert process.returncode == 130, output

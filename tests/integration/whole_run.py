@@ -26,8 +26,8 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EntryRecord, FaultRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.runtime.reports import RunEvent
 from spare_megatron.runtime.run import look_at_machine, start_run
-from spare_megatron.runtime.supervisor import SupervisorEvent
 from tests.integration.watched_rank import Watch, watched_rank
 
 
@@ -63,7 +63,9 @@ def tiny_config(
         data=DataConfig(corpus=str(corpus)),
         train=TrainConfig(steps=steps, micro_batch_size=1, params_check_every_steps=1),
         reduce=ReduceConfig(mode=mode, timeout_s=20.0),
-        control=ControlConfig(startup_timeout_s=60.0, decision_timeout_s=60.0, group_timeout_s=20.0),
+        control=ControlConfig(
+            startup_timeout_s=60.0, decision_timeout_s=60.0, group_timeout_s=20.0, store_timeout_s=15.0
+        ),
         faults=FaultsConfig(trace=tuple(faults)),
         cluster=ClusterConfig(device="cpu"),
     )
@@ -79,7 +81,7 @@ class Run:
     run_dir: Path
     summary: Summary
     journal: Journal
-    events: tuple[SupervisorEvent, ...]
+    events: tuple[RunEvent, ...]
 
 
 def complete_run(
@@ -92,7 +94,7 @@ def complete_run(
 
     A fault inside a reduction strikes while it cannot be complete: so small a sum may be everywhere otherwise.
     """
-    events: list[SupervisorEvent] = []
+    events: list[RunEvent] = []
     inside = frozenset((f.group, f.step, f.phase) for f in config.faults.trace if f.phase is Phase.IN_REDUCE)
     watch = replace(watch or Watch(), unfinished_reduces=inside)
 
@@ -105,7 +107,7 @@ def complete_run(
     return read_run(config, run_dir, events)
 
 
-def read_run(config: RunConfig, run_dir: Path, events: Sequence[SupervisorEvent]) -> Run:
+def read_run(config: RunConfig, run_dir: Path, events: Sequence[RunEvent]) -> Run:
     """What a run that has ended left in its directory."""
     journal = read_journal(run_dir)
     return Run(config=config, run_dir=run_dir, summary=summarize(journal), journal=journal, events=tuple(events))

@@ -1,0 +1,147 @@
+"""Is a rank, or a node, still there? Judged by counters that it moves, on the watcher's own clock.
+
+A beat says that a process is scheduled at all; progress says that its main thread gets on with its work. Only
+differences of the watcher's monotonic clock count, so that clocks that jump or differ between machines mean nothing.
+
+Times, in heartbeat intervals: counters move every 1/4, are looked at every 1/4, and stand for lost after 1.5 without
+a change, so that whoever stops is found within 2.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+BEATS_PER_INTERVAL = 4
+"""How often counters move, and are looked at, in one heartbeat interval."""
+
+_LIMIT_INTERVALS = 1.5
+_STALL_FACTOR = 10.0
+"""An operation may take this many times as long as the slowest of its kind lately: slow is not lost."""
+
+
+class Operation(StrEnum):
+    """What a rank's main thread is about."""
+
+    START = "start"
+    COMPUTE = "compute"
+    """The forward and backward pass of microbatches, layer by layer, and all that has no name of its own."""
+    TRANSFER = "transfer"
+    """A transfer between pipeline stages, waiting included."""
+    REDUCE = "reduce"
+    """The cross-group reduction, waiting for its communicator included."""
+    SETTLE = "settle"
+    """Agreement between the ranks of the group."""
+    VOTE = "vote"
+    """Casting the group's vote."""
+    AWAIT_ENTRY = "await_entry"
+    """Waiting for the next entry of the decision log."""
+    UPDATE = "update"
+    """The optimizer."""
+    CHECK = "check"
+    """Hashing the parameters."""
+
+
+OPERATIONS = tuple(Operation)
+
+_PATIENT = frozenset({Operation.START, Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY})
+"""Operations in which a rank waits for others or for the store: who is at fault shows elsewhere, or by a timeout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """What a rank shows of itself.
+
+    Attributes:
+        beats: Moves while the process is scheduled.
+        progress: Moves with every operation, and inside long ones.
+        operation: The pending operation.
+        step: The step it belongs to; -1 before the first.
+        slowest_s: Longest time between two moves of `progress` in operations of this kind lately; 0 if unknown.
+    """
+
+    beats: int
+    progress: int
+    operation: Operation
+    step: int
+    slowest_s: float
+
+
+class Liveness:
+    """Watches one rank.
+
+    Args:
+        interval_s: The heartbeat interval.
+        first_limit_s: How long an operation may take that has not been done before.
+    """
+
+    def __init__(self, interval_s: float, first_limit_s: float) -> None:
+        self._interval_s = interval_s
+        self._first_limit_s = first_limit_s
+        self._beats = _Counter()
+        self._progress = _Counter()
+        self._looked_at_s: float | None = None
+
+    def look(self, pulse: Pulse, now_s: float) -> str:
+        """Why the rank has to be given up, for people; empty while it need not be.
+
+        Args:
+            pulse: What it shows now.
+            now_s: The watcher's monotonic clock.
+        """
+        if self._looked_at_s is None or now_s - self._looked_at_s > self._interval_s:
+            # The watcher itself was away. What it missed is no evidence.
+            self._beats.see(pulse.beats, now_s, is_fresh=True)
+            self._progress.see(pulse.progress, now_s, is_fresh=True)
+        self._looked_at_s = now_s
+        silent_s = self._beats.see(pulse.beats, now_s)
+        stuck_s = self._progress.see(pulse.progress, now_s)
+        if silent_s >= _LIMIT_INTERVALS * self._interval_s:
+            return f"no heartbeat for {silent_s:.1f} s"
+        if pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse):
+            return f"no progress for {stuck_s:.1f} s"
+        return ""
+
+    def idle_s(self, now_s: float) -> float:
+        """Seconds since its last progress that was seen."""
+        return self._progress.age_s(now_s)
+
+    def _stall_limit_s(self, pulse: Pulse) -> float:
+        if pulse.slowest_s == 0.0:
+            return self._first_limit_s
+        return max(_LIMIT_INTERVALS * self._interval_s, _STALL_FACTOR * pulse.slowest_s)
+
+
+class Absence:
+    """Watches the beats of one node.
+
+    Args:
+        interval_s: The heartbeat interval.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._beats = _Counter()
+        self._looked_at_s: float | None = None
+
+    def look(self, beats: int, now_s: float) -> str:
+        """Why the node has to be given up, for people; empty while it need not be."""
+        is_fresh = self._looked_at_s is None or now_s - self._looked_at_s > self._interval_s
+        self._looked_at_s = now_s
+        silent_s = self._beats.see(beats, now_s, is_fresh=is_fresh)
+        return f"no heartbeat for {silent_s:.1f} s" if silent_s >= _LIMIT_INTERVALS * self._interval_s else ""
+
+
+class _Counter:
+    """A counter and since when it stands where it does."""
+
+    def __init__(self) -> None:
+        self._value: int | None = None
+        self._since_s = 0.0
+
+    def see(self, value: int, now_s: float, *, is_fresh: bool = False) -> float:
+        """Seconds without a change."""
+        if is_fresh or value != self._value:
+            self._value, self._since_s = value, now_s
+        return now_s - self._since_s
+
+    def age_s(self, now_s: float) -> float:
+        return now_s - self._since_s

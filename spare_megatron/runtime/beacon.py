@@ -1,0 +1,94 @@
+"""A rank's beacon: a page of memory that it shares with its supervisor, and a thread that beats in it.
+
+Each field has one writer and is aligned, so that it is read whole without a lock.
+"""
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+
+from spare_megatron.core.liveness import BEATS_PER_INTERVAL, OPERATIONS, Operation, Pulse
+
+_DECAY = 0.98
+"""What is left of a slowest time after another operation of its kind: slow ones are forgotten in some hundred."""
+
+
+class Page(ctypes.Structure):
+    """The shared memory. Written by the rank alone."""
+
+    _fields_ = (
+        ("beats", ctypes.c_uint64),
+        ("progress", ctypes.c_uint64),
+        ("operation", ctypes.c_uint64),
+        ("step", ctypes.c_int64),
+        ("slowest_s", ctypes.c_double * len(OPERATIONS)),
+    )
+
+
+def new_page(context: BaseContext) -> Page:
+    """A page in memory that processes started from this context share."""
+    page: Page = context.RawValue(Page)
+    page.step = -1
+    return page
+
+
+def read_page(page: Page) -> Pulse:
+    """What the rank shows now. Its fields may be some microseconds apart."""
+    index = page.operation
+    return Pulse(
+        beats=page.beats,
+        progress=page.progress,
+        operation=OPERATIONS[index],
+        step=page.step,
+        slowest_s=page.slowest_s[index],
+    )
+
+
+class Beacon:
+    """The writing end."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._index = 0
+        self._at_s = time.monotonic()
+        self._num_steps = 0
+
+    def start_beating(self, interval_s: float) -> None:
+        """Beats from a thread of its own until the process ends."""
+        threading.Thread(target=self._beat, args=(interval_s / BEATS_PER_INTERVAL,), daemon=True).start()
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step. The first step warms everything up, and is no measure of the others."""
+        self._page.step = step
+        self._num_steps += 1
+
+    def progress(self) -> None:
+        """The main thread has got on with the pending operation."""
+        self._note(self._index)
+
+    @contextlib.contextmanager
+    def during(self, operation: Operation) -> Iterator[None]:
+        """The operation is pending inside the block; what was pending before is so again after it."""
+        before = self._index
+        self._note(OPERATIONS.index(operation))
+        try:
+            yield
+        finally:
+            self._note(before)
+
+    def _note(self, index: int) -> None:
+        now_s = time.monotonic()
+        if self._num_steps > 1:
+            slowest_s = self._page.slowest_s
+            slowest_s[self._index] = max(now_s - self._at_s, slowest_s[self._index] * _DECAY)
+        self._index, self._at_s = index, now_s
+        self._page.operation = index
+        self._page.progress += 1
+
+    def _beat(self, pause_s: float) -> None:
+        while True:
+            self._page.beats += 1
+            time.sleep(pause_s)

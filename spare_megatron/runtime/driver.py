@@ -1,0 +1,202 @@
+"""Starts the control store and the supervisors of a run on this machine, hears their reports, and says how it ended."""
+
+import contextlib
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.store import StoreLost
+from spare_megatron.control.open_store import open_store
+from spare_megatron.control.spec import StoreSpec
+from spare_megatron.core.topology import GroupId
+from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EndRecord, LossRecord, Outcome
+from spare_megatron.runtime.detect import fence
+from spare_megatron.runtime.processes import (
+    Child,
+    describe_exit,
+    end_child,
+    fork_server,
+    start_child,
+    start_store,
+    stop_child,
+)
+from spare_megatron.runtime.reports import (
+    ExitCode,
+    GroupLost,
+    NodeEnded,
+    NodeReport,
+    RankRaised,
+    RunEvent,
+    RunStopped,
+    Starting,
+    StepCommitted,
+)
+from spare_megatron.runtime.spec import ALL_GROUPS_READY, NodeSpec, RankMain
+from spare_megatron.runtime.supervisor import supervise
+
+
+class RunFailed(Exception):
+    """The run could not start or go on, for a reason that no redundancy masks."""
+
+
+class Driver:
+    """One run on this machine.
+
+    Args:
+        config: The resolved configuration, without problems.
+        run_dir: The run's directory; it exists.
+        faults: The faults to inject.
+        journal: The driver's journal.
+        on_event: Told of everything that happens, in the driver's thread.
+        rank_main: What a rank's process runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_dir: Path,
+        faults: tuple[Fault, ...],
+        journal: JournalWriter,
+        on_event: Callable[[RunEvent], None],
+        rank_main: RankMain,
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._faults = faults
+        self._journal = journal
+        self._on_event = on_event
+        self._rank_main = rank_main
+        self._context = fork_server()
+        self._nodes: dict[int, Child] = {}
+        self._ended: dict[int, NodeEnded] = {}
+        self._lost: set[GroupId] = set()
+        self._stop_reason = ""
+        self._head_hint = 0
+        self._last_cause = ""
+        self._has_raised = False
+
+    def run(self) -> EndRecord:
+        """Runs to the end, whatever that is; leaves no process behind.
+
+        Returns:
+            How it ended; the same record closes the journal.
+
+        Raises:
+            KeyboardInterrupt: After everything has been ended.
+        """
+        end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
+        store: Child | None = None
+        try:
+            self._on_event(Starting(what="control store"))
+            store, spec = start_store(self._context, self._config)
+            self._store = open_store(spec)
+            self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
+            self._start_nodes(spec)
+            self._watch(store)
+            end = self._end()
+            with contextlib.suppress(StoreLost):
+                self._store.clear()
+        except (RunFailed, StoreLost, RuntimeError, ValueError) as error:
+            end = EndRecord(outcome="failed", reason=str(error))
+        finally:
+            # The embedded store first: without it, ranks that see others being ended can fence nobody.
+            if store is not None:
+                end_child(store)
+            for child in self._nodes.values():
+                stop_child(child)
+            self._journal.write(end)
+        return end
+
+    def _start_nodes(self, store: StoreSpec) -> None:
+        layout = self._config.parallel
+        self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
+        for node in range(layout.num_nodes):
+            spec = NodeSpec(
+                config=self._config,
+                run_dir=self._run_dir,
+                node=node,
+                store=store,
+                faults=self._faults,
+                rank_main=self._rank_main,
+            )
+            self._nodes[node] = start_child(self._context, spec.name, supervise, spec)
+
+    # ----------------------------------------------------------------------------------------------------- watch
+
+    def _watch(self, store: Child | None) -> None:
+        """Serves reports until every supervisor has ended."""
+        pipes = {child.reports: node for node, child in self._nodes.items()}
+        sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
+        store_sentinel = [] if store is None else [store.process.sentinel]
+        while sentinels:
+            ready = wait([*pipes, *sentinels, *store_sentinel])
+            for pipe in [item for item in ready if item in pipes]:
+                try:
+                    self._take(pipe.recv())
+                except (EOFError, OSError):
+                    del pipes[pipe]
+            for item in [item for item in ready if item in sentinels]:
+                self._node_ended(sentinels.pop(item))
+            if store is not None and store.process.sentinel in ready:
+                raise RunFailed(f"the control store died: {describe_exit(store.process.exitcode)}")
+
+    def _node_ended(self, node: int) -> None:
+        """The supervisor of a node is gone. If it did not end by itself, its ranks died with it."""
+        child = self._nodes[node]
+        while child.reports.poll():
+            try:
+                self._take(child.reports.recv())
+            except (EOFError, OSError):
+                break
+        child.process.join()
+        if node in self._ended:
+            return
+        cause = f"node {node}: its supervisor died: {describe_exit(child.process.exitcode)}"
+        for group in self._config.parallel.groups_on(node):
+            index = fence(DecisionLog(self._store), group, cause, self._head_hint)
+            self._journal.write(LossRecord(group=group, rank=-1, cause=cause, entry_index=index))
+            self._take(GroupLost(group=group, rank=-1, cause=cause, traceback=""))
+
+    def _take(self, report: NodeReport) -> None:
+        match report:
+            case StepCommitted(head=head):
+                self._head_hint = max(self._head_hint, head)
+            case RunStopped(reason=reason):
+                self._stop_reason = reason
+            case RankRaised():
+                self._has_raised = True
+            case NodeEnded(node=node, failure=failure):
+                self._ended[node] = report
+                if failure:
+                    raise RunFailed(failure)
+            case GroupLost(group=group, rank=rank, cause=cause):
+                if group in self._lost:
+                    return  # several watch a node
+                self._lost.add(group)
+                self._last_cause = cause
+                if not self._store.exists(ALL_GROUPS_READY):
+                    self._on_event(report)
+                    raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
+        self._on_event(report)
+
+    # ------------------------------------------------------------------------------------------------------- end
+
+    def _end(self) -> EndRecord:
+        exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
+        codes = {code for (group, _), code in exits.items() if group not in self._lost}
+        outcome: Outcome = "failed"
+        if ExitCode.HALTED in codes:
+            outcome = "halted"
+        elif ExitCode.WIPE_OUT in codes or (not codes and not self._has_raised):
+            outcome = "wipe_out"
+        elif codes == {ExitCode.FINISHED}:
+            outcome = "finished"
+        reason = self._stop_reason or (
+            f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
+        )
+        return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)

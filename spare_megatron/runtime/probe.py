@@ -1,0 +1,34 @@
+"""What a rank tells of itself while it works: faults may strike there, and its beacon shows it."""
+
+from contextlib import AbstractContextManager
+
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.phases import Phase
+from spare_megatron.faults.injection import Injector
+from spare_megatron.runtime.beacon import Beacon
+
+
+class RankProbe:
+    """The probe of one rank; a `mcore.probe.Probe`."""
+
+    def __init__(self, injector: Injector, beacon: Beacon) -> None:
+        self._injector = injector
+        self._beacon = beacon
+
+    @property
+    def phases(self) -> frozenset[Phase]:
+        return self._injector.phases
+
+    def __call__(self, phase: Phase) -> None:
+        self._injector(phase)
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+        self._injector.step = step
+        self._beacon.begin_step(step)
+
+    def progress(self) -> None:
+        self._beacon.progress()
+
+    def during(self, operation: Operation) -> AbstractContextManager[None]:
+        return self._beacon.during(operation)

@@ -1,0 +1,152 @@
+"""A supervisor's connection to the control store, in a thread of its own: fences, and the beats of nodes.
+
+The supervisor's main thread must go on reaping while the store does not answer, so it never asks the store itself.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.store import ControlStore, StoreLost
+from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Absence
+from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.detect import fence
+
+NUM_WATCHED = 3
+"""Nodes that each supervisor watches: the next ones in a ring of all. Few, so that the store serves any number."""
+
+_GRACE_INTERVALS = 3.0
+"""After the store was slow, nodes have this long to be heard again: they had the same store."""
+_ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceWanted:
+    """A group to be fenced."""
+
+    group: GroupId
+    rank: int
+    cause: str
+    error: str
+    from_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FenceWritten:
+    """It is fenced, by this log entry."""
+
+    wanted: FenceWanted
+    entry_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSilent:
+    """A watched node has stopped beating."""
+
+    node: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost:
+    """The store says that it is gone for good."""
+
+    reason: str
+
+
+LinkEvent = FenceWritten | NodeSilent | LinkLost
+
+
+class StoreLink:
+    """The thread.
+
+    Args:
+        node: The supervisor's node.
+        num_nodes: Nodes of the run.
+        interval_s: The heartbeat interval.
+        connect: Opens the connection.
+        outbox: Where events go.
+    """
+
+    def __init__(
+        self, *, node: int, num_nodes: int, interval_s: float, connect: Callable[[], ControlStore], outbox: Connection
+    ) -> None:
+        self._node = node
+        self._interval_s = interval_s
+        self._connect = connect
+        self._outbox = outbox
+        self._wanted: queue.SimpleQueue[FenceWanted | None] = queue.SimpleQueue()
+        self._ring = [(node + offset) % num_nodes for offset in range(1, num_nodes)]
+        self._absences = {other: Absence(interval_s) for other in self._ring}
+        self._beats = 0
+        self._since_s = time.monotonic()
+        self._slow_at_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="store-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def fence(self, wanted: FenceWanted) -> None:
+        """Has the group fenced as soon as the store answers."""
+        self._wanted.put(wanted)
+
+    def stop(self, timeout_s: float) -> None:
+        """Says that the node ends by itself, if the store takes it in time."""
+        self._wanted.put(None)
+        self._thread.join(timeout_s)
+
+    def unanswered_s(self) -> float:
+        """Seconds for which the store has not answered; small while it does."""
+        return time.monotonic() - self._since_s
+
+    def _run(self) -> None:
+        try:
+            store = self._connect()
+            log = DecisionLog(store)
+            while self._serve(store, log):
+                self._since_s = time.monotonic()
+        except StoreLost as error:
+            self._outbox.send(LinkLost(reason=str(error)))
+
+    def _serve(self, store: ControlStore, log: DecisionLog) -> bool:
+        """One beat, and a fence if one is wanted; False after the last."""
+        try:
+            wanted = self._wanted.get(timeout=self._interval_s / BEATS_PER_INTERVAL)
+        except queue.Empty:
+            self._beat(store)
+            return True
+        if wanted is None:
+            store.put(f"beat/{self._node}", _ENDED)
+            return False
+        index = fence(log, wanted.group, wanted.cause, wanted.from_index, error=wanted.error)
+        self._outbox.send(FenceWritten(wanted=wanted, entry_index=index))
+        return True
+
+    def _beat(self, store: ControlStore) -> None:
+        began_s = time.monotonic()
+        self._beats += 1
+        store.put(f"beat/{self._node}", str(self._beats))
+        watched = self._ring[:NUM_WATCHED]
+        found = store.get([f"beat/{other}" for other in watched]) if watched else []
+        now_s = time.monotonic()
+        if now_s - began_s > self._interval_s / 2:
+            self._slow_at_s = now_s
+        for other, beats in zip(watched, found, strict=True):
+            self._judge(other, beats, now_s)
+
+    def _judge(self, other: int, beats: str | None, now_s: float) -> None:
+        if beats == _ENDED:
+            self._ring.remove(other)
+            return
+        if beats is None:  # has not begun: the start has a timeout of its own
+            return
+        if now_s - self._slow_at_s < _GRACE_INTERVALS * self._interval_s:
+            self._absences[other] = Absence(self._interval_s)
+        cause = self._absences[other].look(int(beats), now_s)
+        if cause:
+            self._ring.remove(other)
+            self._outbox.send(NodeSilent(node=other, cause=cause))

@@ -132,8 +132,6 @@ class ControlConfig:
     """Key of the client certificate."""
     credentials_file: str = ""
     """File with user:password for etcd, its owner's alone; SPARE_ETCD_USER and SPARE_ETCD_PASSWORD when empty."""
-    store_timeout_s: float = 60.0
-    """Longest time without an answer from etcd before a rank gives the run up."""
     startup_timeout_s: float = 300.0
     """Longest wait for all ranks to be up with their model built."""
     decision_timeout_s: float = 600.0

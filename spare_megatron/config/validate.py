@@ -231,39 +231,37 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
 
 def _timeouts(config: RunConfig) -> Iterator[str]:
     """All waits are above 0, and whoever waits for another outlasts what that one waits for."""
-    control, reduce_s = config.control, config.reduce.timeout_s
-    for key, value in {
+    control = config.control
+    waits = {
         "control.heartbeat_interval_s": control.heartbeat_interval_s,
         "control.store_timeout_s": control.store_timeout_s,
-        "reduce.timeout_s": reduce_s,
+        "reduce.timeout_s": config.reduce.timeout_s,
         "control.startup_timeout_s": control.startup_timeout_s,
         "control.decision_timeout_s": control.decision_timeout_s,
         "control.group_timeout_s": control.group_timeout_s,
-        "control.store_timeout_s": control.store_timeout_s,
-    }.items():
+    }
+    for key, value in waits.items():
         if not value > 0.0:
             yield f"{key}={value} must be above 0; raise it"
-    found_s = 2 * control.heartbeat_interval_s
-    for key, outer_s in {
-        "control.store_timeout_s": control.store_timeout_s,
-        "control.group_timeout_s": control.group_timeout_s,
-        "reduce.timeout_s": reduce_s,
-    }.items():
-        if outer_s < found_s:
+    if not min(waits.values()) > 0.0:
+        return
+    lost, away = "2 x control.heartbeat_interval_s", "control.store_timeout_s"
+    reason = {
+        lost: "whoever waits would give up before a lost rank is found",
+        away: "whoever waits would give up while the store may still come back",
+    }
+    limits = {lost: 2 * control.heartbeat_interval_s, away: control.store_timeout_s}
+    for inner, outer in (
+        (lost, away),
+        (away, "reduce.timeout_s"),
+        (away, "control.group_timeout_s"),
+    ):
+        if limits[inner] > waits[outer]:
             yield (
-                f"2 x control.heartbeat_interval_s = {found_s:g} exceeds {key}={outer_s:g}: whoever waits would give "
-                f"up before the lost one is found; lower control.heartbeat_interval_s or raise {key}"
+                f"{inner} = {limits[inner]:g} exceeds {outer}={waits[outer]:g}: {reason[inner]}; "
+                f"lower the first or raise the second"
             )
-    for key, outer_s in {
-        "control.group_timeout_s": control.group_timeout_s,
-        "reduce.timeout_s": reduce_s,
-    }.items():
-        if outer_s < control.store_timeout_s:
-            yield (
-                f"control.store_timeout_s={control.store_timeout_s:g} exceeds {key}={outer_s:g}: waits would end while "
-                f"the store may still come back; lower the first or raise the second"
-            )
-    needed_s = reduce_s + control.group_timeout_s
+    needed_s = config.reduce.timeout_s + control.group_timeout_s
     if not control.decision_timeout_s > needed_s:
         yield (
             f"control.decision_timeout_s={control.decision_timeout_s} must exceed reduce.timeout_s + "

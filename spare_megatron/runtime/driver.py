@@ -7,9 +7,9 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.store import StoreLost
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
+from spare_megatron.control.store import StoreLost
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter

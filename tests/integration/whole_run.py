@@ -88,7 +88,7 @@ def complete_run(
     config: RunConfig,
     run_dir: Path,
     watch: Watch | None = None,
-    on_event: Callable[[SupervisorEvent], None] = lambda event: None,
+    on_event: Callable[[RunEvent], None] = lambda event: None,
 ) -> Run:
     """The whole run, with the supervisor in this process. Leaves no process behind.
 
@@ -98,7 +98,7 @@ def complete_run(
     inside = frozenset((f.group, f.step, f.phase) for f in config.faults.trace if f.phase is Phase.IN_REDUCE)
     watch = replace(watch or Watch(), unfinished_reduces=inside)
 
-    def tell(event: SupervisorEvent) -> None:
+    def tell(event: RunEvent) -> None:
         events.append(event)
         on_event(event)
 

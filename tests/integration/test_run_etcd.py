@@ -11,8 +11,7 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.etcd_gateway import EtcdGateway
 from spare_megatron.control.spec import EtcdStoreSpec
-from spare_megatron.runtime.reports import StepCommitted
-from spare_megatron.runtime.supervisor import SupervisorEvent
+from spare_megatron.runtime.reports import RunEvent, StepCommitted
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 
@@ -41,7 +40,7 @@ def test_losses_are_masked_and_no_key_is_left(own_cluster: EtcdCluster, text_cor
     config = with_etcd(tiny_config(text_corpus, layout, faults=faults), own_cluster)
     num_keys: list[int] = []
 
-    def count_keys(event: SupervisorEvent) -> None:
+    def count_keys(event: RunEvent) -> None:
         if isinstance(event, StepCommitted):
             num_keys.append(keys_left(own_cluster))
 
@@ -56,7 +55,7 @@ def test_the_run_goes_on_when_the_leader_of_etcd_is_killed(
     """After the first committed step; a group is lost two steps later, with two members of etcd left."""
     killed: list[int] = []
 
-    def kill_leader(event: SupervisorEvent) -> None:
+    def kill_leader(event: RunEvent) -> None:
         if isinstance(event, StepCommitted) and not killed:
             killed.append(own_cluster.leader())
             own_cluster.kill(killed[0])

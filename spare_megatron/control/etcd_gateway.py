@@ -14,6 +14,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -38,16 +39,27 @@ class StoreRefused(StoreLost):
     """etcd answers, and does not let this user do what was asked, or not at all."""
 
 
+@dataclass(slots=True)
+class Session:
+    """What the connections of one client share. etcd takes some 100 ms to check a password, on purpose."""
+
+    tls: ssl.SSLContext | None
+    token: str = ""
+
+
 class EtcdGateway:
     """A connection to one member at a time; serves one thread."""
 
-    def __init__(self, spec: EtcdStoreSpec) -> None:
+    def __init__(self, spec: EtcdStoreSpec, session: Session | None = None) -> None:
         self._spec = spec
+        self._session = session or Session(tls=_tls_context(spec))
         self._endpoints = [urlsplit(endpoint) for endpoint in spec.endpoints]
         self._turn = os.getpid() % len(self._endpoints)  # clients spread over the members
-        self._tls = _tls_context(spec)
         self._connection: http.client.HTTPConnection | None = None
-        self._token = ""
+
+    def another(self) -> "EtcdGateway":
+        """A connection of its own in the same session, for another thread. May be called from that thread."""
+        return EtcdGateway(self._spec, self._session)
 
     def call(self, path: str, body: Mapping[str, Any]) -> Message:
         """The answer to a request, from whichever member gives one.
@@ -60,7 +72,7 @@ class EtcdGateway:
         while True:
             elapsed_s = time.monotonic() - began_s
             try:
-                if self._spec.credentials is not None and not self._token:
+                if self._spec.credentials is not None and not self._session.token:
                     self._authenticate(_try_s(elapsed_s))
                 return self._send(path, body, _try_s(elapsed_s))
             except _Again as again:
@@ -83,14 +95,14 @@ class EtcdGateway:
             StoreRefused: The credentials do not suffice.
         """
         try:
-            if self._spec.credentials is not None and not self._token:
+            if self._spec.credentials is not None and not self._session.token:
                 self._authenticate(_FIRST_TRY_S)
             connection = self._connect(_FIRST_TRY_S)
             connection.request("POST", path, json.dumps(body), self._headers())
             sock = connection.sock
             response = connection.getresponse()
             if response.status == http.HTTPStatus.UNAUTHORIZED:
-                self._token = ""
+                self._session.token = ""
             if response.status != http.HTTPStatus.OK:
                 raise http.client.HTTPException(f"etcd answered a stream with {response.status}")
             sock.settimeout(_SILENCE_S)
@@ -118,7 +130,7 @@ class EtcdGateway:
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._connection is None:
             url = self._endpoints[self._turn % len(self._endpoints)]
-            self._connection = _connection_to(url, self._tls)
+            self._connection = _connection_to(url, self._session.tls)
             self._connection.timeout = timeout_s
             self._connection.connect()
             # Small messages go back and forth: waiting to fill a packet would cost 40 ms each.
@@ -144,7 +156,7 @@ class EtcdGateway:
 
     def _refused(self, code: int, text: str) -> Message:
         if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
-            self._token = ""  # it has expired, or the users have changed since
+            self._session.token = ""  # it has expired, or the users have changed since
             raise _Again(text)
         if code in _WORTH_ANOTHER_TRY:
             raise _Again(text)
@@ -158,11 +170,11 @@ class EtcdGateway:
     def _authenticate(self, timeout_s: float) -> None:
         assert self._spec.credentials is not None
         body = {"name": self._spec.credentials.user, "password": self._spec.credentials.password}
-        self._token = str(self._send("/v3/auth/authenticate", body, timeout_s)["token"])
+        self._session.token = str(self._send("/v3/auth/authenticate", body, timeout_s)["token"])
 
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
-        return headers | {"Authorization": self._token} if self._token else headers
+        return headers | {"Authorization": self._session.token} if self._session.token else headers
 
 
 class _Again(Exception):

@@ -23,12 +23,13 @@ _RECHECK_S = 1.0
 class EtcdControlStore:
     """A client of etcd; a `ControlStore`. All keys of a run stand under the prefix of its spec."""
 
-    def __init__(self, spec: EtcdStoreSpec) -> None:
+    def __init__(self, spec: EtcdStoreSpec, gateway: EtcdGateway | None = None) -> None:
         self._spec = spec
-        self._gateway = EtcdGateway(spec)
+        self._gateway = gateway or EtcdGateway(spec)
         self._watch: EtcdWatch | None = None
-        self._asked = ("", 0, 0.0)
-        """The key that `exists` was asked for last, the revision at which it was absent, when that was read."""
+        self._checked_at_s = 0.0
+        """When a read last confirmed what the watch says."""
+        self._leases: dict[str, str] = {}
 
     def put_if_absent(self, key: str, value: str) -> str:
         answer = self._transact(_is_absent(self._key(key)), [self._put(key, value)], [self._range(key)])
@@ -48,6 +49,17 @@ class EtcdControlStore:
         pairs = answer["responses"][1 if answer.get("succeeded") else 0]["response_range"].get("kvs", [])
         return int(pairs[0]["version"]) if pairs else 0
 
+    def beat(self, key: str, value: str, ttl_s: int) -> None:
+        lease = self._leases.get(key)
+        if lease is not None:
+            answer = self._gateway.call("/v3/lease/keepalive", {"ID": lease})
+            if not int(answer["result"].get("TTL", 0)):
+                lease = None  # it ran out
+        if lease is None:
+            lease = str(self._gateway.call("/v3/lease/grant", {"TTL": str(ttl_s)})["ID"])
+            self._leases[key] = lease
+        self._gateway.call("/v3/kv/put", {"key": encoded(self._key(key)), "value": encoded(value), "lease": lease})
+
     def get(self, keys: Sequence[str]) -> list[str | None]:
         names = [self._key(key) for key in keys]
         if not names:
@@ -57,22 +69,13 @@ class EtcdControlStore:
         return [found.get(name) for name in names]
 
     def exists(self, key: str) -> bool:
-        asked, revision, read_at_s = self._asked
-        if key == asked and self._watch is not None and time.monotonic() - read_at_s < _RECHECK_S:
-            return self._watch.value(revision, 0.0) is not None
-        value, revision = self._look(key, is_recheck=key == asked)
-        self._asked = (key, revision, time.monotonic()) if value is None else ("", 0, 0.0)
-        return value is not None
+        return self._find(key, 0.0) is not None
 
     def wait(self, key: str, timeout_s: float) -> str:
         end_s = time.monotonic() + timeout_s
-        is_recheck = False
         while True:
-            value, revision = self._look(key, is_recheck=is_recheck)
-            is_recheck = True
             left_s = end_s - time.monotonic()
-            if value is None and self._watch is not None and left_s > 0:
-                value = self._watch.value(revision, min(left_s, _RECHECK_S))
+            value = self._find(key, min(max(left_s, 0.0), _RECHECK_S))
             if value is not None:
                 return value
             if left_s <= 0:
@@ -84,7 +87,8 @@ class EtcdControlStore:
         A communicator's members exchange some N^2 small values, which is nothing for a consensus to replicate, and
         a member's death ends its communicator in any case.
         """
-        store = EtcdControlStore(self._spec)  # this may be called while another thread uses the present one
+        # This may be called while another thread uses the present connection.
+        store = EtcdControlStore(self._spec, self._gateway.another())
         try:
             return store._meet(f"{prefix}/address", rank, timeout_s)
         finally:
@@ -125,20 +129,26 @@ class EtcdControlStore:
 
     # ---------------------------------------------------------------------------------------------------- waiting
 
-    def _look(self, key: str, *, is_recheck: bool) -> tuple[str | None, int]:
-        """The key's value now, and the revision of this answer; from then on the watch tells of it."""
+    def _find(self, key: str, timeout_s: float) -> str | None:
+        """The key's value, if the watch has it or is told of it within this time."""
+        value = self._follow(key).value(self._key(key), timeout_s)
+        if value is None and time.monotonic() - self._checked_at_s >= _RECHECK_S:
+            self._checked_at_s = time.monotonic()
+            (value,) = self.get([key])
+            if value is not None:
+                self._end_watch()  # it should have said so: its member may be cut off
+        return value
+
+    def _follow(self, key: str) -> EtcdWatch:
+        """The watch over the directory of the key."""
         keys = self._directory(key)
-        if self._watch is not None and self._watch.keys != keys:
+        if self._watch is None or self._watch.keys != keys:
             self._end_watch()
-        if self._watch is not None:
-            self._watch.look_for(self._key(key))
-        answer = self._read(self._key(key), self._key(key) + "\0")
-        value, revision = _values(answer).get(self._key(key)), int(answer["header"]["revision"])
-        if value is None and self._watch is None:
-            self._watch = EtcdWatch(EtcdGateway(self._spec), keys, revision + 1, self._key(key))
-        if value is not None and is_recheck:
-            self._end_watch()  # it should have said so: its member may be cut off
-        return value, revision
+            answer = self._read(*keys)
+            self._checked_at_s = time.monotonic()
+            revision = int(answer["header"]["revision"])
+            self._watch = EtcdWatch(self._gateway.another(), keys, _values(answer), revision + 1)
+        return self._watch
 
     def _end_watch(self) -> None:
         if self._watch is not None:

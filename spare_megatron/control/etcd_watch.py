@@ -1,7 +1,7 @@
-"""A watch over some keys of etcd, in a thread: the value of the one key that somebody waits for.
+"""A directory of etcd, followed in a thread: all its values, and whoever waits for one.
 
-It is opened at the revision after a read that did not find the key, so no write is missed in between. When its
-connection breaks it goes on with the next member at the revision after the last one seen.
+It begins with a read of the directory and is told of every revision after that of the read, so no write is missed.
+When its connection breaks it goes on with the next member, at the revision after the last one seen.
 """
 
 import contextlib
@@ -17,38 +17,30 @@ _PAUSE_S = 0.05
 
 
 class EtcdWatch:
-    """A watch.
+    """A range of keys that is being followed.
 
     Args:
         gateway: A connection of its own.
         keys: First key of the range, and the key after it.
-        revision: The first revision to be told of.
-        key: The key to remember.
+        values: What the range held at the revision before the first one to be told of.
+        revision: That first revision.
     """
 
-    def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], revision: int, key: str) -> None:
+    def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], values: dict[str, str], revision: int) -> None:
         self.keys = keys
         self._gateway = gateway
+        self._values = values
         self._next_revision = revision
         self._changed = threading.Condition()
-        self._key = key
-        self._value: str | None = None
-        self._value_revision = 0
         self._socket: socket.socket | None = None
         self._is_closed = False
         threading.Thread(target=self._follow, name="etcd-watch", daemon=True).start()
 
-    def look_for(self, key: str) -> None:
-        """From now on remembers what is written to this key."""
+    def value(self, key: str, timeout_s: float) -> str | None:
+        """The key's value, if it has one within this time."""
         with self._changed:
-            if key != self._key:
-                self._key, self._value, self._value_revision = key, None, 0
-
-    def value(self, after_revision: int, timeout_s: float) -> str | None:
-        """The key's value if it is written after this revision and within this time, else None."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._value_revision > after_revision, timeout_s)
-            return self._value if self._value_revision > after_revision else None
+            self._changed.wait_for(lambda: key in self._values, timeout_s)
+            return self._values.get(key)
 
     def close(self) -> None:
         """Ends the watch."""
@@ -81,7 +73,7 @@ class EtcdWatch:
                     return
             for message in messages:
                 if message.get("canceled"):
-                    # Compacted away: the reads of whoever waits make up for what was missed.
+                    # Compacted away: whoever waits finds out what was missed, and begins anew.
                     self._next_revision = max(self._next_revision, int(message.get("compact_revision", 0)))
                     return
                 self._take(message)
@@ -90,8 +82,9 @@ class EtcdWatch:
         with self._changed:
             for event in message.get("events", ()):
                 pair = event["kv"]
-                revision = int(pair["mod_revision"])
-                self._next_revision = max(self._next_revision, revision + 1)
-                if event.get("type", "PUT") == "PUT" and decoded(pair["key"]) == self._key:
-                    self._value, self._value_revision = decoded(pair.get("value", "")), revision
-                    self._changed.notify_all()
+                self._next_revision = int(pair["mod_revision"]) + 1
+                if event.get("type", "PUT") == "PUT":
+                    self._values[decoded(pair["key"])] = decoded(pair.get("value", ""))
+                else:
+                    self._values.pop(decoded(pair["key"]), None)
+            self._changed.notify_all()

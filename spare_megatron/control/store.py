@@ -38,6 +38,13 @@ class ControlStore(Protocol):
             The counter: how many keys have been counted in it.
         """
 
+    def beat(self, key: str, value: str, ttl_s: int) -> None:
+        """Writes the value of a key that only this connection writes, as a sign of life.
+
+        A store with leases removes the key ttl_s seconds after the last beat. Whoever judges by its absence asks
+        such a store; in any other the value tells by not changing any more.
+        """
+
     def get(self, keys: Sequence[str]) -> list[str | None]:
         """The values of the keys, None where there is none, without waiting.
 
@@ -47,7 +54,7 @@ class ControlStore(Protocol):
     def exists(self, key: str) -> bool:
         """Whether the key has a value: what a rank in a reduction asks again and again.
 
-        The first answer for a key is true to the moment; those that follow may be late by up to a second.
+        True once it is true; False may be late, by the latency of a message and never by more than a second.
         """
 
     def wait(self, key: str, timeout_s: float) -> str:

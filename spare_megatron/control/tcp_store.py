@@ -63,6 +63,9 @@ class TcpControlStore:
         with _lost_when_unreachable():
             self._client.set(key, value)
 
+    def beat(self, key: str, value: str, ttl_s: int) -> None:  # noqa: ARG002  (there are no leases)
+        self.put(key, value)
+
     def get(self, keys: Sequence[str]) -> list[str | None]:
         with _lost_when_unreachable():
             # multi_get would wait for a key that is not there.

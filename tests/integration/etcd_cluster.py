@@ -6,11 +6,13 @@ import json
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +73,7 @@ class EtcdCluster:
         """The number of the member that leads, as the members have it."""
         leaders, numbers = set(), {}
         for number in self.members:
-            status = _status(self.endpoints[number])
+            status = ask(self.endpoints[number], "/v3/maintenance/status", {})
             leaders.add(status["leader"])
             numbers[status["header"]["member_id"]] = number
         assert len(leaders) == 1, "the members agree on who leads"
@@ -90,7 +92,7 @@ class EtcdCluster:
 
 @contextlib.contextmanager
 def running_cluster(binary: Path, folder: Path, tls: ServerTls | None = None) -> Iterator[EtcdCluster]:
-    """A cluster that has a leader."""
+    """A cluster; without TLS it has a leader already."""
     scheme = "https" if tls else "http"
     ports = _free_ports(2 * NUM_MEMBERS)
     endpoints = tuple(f"{scheme}://127.0.0.1:{port}" for port in ports[:NUM_MEMBERS])
@@ -147,7 +149,8 @@ def _free_ports(number: int) -> list[int]:
         return [int(item.getsockname()[1]) for item in sockets]
 
 
-def _status(endpoint: str) -> dict[str, object]:
-    request = urllib.request.Request(f"{endpoint}/v3/maintenance/status", data=b"{}", method="POST")
-    with urllib.request.urlopen(request, timeout=10) as response:
+def ask(endpoint: str, path: str, body: Mapping[str, Any], tls: ssl.SSLContext | None = None) -> dict[str, Any]:
+    """A member's answer to one request that is sent once."""
+    request = urllib.request.Request(endpoint + path, data=json.dumps(body).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=_START_S, context=tls) as response:
         return dict(json.load(response))

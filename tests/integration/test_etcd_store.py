@@ -1,0 +1,234 @@
+"""The etcd client where things break: members that die or hang, answers that are lost, history that is compacted."""
+
+import random
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.etcd_gateway import EtcdGateway
+from spare_megatron.control.etcd_store import EtcdControlStore
+from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.control.store import StoreLost
+from tests.integration.etcd_cluster import EtcdCluster, running_cluster
+
+pytestmark = pytest.mark.timeout(120)
+
+FAILOVER_S = 10.0
+"""Far more than an election and a try take, for a busy machine."""
+
+
+def spec_of(*endpoints: str, timeout_s: float = 30.0) -> EtcdStoreSpec:
+    return EtcdStoreSpec(endpoints=endpoints, prefix=f"/test/{secrets.token_hex(8)}", timeout_s=timeout_s)
+
+
+@pytest.fixture
+def own_cluster(etcd_binary: Path, tmp_path: Path) -> Iterator[EtcdCluster]:
+    with running_cluster(etcd_binary, tmp_path) as cluster:
+        yield cluster
+
+
+class LossyProxy:
+    """A proxy before one member that loses the answers it is told to lose, after the member has given them."""
+
+    def __init__(self, endpoint: str, loses: Callable[[], bool]) -> None:
+        self._target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        self._loses = loses
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.num_lost = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with suppress(OSError), client, socket.create_connection(self._target, timeout=10) as member:
+            while request := _whole_message(client):
+                member.sendall(request)
+                answer = _whole_message(member)
+                if self._loses():
+                    self.num_lost += 1
+                    return
+                client.sendall(answer)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _whole_message(sock: socket.socket) -> bytes:
+    """An HTTP message of known length; empty when there is none any more."""
+    message = b""
+    while b"\r\n\r\n" not in message:
+        part = sock.recv(1 << 16)
+        if not part:
+            return b""
+        message += part
+    head, _, body = message.partition(b"\r\n\r\n")
+    found = re.search(rb"(?i)content-length: *(\d+)", head)
+    assert found is not None
+    while len(body) < int(found[1]):
+        body += sock.recv(1 << 16)
+    return head + b"\r\n\r\n" + body
+
+
+# ------------------------------------------------------------------------------------------------------ lost answers
+
+
+def test_a_write_whose_answer_is_lost_is_found_to_be_ones_own(etcd_cluster: EtcdCluster) -> None:
+    answers = iter([True, False, True])
+    with closing(LossyProxy(etcd_cluster.endpoints[0], lambda: next(answers, False))) as proxy:
+        store = EtcdControlStore(spec_of(proxy.endpoint))
+        assert store.put_if_absent("key", "mine") == "mine"
+        assert proxy.num_lost == 1
+        assert store.put_if_absent("key", "later") == "mine"
+        assert proxy.num_lost == 2
+
+
+def test_a_vote_whose_answer_is_lost_counts_once(etcd_cluster: EtcdCluster) -> None:
+    answers = iter([True, False])
+    with closing(LossyProxy(etcd_cluster.endpoints[0], lambda: next(answers, False))) as proxy:
+        log = DecisionLog(EtcdControlStore(spec_of(proxy.endpoint)))
+        assert [log.vote(0, group, "ok") for group in range(3)] == [1, 2, 3]
+        assert proxy.num_lost == 1
+
+
+def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluster) -> None:
+    """Every third answer is lost; each writer hears of every entry what all others hear, and every vote counts."""
+    generator, lock = random.Random(7), threading.Lock()
+
+    def loses() -> bool:
+        with lock:
+            return generator.random() < 0.33
+
+    with closing(LossyProxy(etcd_cluster.endpoints[0], loses)) as proxy:
+        spec = spec_of(proxy.endpoint)
+
+        def write(group: int) -> list[str]:
+            log = DecisionLog(EtcdControlStore(spec))
+            entries = [log.append(index, f"{index} by {group}") for index in range(20)]
+            log.vote(0, group, "ok")
+            return entries
+
+        with ThreadPoolExecutor(6) as pool:
+            heard = list(pool.map(write, range(6), timeout=60))
+        assert all(entries == heard[0] for entries in heard)
+        assert DecisionLog(EtcdControlStore(spec)).vote(0, 6, "ok") == 7
+        assert proxy.num_lost > 20
+
+
+# ------------------------------------------------------------------------------------------------ members that break
+
+
+def test_writes_go_on_after_the_leader_is_killed(own_cluster: EtcdCluster) -> None:
+    leader = own_cluster.leader()
+    stores = [EtcdControlStore(spec_of(*own_cluster.endpoints)) for _ in own_cluster.endpoints]
+    for turn, store in enumerate(stores):
+        store._gateway._turn = turn  # one client at each member
+        store.put("key", "before")
+    own_cluster.kill(leader)
+    for store in stores:
+        began_s = time.monotonic()
+        assert store.put_if_absent("other", "after") == "after"
+        assert time.monotonic() - began_s < FAILOVER_S
+        assert store.get(["key"]) == ["before"]
+    assert own_cluster.leader() != leader
+
+
+@pytest.mark.parametrize("breaks", [EtcdCluster.kill, EtcdCluster.pause], ids=["killed", "paused"])
+def test_whoever_waits_hears_of_a_write_though_the_member_of_its_watch_breaks(
+    own_cluster: EtcdCluster, breaks: Callable[[EtcdCluster, int], None]
+) -> None:
+    spec = spec_of(*own_cluster.endpoints)
+    waiting, writing = EtcdControlStore(spec), EtcdControlStore(spec)
+    assert not waiting.exists("log/0")
+    assert waiting._watch is not None
+    member = waiting._watch._gateway._turn % len(own_cluster.endpoints)
+    writing._gateway._turn = member + 1
+    with ThreadPoolExecutor(1) as pool:
+        entry = pool.submit(waiting.wait, "log/0", 60.0)
+        breaks(own_cluster, member)
+        began_s = time.monotonic()
+        writing.put_if_absent("log/0", "entry")
+        assert entry.result(60) == "entry"
+        assert time.monotonic() - began_s < FAILOVER_S
+    assert waiting.put_if_absent("log/1", "next") == "next"
+
+
+def test_without_a_quorum_nothing_is_written_and_the_store_is_lost_in_time(own_cluster: EtcdCluster) -> None:
+    spec = spec_of(*own_cluster.endpoints, timeout_s=3.0)
+    store = EtcdControlStore(spec)
+    store.put("key", "value")
+    for member in (0, 1):
+        own_cluster.kill(member)
+    began_s = time.monotonic()
+    with pytest.raises(StoreLost, match=r"control\.store_timeout_s=3"):
+        store.put_if_absent("other", "value")
+    with pytest.raises(StoreLost):
+        store.wait("log/0", 60.0)
+    assert time.monotonic() - began_s < 4 * FAILOVER_S
+
+
+def test_a_waiter_outlives_the_compaction_of_what_it_would_have_been_told(etcd_cluster: EtcdCluster) -> None:
+    spec = spec_of(*etcd_cluster.endpoints)
+    waiting, writing, gateway = EtcdControlStore(spec), EtcdControlStore(spec), EtcdGateway(spec)
+    assert not waiting.exists("log/0")
+    for index in range(5):
+        writing.put(f"other/{index}", "value")
+    revision = gateway.call("/v3/kv/range", {"key": "AA=="})["header"]["revision"]
+    gateway.call("/v3/kv/compaction", {"revision": revision, "physical": True})
+    assert waiting._watch is not None
+    waiting._watch._next_revision = 1
+    waiting._watch._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    writing.put("log/0", "entry")
+    assert waiting.wait("log/0", 10.0) == "entry"
+
+
+# ------------------------------------------------------------------------------------------------------ runs, leases
+
+
+def test_runs_with_other_prefixes_see_nothing_of_each_other(etcd_cluster: EtcdCluster) -> None:
+    one, other = (EtcdControlStore(spec_of(*etcd_cluster.endpoints)) for _ in range(2))
+    one.put("log/0", "entry")
+    assert other.get(["log/0"]) == [None]
+    other.clear()
+    assert one.get(["log/0"]) == ["entry"]
+    one.clear()
+    assert one.get(["log/0"]) == [None]
+
+
+def test_a_beat_vanishes_after_its_owner_has_gone(etcd_cluster: EtcdCluster) -> None:
+    spec = spec_of(*etcd_cluster.endpoints)
+    owner, other = EtcdControlStore(spec), EtcdControlStore(spec)
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < 4.0:  # longer than it lasts without beats
+        owner.beat("beat/0", "alive", ttl_s=2)
+        assert other.get(["beat/0"]) == ["alive"]
+        time.sleep(0.2)
+    owner.close()
+    began_s = time.monotonic()
+    while other.get(["beat/0"]) != [None]:
+        assert time.monotonic() - began_s < 30.0
+        time.sleep(0.1)
+    assert time.monotonic() - began_s > 1.0, "it lasts for some time after the last beat"
+
+
+def test_a_beat_after_its_lease_has_run_out_is_seen_again(etcd_cluster: EtcdCluster) -> None:
+    spec = spec_of(*etcd_cluster.endpoints)
+    owner = EtcdControlStore(spec)
+    owner.beat("beat/0", "alive", ttl_s=2)
+    EtcdGateway(spec).call("/v3/lease/revoke", {"ID": owner._leases["beat/0"]})
+    assert owner.get(["beat/0"]) == [None]
+    owner.beat("beat/0", "again", ttl_s=2)
+    assert owner.get(["beat/0"]) == ["again"]

@@ -48,7 +48,7 @@ class Request:
     as_json: bool
 
 
-_Preset = Annotated[str, typer.Option(help="Name of a preset (paper_n200, paper_n600, paper_n1000) or a TOML file.")]
+_Preset = Annotated[str, typer.Option(help="Name of a preset (paper_n600, llama3_16k, meta_rsc1, ...) or a TOML file.")]
 _PolicyName = Annotated[str | None, typer.Option(help="spare, replication, checkpoint_only, or all to compare them.")]
 _Granularity = Annotated[str | None, typer.Option(help="stack (whole shards, as in the paper) or microbatch.")]
 _Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard.")]

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from spare_megatron.cli.quantities import format_count, format_duration
 from spare_megatron.simulator.calibrate import Calibration
+from spare_megatron.simulator.failures import UNNAMED
 from spare_megatron.simulator.published import published
 from spare_megatron.simulator.sweep import Estimate, Figures, variant_name
 
@@ -22,6 +23,8 @@ def print_figures(listed: Sequence[Figures], console: Console) -> None:
         console.print(_comparison(listed, best))
     console.print(_two_columns(_title(best, is_best=len(listed) > 1), _rows(best)))
     console.print(_two_columns("what keeps it from 1", _term_rows(best)))
+    if best.losses_by_cause.keys() - {UNNAMED}:
+        console.print(_two_columns("losses by cause", _cause_rows(best)))
 
 
 def print_calibration(found: Calibration, console: Console) -> None:
@@ -53,6 +56,12 @@ def _term_rows(figures: Figures) -> Iterator[tuple[str, str]]:
     for name, share in sorted(figures.terms.items(), key=lambda item: -item[1]):
         if abs(share) >= _SMALLEST_TERM:
             yield name.replace("_", " "), f"{share:+.3f}"
+
+
+def _cause_rows(figures: Figures) -> Iterator[tuple[str, str]]:
+    """The most frequent first."""
+    for name, count in sorted(figures.losses_by_cause.items(), key=lambda item: -item[1]):
+        yield name.replace("_", " "), f"{count:.1f} ({count / figures.losses:.1%})"
 
 
 def _comparison(listed: Sequence[Figures], best: Figures) -> Table:

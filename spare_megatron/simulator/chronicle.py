@@ -86,7 +86,7 @@ class Chronicle:
 
     def lost(self, group: GroupId, entry_index: int) -> None:
         """A group is found lost."""
-        self._write(LossRecord(group=group, rank=0, cause="simulated", entry_index=entry_index))
+        self._write(LossRecord(group=group, rank=0, cause=self._world.fleet.cause_of[group], entry_index=entry_index))
 
     def read(self, index: int, entry: Entry) -> None:
         """An entry is folded; the lowest group that is up tells of it."""

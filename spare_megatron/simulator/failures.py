@@ -1,6 +1,6 @@
 """When which groups are lost, in virtual time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gamma, inf
 from typing import Literal, Protocol
 
@@ -9,7 +9,9 @@ import numpy as np
 from spare_megatron.core.placement import BoolArray
 from spare_megatron.core.topology import GroupId
 
-FailureKind = Literal["system", "group", "domain", "trace"]
+FailureKind = Literal["system", "group", "node", "domain", "trace"]
+UNNAMED = "simulated"
+"""Cause of a loss of which nothing more is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +21,38 @@ class Loss:
     Attributes:
         at_s: When.
         groups: The groups, ascending. Those that are down already are not lost again.
-        repair_s: Seconds until they are repaired, where the trace says so.
+        repair_s: Seconds until they are repaired, where the cause or the trace says so.
+        cause: Why.
     """
 
     at_s: float
     groups: tuple[GroupId, ...]
     repair_s: float | None = None
+    cause: str = UNNAMED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why groups are lost.
+
+    Attributes:
+        name: One word of the journal and of tables.
+        weight: Its share of all losses, in any unit: counts will do.
+        repair_s: Seconds from such a loss until the hardware works again; None takes the scenario's repair_s.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+
+    name: str
+    weight: float
+    repair_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < inf:
+            raise ValueError(f"failures.mix.{self.name}.weight={self.weight} has to be above 0 and finite")
+        if not (self.repair_s or 0) >= 0:
+            raise ValueError(f"failures.mix.{self.name}.repair_s={self.repair_s} has to be 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +62,31 @@ class FailureSpec:
     Attributes:
         kind: "system": losses come from all groups together, at a rate in proportion to the groups that take part;
             the victim is any of them. "group": each group has a clock of its own, which starts anew when it comes
-            back. "domain": each domain (rack) has one, and all of its groups are lost together. "trace": `trace`.
+            back. "node": each node of a group has one; the first that runs out loses the group, and only that node
+            is replaced. The clocks of the others stand still while the group is down and go on when it is back: a
+            node ages by the work it does. "domain": each domain (rack) has a clock, and all of its groups are lost
+            together; it runs whoever is down, as power fails whether there is work or not. "trace": `trace`.
         mean_s: Mean seconds between losses: of the whole system while all groups take part, of one group, of one
-            domain. Not used by a trace.
+            node, of one domain. Not used by a trace.
         shape: Shape of the Weibull distribution of these times; 1 is exponential, below 1 bursts.
-        groups_per_domain: Groups of consecutive ids that make up one domain.
+        nodes_per_group: Nodes that a group consists of, for kind "node".
+        groups_per_domain: Groups of consecutive ids that make up one domain, for kind "domain".
+        mix: Causes of the losses, each drawn independently of all else. A trace names its own.
         trace: The losses of kind "trace", ascending in time.
 
     Raises:
-        ValueError: A value is out of its range, or the trace is empty.
+        ValueError: Values are out of their range or do not belong to the kind, or the trace is empty.
+
+    Notes:
+        All clocks start at 0: with a shape below 1 the first losses come faster than in the long run.
     """
 
     kind: FailureKind = "system"
     mean_s: float = inf
     shape: float = 1.0
+    nodes_per_group: int = 1
     groups_per_domain: int = 1
+    mix: tuple[Cause, ...] = ()
     trace: tuple[Loss, ...] = ()
 
     def __post_init__(self) -> None:
@@ -57,10 +95,20 @@ class FailureSpec:
                 f"failures.mean_s={self.mean_s} and failures.shape={self.shape} have to be above 0 "
                 "(mean_s=inf: no failures)"
             )
-        if self.groups_per_domain < 1:
-            raise ValueError(f"failures.groups_per_domain={self.groups_per_domain} has to be 1 or more")
+        for name, kind in (("nodes_per_group", "node"), ("groups_per_domain", "domain")):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"failures.{name}={value} has to be 1 or more")
+            if value > 1 and self.kind != kind:
+                raise ValueError(
+                    f"failures.{name}={value} belongs to the kind {kind}; set failures.kind or leave it out"
+                )
         if self.kind == "trace" and not self.trace:
-            raise ValueError("failures.kind is trace, but the trace is empty: name a file with losses")
+            raise ValueError("failures.kind is trace, but the trace is empty: set failures.trace_file")
+        if self.kind != "trace" and self.trace:
+            raise ValueError(f"failures.kind is {self.kind}, which has no trace: set it to trace, or no trace_file")
+        if self.trace and self.mix:
+            raise ValueError("failures.mix is of no use to a trace, whose losses name their causes; leave it out")
         if any(not (loss.at_s >= 0 and (loss.repair_s or 0) >= 0) for loss in self.trace):
             raise ValueError("the trace has a negative time")
 
@@ -71,10 +119,25 @@ class FailureSpec:
                 return self.mean_s
             case "group":
                 return self.mean_s / num_groups
+            case "node":
+                return self.mean_s / (num_groups * self.nodes_per_group)
             case "domain":
                 return self.mean_s / num_groups  # a domain takes all its groups at once
             case "trace":
                 return max(self.trace[-1].at_s, 1.0) / sum(len(loss.groups) for loss in self.trace)
+
+    def mean_repair_s(self, otherwise_s: float | None) -> float | None:
+        """Mean seconds of a repair over all causes, those without a time of their own counted with `otherwise_s`.
+
+        None if some losses are never repaired.
+        """
+        if not self.mix:
+            return otherwise_s
+        times_s = [otherwise_s if cause.repair_s is None else cause.repair_s for cause in self.mix]
+        known_s = [time_s for time_s in times_s if time_s is not None]
+        if len(known_s) < len(times_s):
+            return None
+        return float(np.average(known_s, weights=[cause.weight for cause in self.mix]))
 
 
 class FailureProcess(Protocol):
@@ -98,8 +161,8 @@ def make_process(spec: FailureSpec, num_groups: int, rng: np.random.Generator) -
     match spec.kind:
         case "system":
             return SystemWide(spec, num_groups, rng)
-        case "group":
-            return PerGroup(spec, num_groups, rng)
+        case "group" | "node":
+            return PerNode(spec, num_groups, rng)
         case "domain":
             return PerDomain(spec, num_groups, rng)
         case "trace":
@@ -113,11 +176,29 @@ def _draw(spec: FailureSpec, rng: np.random.Generator) -> float:
     return float(spec.mean_s / gamma(1 + 1 / spec.shape) * rng.weibull(spec.shape))
 
 
+class _Causes:
+    """Draws causes from a stream of its own, so that a mix changes no time of a loss."""
+
+    def __init__(self, spec: FailureSpec, rng: np.random.Generator) -> None:
+        self._mix = spec.mix
+        self._rng = rng.spawn(1)[0]
+        self._upto = np.cumsum([cause.weight for cause in spec.mix])
+
+    def loss(self, at_s: float, groups: tuple[GroupId, ...]) -> Loss:
+        """The loss of these groups, for a drawn cause."""
+        if not self._mix:
+            return Loss(at_s=at_s, groups=groups)
+        index = int(np.searchsorted(self._upto, self._rng.random() * self._upto[-1], side="right"))
+        cause = self._mix[index]
+        return Loss(at_s=at_s, groups=groups, repair_s=cause.repair_s, cause=cause.name)
+
+
 class SystemWide:
     """A renewal process whose clock runs at the share of groups that take part."""
 
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:
         self._spec, self._num_groups, self._rng = spec, num_groups, rng
+        self._causes = _Causes(spec, rng)
         self._left = _draw(spec, rng)  # seconds until the next loss if all groups took part
         self._since_s = 0.0
         self._rate = 1.0
@@ -130,7 +211,7 @@ class SystemWide:
         groups = np.flatnonzero(is_up)
         victim = GroupId(int(groups[self._rng.integers(groups.size)]))
         self._left, self._since_s, self._rate = _draw(self._spec, self._rng), at_s, (groups.size - 1) / self._num_groups
-        return Loss(at_s=at_s, groups=(victim,))
+        return self._causes.loss(at_s, (victim,))
 
     def came_back(self, now_s: float, _groups: tuple[GroupId, ...], is_up: BoolArray) -> None:
         self._run_until(now_s)
@@ -145,12 +226,19 @@ class SystemWide:
         self._since_s = now_s
 
 
-class PerGroup:
-    """Each group is lost at a time of its own, drawn when it comes up. Repair is the fleet's affair."""
+class PerNode:
+    """Each node runs out at a time of its own and takes its group along; a group may be one node.
+
+    Repair is the fleet's affair. While a group is down, what is left of its nodes' times stands still.
+    """
 
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:
         self._spec, self._rng = spec, rng
-        self._due_s = np.array([_draw(spec, rng) for _ in range(num_groups)])
+        self._causes = _Causes(spec, rng)
+        times_s = [_draw(spec, rng) for _ in range(num_groups * spec.nodes_per_group)]
+        # For each node: when it runs out, or how much is left of it while its group is down.
+        self._nodes_s = np.array(times_s).reshape(num_groups, spec.nodes_per_group)
+        self._due_s = self._nodes_s.min(axis=1)  # when the group is lost; infinite while it is down
 
     def next_s(self) -> float:
         return float(self._due_s.min())
@@ -158,17 +246,21 @@ class PerGroup:
     def strike(self, _is_up: BoolArray) -> Loss:
         group = int(self._due_s.argmin())
         at_s = float(self._due_s[group])
+        self._nodes_s[group] -= at_s
         self._due_s[group] = inf
-        return Loss(at_s=at_s, groups=(GroupId(group),))
+        return self._causes.loss(at_s, (GroupId(group),))
 
     def came_back(self, now_s: float, groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
         for group in groups:
-            self._due_s[group] = now_s + _draw(self._spec, self._rng)
+            left_s = self._nodes_s[group]
+            left_s[left_s.argmin()] = _draw(self._spec, self._rng)  # nothing was left of the node that was replaced
+            left_s += now_s
+            self._due_s[group] = left_s.min()
 
     def restarted(self, began_s: float, now_s: float, came_back: tuple[GroupId, ...]) -> None:
+        self._nodes_s[self._due_s < inf] += now_s - began_s
         self._due_s += now_s - began_s
-        for group in came_back:
-            self._due_s[group] = now_s + _draw(self._spec, self._rng)
+        self.came_back(now_s, came_back, np.ones(self._due_s.size, dtype=np.bool_))
 
 
 class PerDomain:
@@ -176,6 +268,7 @@ class PerDomain:
 
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:
         self._spec, self._rng, self._num_groups = spec, rng, num_groups
+        self._causes = _Causes(spec, rng)
         self._due_s = np.array([_draw(spec, rng) for _ in range(-(-num_groups // spec.groups_per_domain))])
 
     def next_s(self) -> float:
@@ -187,7 +280,7 @@ class PerDomain:
         self._due_s[domain] = at_s + _draw(self._spec, self._rng)
         size = self._spec.groups_per_domain
         ids = range(domain * size, min((domain + 1) * size, self._num_groups))
-        return Loss(at_s=at_s, groups=tuple(GroupId(group) for group in ids if is_up[group]))
+        return self._causes.loss(at_s, tuple(GroupId(group) for group in ids if is_up[group]))
 
     def came_back(self, _now_s: float, _groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
         pass
@@ -210,7 +303,7 @@ class Replay:
         loss = self._losses[self._next]
         self._next += 1
         groups = tuple(sorted({group for group in loss.groups if is_up[group]}))
-        return Loss(at_s=loss.at_s, groups=groups, repair_s=loss.repair_s)
+        return replace(loss, groups=groups)
 
     def came_back(self, _now_s: float, _groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
         pass

@@ -1,6 +1,7 @@
 """Which groups take part, which are being repaired, and which are ready to be taken in again."""
 
 import heapq
+from collections import Counter
 from math import inf
 
 import numpy as np
@@ -13,12 +14,18 @@ from spare_megatron.simulator.scenario import Scenario
 class Fleet:
     """The groups of a simulated run. Time only moves forward; the caller says how far.
 
-    A lost group's hardware goes to repair and from there to the pool of spares. The lost group comes back on the
-    hardware that is next to be free: a spare at once, else the next repaired one; then it fetches the state.
+    What a loss breaks, a group's hardware or one of its nodes, goes to repair and from there to the pool of spares. At
+    its loss a group reserves what will be free first: a spare at once, else what is repaired first. Groups lost
+    together choose in the order of their ids. With the hardware the group fetches the state, and then waits to be
+    taken in; meanwhile it cannot be lost again, as it takes no part. Hardware that is never repaired is gone: when the
+    spares are, too, a lost group stays away. A restart brings back all groups and all spares.
 
     Attributes:
         is_up: For each group: it takes part.
         num_lost: Groups lost so far, each loss counted.
+        max_down: The most groups down at a time.
+        losses_by_cause: Of `num_lost`.
+        cause_of: Why each group was lost the last time.
     """
 
     def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:
@@ -26,6 +33,8 @@ class Fleet:
         self.is_up = np.ones(scenario.num_groups, dtype=np.bool_)
         self.num_lost = 0
         self.max_down = 0
+        self.losses_by_cause: Counter[str] = Counter()
+        self.cause_of: dict[GroupId, str] = {}
         self._hardware_s = [0.0] * scenario.num_spares
         self._ready_s: dict[GroupId, float] = {}
         self._down_s = 0.0  # sum over groups
@@ -41,8 +50,10 @@ class Fleet:
         loss = self._process.strike(self.is_up)
         for group in loss.groups:
             self.is_up[group] = False
+            self.cause_of[group] = loss.cause
             self._repair(group, loss)
         self.num_lost += len(loss.groups)
+        self.losses_by_cause[loss.cause] += len(loss.groups)
         self._count(loss.at_s, self._num_down + len(loss.groups))
         return loss
 
@@ -91,12 +102,12 @@ class Fleet:
             self._ready_s[group] = max(free_s, loss.at_s) + self._scenario.costs.state_transfer_s
 
     def _repair_time(self, loss: Loss) -> float:
-        if loss.repair_s is not None:
-            return loss.repair_s
-        mean_s = self._scenario.repair_s
+        mean_s = self._scenario.repair_s if loss.repair_s is None else loss.repair_s
         if mean_s is None:
             return inf
-        return float(self._rng.exponential(mean_s)) if self._scenario.repair_is_random else mean_s
+        is_fact = self._scenario.failures.kind == "trace" and loss.repair_s is not None
+        is_random = self._scenario.repair_is_random and not is_fact
+        return float(self._rng.exponential(mean_s)) if is_random else mean_s
 
     def _count(self, now_s: float, num_down: int) -> None:
         """Groups down change to this number."""

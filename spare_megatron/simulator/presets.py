@@ -11,12 +11,15 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from spare_megatron.config.suggest import nearest
 from spare_megatron.core.topology import GroupId
-from spare_megatron.simulator.failures import Loss
+from spare_megatron.simulator.failures import UNNAMED, Cause, Loss
 from spare_megatron.simulator.scenario import Scenario
 
 T = TypeVar("T")
 TRACE_FILE = "failures.trace_file"
 """Key of a CSV file of losses, relative to the TOML file that names it."""
+MIX = "failures.mix."
+"""Begin of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
+_TRACE_HEAD = "seconds,group[,repair_s][,cause]"
 
 
 class ScenarioError(ValueError):
@@ -46,13 +49,11 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
         raise ScenarioError(f"{name_or_path} is not valid TOML: {error}") from error
     values.setdefault("name", Path(name_or_path).name.removesuffix(".toml"))
     values |= dict(overrides) if isinstance(overrides, Mapping) else dict(map(_parse_override, overrides))
-    if values.get(TRACE_FILE):
-        values["failures.trace"] = read_trace(folder / str(values.pop(TRACE_FILE)))
-    known = tuple(_keys(Scenario, ""))
-    for key in values:
-        if key not in known:
-            raise ScenarioError(f"unknown setting {key}; the nearest valid one is {nearest(key, known)}")
+    _check_keys(values)
     try:
+        values["failures.mix"] = _take_mix(values)
+        if values.get(TRACE_FILE):
+            values["failures.trace"] = read_trace(folder / str(values.pop(TRACE_FILE)))
         return _build(Scenario, values, "")
     except ScenarioError:
         raise
@@ -61,7 +62,7 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
 
 
 def read_trace(path: Path) -> tuple[Loss, ...]:
-    """Losses of a CSV file with the columns seconds, group and, where it is known, repair_s.
+    """Losses of a CSV file with the columns seconds, group and, where they are known, repair_s and cause.
 
     Raises:
         ScenarioError: The file cannot be read, has other columns, or holds no loss.
@@ -72,14 +73,15 @@ def read_trace(path: Path) -> tuple[Loss, ...]:
     except OSError as error:
         raise ScenarioError(f"cannot read the trace {path}: {error.strerror}") from error
     if not rows:
-        raise ScenarioError(f"the trace {path} holds no losses; it needs a head seconds,group[,repair_s] and lines")
+        raise ScenarioError(f"the trace {path} holds no losses; it needs a head {_TRACE_HEAD} and lines")
     losses = []
     for number, row in enumerate(rows, start=2):
         try:
             repair_s = float(row["repair_s"]) if row.get("repair_s") else None
-            losses.append(Loss(at_s=float(row["seconds"]), groups=(GroupId(int(row["group"])),), repair_s=repair_s))
+            at_s, group = float(row["seconds"]), GroupId(int(row["group"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ScenarioError(f"{path}:{number}: {row} is no loss with seconds,group[,repair_s]") from error
+            raise ScenarioError(f"{path}:{number}: {row} is no loss with {_TRACE_HEAD}") from error
+        losses.append(Loss(at_s=at_s, groups=(group,), repair_s=repair_s, cause=row.get("cause") or UNNAMED))
     return tuple(sorted(losses, key=lambda loss: loss.at_s))
 
 
@@ -96,6 +98,25 @@ def _read(name_or_path: str | Path) -> tuple[str, Path]:
         raise ScenarioError(f"there is no preset {name_or_path}; known: {known}; a file has to end in .toml")
     preset = files("spare_megatron.simulator") / "presets" / f"{name_or_path}.toml"
     return preset.read_text(encoding="utf-8"), Path.cwd()
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    causes = {key[len(MIX) :].rpartition(".")[0] for key in values if key.startswith(MIX)}
+    known = [key for key in _keys(Scenario, "") if key not in ("failures.mix", "failures.trace")]
+    known += [TRACE_FILE, *(f"{MIX}{name}.{field}" for name in causes for field in ("weight", "repair_s"))]
+    for key in values:
+        if key not in known:
+            raise ScenarioError(f"unknown setting {key}; the nearest valid one is {nearest(key, known)}")
+
+
+def _take_mix(values: dict[str, Any]) -> tuple[Cause, ...]:
+    """The causes, in the order in which they are first named; their keys are taken out."""
+    keys = [key for key in values if key.startswith(MIX)]
+    prefixes = dict.fromkeys(key.rpartition(".")[0] for key in keys)
+    found = {key: values.pop(key) for key in keys}
+    return tuple(
+        _build(Cause, found | {f"{prefix}.name": prefix.removeprefix(MIX)}, f"{prefix}.") for prefix in prefixes
+    )
 
 
 def _flatten(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

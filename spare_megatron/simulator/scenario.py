@@ -49,11 +49,11 @@ class Scenario:
     failures: FailureSpec = field(default_factory=FailureSpec)
     """When which groups are lost."""
     repair_s: float | None = None
-    """Seconds from a loss until the hardware works again; None: lost groups return only at a restart."""
+    """Seconds from a loss until the hardware works again, where its cause does not say; None: only at a restart."""
     repair_is_random: bool = False
-    """Whether repair times are exponential with mean repair_s instead of constant."""
+    """Whether repair times are exponential with their means instead of constant; those of a trace are facts."""
     num_spares: int = 0
-    """Idle hardware, in groups, that takes the place of a lost group as soon as it has the state."""
+    """Idle hardware that takes the place of what was lost: groups, or nodes where single nodes are lost."""
     save_interval_s: float | None = None
     """Seconds from save to save; None takes the best for the mean time to wipe-out, inf saves never."""
     last_resort: bool = False
@@ -125,9 +125,10 @@ class Scenario:
 
     def _mean_absence_s(self) -> float | None:
         """Mean seconds from a loss until the group can be taken in; None if never."""
-        if self.repair_s is None:
+        repair_s = self.failures.mean_repair_s(self.repair_s)
+        if repair_s is None:
             return None
-        return (0.0 if self.num_spares else self.repair_s) + self.costs.state_transfer_s
+        return (0.0 if self.num_spares else repair_s) + self.costs.state_transfer_s
 
 
 def _problems(scenario: Scenario) -> list[str]:
@@ -153,6 +154,15 @@ def _problems(scenario: Scenario) -> list[str]:
         value = getattr(scenario, name)
         if value is not None and not value >= 0:
             found.append(f"{name}={value} has to be 0 or more")
+    mix = scenario.failures.mix
+    if mix and scenario.repair_s is not None and all(cause.repair_s is not None for cause in mix):
+        found.append(
+            f"repair_s={scenario.repair_s} is never used: every cause in failures.mix has its own; leave it out"
+        )
+    if scenario.repair_is_random and scenario.repair_s is None and all(cause.repair_s is None for cause in mix):
+        found.append("repair_is_random has no mean: set repair_s, or repair_s of the causes in failures.mix")
+    if scenario.num_spares and scenario.policy == "checkpoint_only":
+        found.append(f"num_spares={scenario.num_spares} is never used: checkpoint_only restarts all groups at any loss")
     if scenario.last_resort and scenario.policy != "spare":
         found.append(f"last_resort belongs to the policy spare, not {scenario.policy}; unset one of them")
     if scenario.last_resort and scenario.granularity == "stack":

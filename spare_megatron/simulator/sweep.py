@@ -79,6 +79,7 @@ class CaseResult:
         availability: Share of the time that goes into steps that count.
         restarts: Restarts from a save.
         losses: Groups lost.
+        losses_by_cause: Cause -> groups lost for it.
         terms: What each cause adds to the ratio, which is 1 with no losses and no saves.
         decision_s: Real seconds spent deciding.
         wall_s: Real seconds the simulation took.
@@ -99,6 +100,7 @@ class CaseResult:
     availability: float = 0.0
     restarts: int = 0
     losses: int = 0
+    losses_by_cause: dict[str, int] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
     decision_s: float = 0.0
     wall_s: float = 0.0
@@ -119,6 +121,7 @@ class Figures:
 
     Attributes:
         seeds: How many there were.
+        losses_by_cause: Cause -> groups lost for it, on average.
         terms: What each cause adds to the ratio, on average: all together the ratio - 1.
         wall_s: Real seconds of all simulations together.
     """
@@ -132,6 +135,7 @@ class Figures:
     availability: Estimate
     restarts: float
     losses: float
+    losses_by_cause: dict[str, float]
     name: str
     terms: dict[str, float]
     decision_s: float
@@ -151,6 +155,7 @@ def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int
             granularity=variant.granularity,
             redundancy=redundancy,
             last_resort=base.last_resort and variant.policy == "spare",
+            num_spares=0 if variant.policy == "checkpoint_only" else base.num_spares,
         )
         for variant in variants
         for redundancy in ((1,) if variant.policy == "checkpoint_only" else redundancies)
@@ -184,6 +189,7 @@ def run_case(case: Case, clock: Clock) -> CaseResult:
         availability=result.availability,
         restarts=result.restarts,
         losses=result.losses,
+        losses_by_cause=result.losses_by_cause,
         terms=result.excess(),
         decision_s=result.decision_s,
         wall_s=clock() - began_s,
@@ -255,7 +261,6 @@ def estimate(samples: Sequence[float]) -> Estimate:
 def figures_of(results: Sequence[CaseResult]) -> Figures:
     """What the results of one scenario say together."""
     first = results[0]
-    names = dict.fromkeys(name for result in results for name in result.terms)
     return Figures(
         policy=first.policy,
         granularity=first.granularity,
@@ -266,11 +271,18 @@ def figures_of(results: Sequence[CaseResult]) -> Figures:
         availability=estimate([result.availability for result in results]),
         restarts=float(np.mean([result.restarts for result in results])),
         losses=float(np.mean([result.losses for result in results])),
+        losses_by_cause=_means([result.losses_by_cause for result in results]),
         name=first.name,
-        terms={name: float(np.mean([result.terms.get(name, 0.0) for result in results])) for name in names},
+        terms=_means([result.terms for result in results]),
         decision_s=sum(result.decision_s for result in results),
         wall_s=sum(result.wall_s for result in results),
     )
+
+
+def _means(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each entry; where it is absent it counts as 0."""
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: float(np.mean([sample.get(name, 0.0) for sample in samples])) for name in names}
 
 
 def summarize(scenarios: Iterable[Scenario], num_seeds: int, results: Mapping[str, CaseResult]) -> tuple[Figures, ...]:

@@ -31,6 +31,7 @@ class Result:
         num_steps: Steps committed at the end.
         restarts: Restarts from a save.
         losses: Groups lost, each loss counted.
+        losses_by_cause: Cause -> groups lost for it.
         saves: Saves finished.
         save_cadence_s: Seconds between saves that the run aimed at.
         mean_down: Groups down on average, over the time outside restarts.
@@ -45,6 +46,7 @@ class Result:
     num_steps: int
     restarts: int
     losses: int
+    losses_by_cause: dict[str, int]
     saves: int
     save_cadence_s: float
     mean_down: float
@@ -171,6 +173,7 @@ class World:
             num_steps=self.scenario.num_steps,
             restarts=self.num_restarts,
             losses=self.fleet.num_lost,
+            losses_by_cause=dict(self.fleet.losses_by_cause),
             saves=self.num_saves,
             save_cadence_s=self.scenario.save_cadence_s(),
             mean_down=self.fleet.mean_down(self.now_s, terms["restart"]),

@@ -88,6 +88,17 @@ def test_the_table_names_what_keeps_the_ratio_from_1(small: str) -> None:
     assert "case 2/2" in result.stderr
 
 
+def test_losses_are_told_by_cause_where_causes_have_names(small: str) -> None:
+    options = ["--preset", small, "--seeds", "2"]
+    assert figures(*options)["losses_by_cause"].keys() == {"simulated"}
+    assert "losses by cause" not in spare_simulate(*options).stdout
+    options += ["--set", "failures.mix.io_board.weight=3", "--set", "failures.mix.software.weight=1"]
+    found = figures(*options)
+    assert found["losses_by_cause"].keys() == {"io_board", "software"}
+    assert sum(found["losses_by_cause"].values()) == pytest.approx(found["losses"])
+    assert "io board" in spare_simulate(*options).stdout.split("losses by cause")[1]
+
+
 def test_the_papers_figures_stand_beside_ours() -> None:
     result = spare_simulate("--preset", "paper_n200", "--seeds", "1", "--steps", "3")
     assert "2.92 x, 87.00% at r = 9" in result.stdout
@@ -157,7 +168,7 @@ def test_the_plot_is_a_picture(small: str, tmp_path: Path, policy: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--preset nothing", "there is no preset nothing; known: paper_n1000"),
+        ("--preset nothing", "there is no preset nothing; known: llama3_16k"),
         ("--preset missing.toml", "missing.toml"),
         ("--policy other", "policy='other' has to be one of checkpoint_only, replication, spare"),
         ("--granularity shard", "granularity='shard' has to be one of"),

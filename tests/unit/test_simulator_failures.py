@@ -45,7 +45,7 @@ def test_the_system_wide_clock_runs_faster_again_when_groups_come_back() -> None
 
 
 def test_no_clock_runs_while_a_restart_is_under_way() -> None:
-    for kind in ("system", "group", "domain"):
+    for kind in ("system", "group", "node", "domain"):
         process = make_process(FailureSpec(kind=kind, mean_s=100.0), 4, np.random.default_rng(3))  # type: ignore[arg-type]
         due_s = process.next_s()
         process.restarted(due_s / 2, due_s / 2 + 1000.0, ())
@@ -81,7 +81,7 @@ def test_a_trace_is_replayed_in_order() -> None:
 
 
 def test_a_process_without_failures_never_strikes() -> None:
-    for kind in ("system", "group", "domain"):
+    for kind in ("system", "group", "node", "domain"):
         process = make_process(FailureSpec(kind=kind), 4, np.random.default_rng(0))  # type: ignore[arg-type]
         assert process.next_s() == inf
 
@@ -115,6 +115,7 @@ def test_repair_times_come_from_the_trace_where_it_has_them_and_may_be_random() 
     [
         {"failures": FailureSpec(kind="group", mean_s=8000.0, shape=0.8), "repair_s": 900.0, "repair_is_random": True},
         {"failures": FailureSpec(kind="domain", mean_s=4000.0, groups_per_domain=3), "repair_s": 600.0},
+        {"failures": FailureSpec(kind="node", nodes_per_group=5, mean_s=4e4, shape=0.8), "repair_s": 600.0},
         {"failures": FailureSpec(mean_s=200.0), "num_spares": 4, "repair_s": 900.0},
         {"policy": "replication"},
         {"policy": "replication", "repair_s": 500.0},

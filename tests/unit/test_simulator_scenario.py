@@ -25,6 +25,28 @@ def test_the_papers_presets(name: str, num_groups: int, redundancy: int, reduce_
     assert (scenario.failures.mean_s, scenario.failures.shape, scenario.repair_s) == (300.0, 0.78, None)
 
 
+def test_the_preset_of_llama_3_has_the_published_rate_and_mix() -> None:
+    scenario = load_scenario("llama3_16k")
+    num_nodes = scenario.num_groups * scenario.failures.nodes_per_group
+    assert num_nodes * 8 == 16_384
+    assert 54 * 86_400 / scenario.failures.mean_interval_s(scenario.num_groups) == pytest.approx(419, rel=1e-6)
+    weights = [cause.weight for cause in scenario.failures.mix]
+    assert (len(weights), sum(weights)) == (18, 419)
+    assert sorted(weights, reverse=True)[:9] == [148, 72, 54, 35, 32, 19, 17, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "per_1000_node_days", "num_nodes"), [("meta_rsc1", 6.5, 2000), ("meta_rsc2", 2.34, 1000)]
+)
+def test_the_presets_of_metas_clusters_have_the_published_rates(
+    name: str, per_1000_node_days: float, num_nodes: int
+) -> None:
+    scenario = load_scenario(name)
+    assert scenario.num_groups * scenario.failures.nodes_per_group == num_nodes
+    interval_s = scenario.failures.mean_interval_s(scenario.num_groups)
+    assert 1000 / num_nodes * 86_400 / interval_s == pytest.approx(per_1000_node_days, rel=1e-6)
+
+
 def test_all_presets_can_be_simulated() -> None:
     assert set(preset_names()) >= {"paper_n200", "paper_n600", "paper_n1000"}
     for name in preset_names():
@@ -41,7 +63,7 @@ def test_overrides_are_texts_or_values() -> None:
 
 
 def test_a_file_names_a_trace_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "losses.csv").write_text("seconds,group,repair_s\n50,1,30\n10.5,0,\n")
+    (tmp_path / "losses.csv").write_text("seconds,group,repair_s,cause\n50,1,30,gpu\n10.5,0,,\n")
     path = tmp_path / "mine.toml"
     path.write_text(
         "num_groups = 4\nredundancy = 2\n[costs]\ncompute_s = 1\n"
@@ -49,9 +71,9 @@ def test_a_file_names_a_trace_beside_it(tmp_path: Path) -> None:
     )
     scenario = load_scenario(path)
     assert scenario.name == "mine"
-    assert [(loss.at_s, loss.groups, loss.repair_s) for loss in scenario.failures.trace] == [
-        (10.5, (0,), None),
-        (50.0, (1,), 30.0),
+    assert [(loss.at_s, loss.groups, loss.repair_s, loss.cause) for loss in scenario.failures.trace] == [
+        (10.5, (0,), None, "simulated"),
+        (50.0, (1,), 30.0, "gpu"),
     ]
 
 
@@ -73,11 +95,37 @@ def test_a_file_names_a_trace_beside_it(tmp_path: Path) -> None:
         (["last_resort=true"], "last_resort takes single microbatches"),
         (["last_resort=true", "policy=replication"], "last_resort belongs to the policy spare"),
         (["failures.trace_file=missing.csv"], "cannot read the trace"),
+        (["failures.nodes_per_group=0"], "failures.nodes_per_group=0 has to be 1 or more"),
+        (["failures.nodes_per_group=4"], "failures.nodes_per_group=4 belongs to the kind node"),
+        (["failures.groups_per_domain=4"], "failures.groups_per_domain=4 belongs to the kind domain"),
+        (["groups_per_domain=0"], "groups_per_domain=0 has to be 1 or more"),
+        (["num_spares=-1"], "num_spares=-1 has to be 0 or more"),
+        (["num_spares=2", "policy=checkpoint_only"], "num_spares=2 is never used"),
+        (["repair_is_random=true"], "repair_is_random has no mean"),
+        (["repair_is_random=true", "failures.mix.gpu.weight=1"], "repair_is_random has no mean"),
+        (["failures.mix.gpu.weight=0"], "failures.mix.gpu.weight=0.0 has to be above 0"),
+        (["failures.mix.gpu.weight=inf"], "failures.mix.gpu.weight=inf has to be above 0"),
+        (["failures.mix.gpu.repair_s=5"], "has to set failures.mix.gpu.weight"),
+        (["failures.mix.gpu.weight=1", "failures.mix.gpu.repair_s=-5"], "failures.mix.gpu.repair_s=-5.0 has to be 0"),
+        (["failures.mix.gpu.wait=1"], "unknown setting failures.mix.gpu.wait; .* is failures.mix.gpu.w"),
+        (["failures.mix=1"], "unknown setting failures.mix"),
+        (["failures.trace=1"], "unknown setting failures.trace; the nearest valid one is failures.trace_file"),
+        (["failures.mix.gpu={weight=1, repair_s=5}", "repair_s=9"], "unknown setting failures.mix.gpu; .*"),
+        (["failures.mix.gpu.weight=1", "failures.mix.gpu.repair_s=5", "repair_s=9"], "repair_s=9.0 is never used"),
     ],
 )
 def test_what_is_wrong_with_a_scenario_is_said(overrides: list[str], text: str) -> None:
     with pytest.raises(ScenarioError, match=text):
         load_scenario("paper_n200", overrides)
+
+
+def test_causes_and_traces_exclude_each_other(tmp_path: Path) -> None:
+    (tmp_path / "losses.csv").write_text("seconds,group\n5,3\n")
+    trace = f"failures.trace_file={tmp_path / 'losses.csv'}"
+    with pytest.raises(ScenarioError, match=r"failures\.mix is of no use to a trace"):
+        load_scenario("paper_n200", [trace, "failures.kind=trace", "failures.mix.gpu.weight=1"])
+    with pytest.raises(ScenarioError, match=r"failures\.kind is system, which has no trace"):
+        load_scenario("paper_n200", [trace])
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -1,0 +1,112 @@
+"""Simulated cross-group communicators: they connect when all members have come, and break in the middle of anything.
+
+A reduction sums what all members posted. Its result is delivered to each member by itself: once somebody has gone or
+given up, some members may have the whole sum while others never get it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spare_megatron.core.stepplan import Microbatch
+from tests.protocol.violation import Violation
+
+Sums = Mapping[str, tuple[Microbatch, ...]]
+"""What each process brought into a reduction."""
+
+
+@dataclass(slots=True)
+class Reduction:
+    """One collective of a communicator.
+
+    Attributes:
+        attempt: What the first member called it.
+        posted: What each process brought.
+    """
+
+    attempt: int
+    posted: dict[str, tuple[Microbatch, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Communicator:
+    """One communicator, as all its members see it.
+
+    Attributes:
+        key: Its name in the store.
+        members: The groups it connects.
+        processes: Those that have come, one of each group.
+        gone: Those that are dead, or have let go of it.
+    """
+
+    key: int
+    members: tuple[int, ...]
+    processes: dict[int, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    reductions: list[Reduction] = field(default_factory=list)
+    num_posted: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_built(self) -> bool:
+        """Every member has come."""
+        return len(self.processes) == len(self.members)
+
+    def join(self, group: int, process: str) -> None:
+        """A process comes to the rendezvous, at any time after it began to build, even after it has let go.
+
+        Raises:
+            Violation: Its group has come before.
+        """
+        if group in self.processes:
+            raise Violation(f"communicator {self.key} is built twice: by {self.processes[group]} and by {process}")
+        self.processes[group] = process
+
+    def leave(self, process: str) -> None:
+        self.gone.add(process)
+
+    def post(self, process: str, attempt: int, brought: tuple[Microbatch, ...]) -> Reduction:
+        """A member starts its next reduction.
+
+        Raises:
+            Violation: Others reduce another attempt in it.
+        """
+        number = self.num_posted.get(process, 0)
+        self.num_posted[process] = number + 1
+        if number == len(self.reductions):
+            self.reductions.append(Reduction(attempt))
+        reduction = self.reductions[number]
+        if reduction.attempt != attempt:
+            raise Violation(f"attempts {reduction.attempt} and {attempt} meet in one reduction of {self.key}")
+        reduction.posted[process] = brought
+        return reduction
+
+    def may_complete(self, reduction: Reduction) -> bool:
+        return len(reduction.posted) == len(self.members)
+
+    @property
+    def is_broken(self) -> bool:
+        """Somebody has closed its end of the connections."""
+        return bool(self.gone)
+
+
+class Communicators:
+    """All of a run, by name."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, Communicator] = {}
+
+    def named(self, key: int, members: tuple[int, ...]) -> Communicator:
+        """The communicator of this name.
+
+        Raises:
+            Violation: The name stands for other groups.
+        """
+        communicator = self._all.setdefault(key, Communicator(key, members))
+        if communicator.members != members:
+            raise Violation(f"communicator {key} is built for {communicator.members} and again for {members}")
+        return communicator
+
+    def died(self, group: int, process: str) -> None:
+        """A process is gone, and with it its end of all connections."""
+        for communicator in self._all.values():
+            if communicator.processes.get(group, process) == process:
+                communicator.leave(process)

@@ -1,0 +1,222 @@
+"""One group as a state machine: the real controller and the real votes, with a simulated model and network.
+
+It does what `runtime.executor` does, in the same order. Every `yield` is a moment at which anything may happen
+elsewhere, or the process may die.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.messages import (
+    Action,
+    AppendEntry,
+    AttemptReduce,
+    BuildCommunicator,
+    ComputePatch,
+    ComputeStep,
+    EntryRead,
+    Event,
+    Fence,
+    FinishRun,
+    ReadEntry,
+    ReadVotes,
+    RunStarted,
+    SaveCheckpoint,
+    StopHalted,
+    StopWipeOut,
+    UpdateModel,
+    Vote,
+    decode_entry,
+)
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.agreement import GroupAgreement
+from tests.protocol.communicators import Communicator, Communicators, Sums
+from tests.protocol.invariants import Invariants
+from tests.protocol.store import Request, conversation
+from tests.protocol.violation import Violation
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Goes on once this is so."""
+
+    is_met: Callable[[], bool]
+
+
+Steps = Generator[Request | Until | None, Any, Any]
+
+
+class Surroundings(Protocol):
+    """What a group needs of the world."""
+
+    log_type: type[DecisionLog]
+    communicators: Communicators
+    invariants: Invariants
+
+    def now_s(self, process: str) -> float: ...
+
+    def is_written(self, index: int) -> bool: ...
+
+    def choose(self, *outcomes: str) -> str: ...
+
+    def start_in_background(self, name: str, steps: Steps) -> None: ...
+
+
+class _Fenced(Exception):
+    pass
+
+
+class _LoneRank:
+    """The process group of a group of one rank."""
+
+    def rank(self) -> int:
+        return 0
+
+
+class Group:
+    """One process of one group."""
+
+    def __init__(self, name: str, group: GroupId, controller: Controller, world: Surroundings) -> None:
+        self.name = name
+        self.group = group
+        self._controller = controller
+        self._world = world
+        self._local: list[Microbatch] = []
+        self._sums: Sums | None = None
+        self._params = ""
+        self._communicator: Communicator | None = None
+        self._head = 0
+
+    def run(self) -> Steps:
+        """From the start to the end, whatever that is."""
+        pending: deque[Action] = deque(self._handle(RunStarted()))
+        try:
+            while True:
+                action = pending.popleft()
+                if isinstance(action, FinishRun | StopWipeOut | StopHalted):
+                    self._world.invariants.stopped(self.name, action)
+                    return
+                for event in (yield from self._execute(action)) or ():
+                    pending.extendleft(reversed(self._handle(event)))
+        except _Fenced:
+            self._world.invariants.counts["fenced while alive"] += 1
+
+    def _handle(self, event: Event) -> tuple[Action, ...]:
+        try:
+            return self._controller.handle(event, now_s=self._world.now_s(self.name))
+        except ValueError as error:
+            raise Violation(f"{self.name} cannot go on: {error}") from error
+
+    def _execute(self, action: Action) -> Steps:
+        match action:
+            case ComputeStep(plan=plan):
+                yield None
+                self._local = list(plan.work.of(self.group))
+            case ComputePatch(plan=plan):
+                yield None
+                self._local += plan.work.of(self.group)
+            case BuildCommunicator(key=key, members=members):
+                self._let_go()
+                self._communicator = self._world.communicators.named(key, members)
+                self._world.start_in_background(f"{self.name} builds {key}", self._build(self._communicator))
+            case AttemptReduce():
+                return (yield from self._attempt(action))
+            case ReadVotes(attempt=attempt):
+                members = self._controller.members
+                return [(yield from self._speak(lambda voice: voice.read_votes(attempt, members)))]
+            case AppendEntry(index=index, entry=entry):
+                self._world.invariants.counts["decisions"] += 1
+                yield from self._speak(lambda voice: voice.append(index, entry))
+            case ReadEntry(index=index):
+                return (yield from self._read_entry(index))
+            case UpdateModel(step=step, attempt=attempt):
+                yield None
+                invariants = self._world.invariants
+                self._params = invariants.updated(self.name, step, attempt, self._sums, self._params)
+            case SaveCheckpoint(step=step):
+                yield None
+                self._world.invariants.has_params(self.name, step, self._params)
+            case _:
+                raise AssertionError(f"nothing asks for {action}")
+        return ()
+
+    # --------------------------------------------------------------------------------------------------- an attempt
+
+    def _attempt(self, action: AttemptReduce) -> Steps:
+        self._world.invariants.attempted(self.name, action)
+        yield None
+        self._sums = yield from self._reduce(action)
+        vote = Vote(
+            is_complete=self._sums is not None,
+            plan_digest=action.plan_digest,
+            params_digest="" if action.step % 2 else self._params,
+        )
+        yield None
+        self._world.invariants.voted(self.name, action.attempt, vote)
+        last_votes = yield from self._speak(lambda voice: voice.vote(action.attempt, vote, action.members))
+        return [] if last_votes is None else [last_votes]
+
+    def _reduce(self, action: AttemptReduce) -> Steps:
+        """The sum, or None as soon as it cannot be had or nobody needs it."""
+        brought = tuple(self._local)
+        if len(action.members) == 1:
+            return {self.name: brought}
+        if self._communicator is None or (yield from self._is_decided()):
+            return None
+        communicator = self._communicator
+        while not communicator.is_built:
+            yield Until(lambda: communicator.is_built or self._world.is_written(self._head))
+            if not communicator.is_built and (yield from self._is_decided()):
+                return None
+        reduction = communicator.post(self.name, action.attempt, brought)
+        yield None
+        while True:
+            yield Until(
+                lambda: (
+                    communicator.may_complete(reduction) or communicator.is_broken or self._world.is_written(self._head)
+                )
+            )
+            possible = []
+            possible += ["completes"] if communicator.may_complete(reduction) else []
+            possible += ["breaks"] if communicator.is_broken else []
+            possible += ["looks at the log"] if self._world.is_written(self._head) else []
+            outcome = self._world.choose(*possible)
+            if outcome == "completes":
+                return dict(reduction.posted)
+            if outcome == "breaks" or (yield from self._is_decided()):
+                self._let_go()
+                return None
+
+    def _build(self, communicator: Communicator) -> Steps:
+        yield None
+        communicator.join(self.group, self.name)
+
+    def _let_go(self) -> None:
+        if self._communicator is not None:
+            self._communicator.leave(self.name)
+        self._communicator = None
+
+    # ------------------------------------------------------------------------------------------------------ the log
+
+    def _speak(self, call: Callable[[GroupAgreement], Any]) -> Steps:
+        """A call of the group's voice, with a log of the world's kind."""
+        log_type = self._world.log_type
+        return (
+            yield from conversation(lambda store: call(GroupAgreement(self.group, _LoneRank(), log_type(store), 1.0)))
+        )
+
+    def _is_decided(self) -> Steps:
+        return (yield from self._speak(lambda voice: voice.is_written(self._head)))
+
+    def _read_entry(self, index: int) -> Steps:
+        log_type = self._world.log_type
+        entry = decode_entry((yield from conversation(lambda store: log_type(store).wait(index, 1.0))))
+        self._head = index + 1
+        if isinstance(entry, Fence) and entry.group == self.group:
+            raise _Fenced
+        return [EntryRead(index=index, entry=entry)]

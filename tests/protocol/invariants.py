@@ -1,0 +1,177 @@
+"""What must hold in every history, checked by an observer who sees everything and shares no code with the controller.
+
+1. Exactly once: the sums a group applies hold each microbatch of the batch once.
+2. Agreement: a step is committed once, on one attempt; whoever applies it goes to the same parameters.
+3. A decision is written by a member, needs the vote of every member of that moment, and follows from their votes
+   alone. So nothing that a fenced group does later can change one. A fenced group may still apply the commits that
+   stand before its fence in the log, never one behind it.
+4. When the faults stop, all steps are committed, unless a shard has no host left, or there is no group.
+5. No log entry is written twice; no communicator's name is used twice (`communicators`).
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spare_megatron.core.messages import (
+    AttemptReduce,
+    Commit,
+    Entry,
+    Fence,
+    FinishRun,
+    Halt,
+    Retry,
+    StopWipeOut,
+    Vote,
+    decode_entry,
+)
+from spare_megatron.core.placement import Placement
+from spare_megatron.core.stepplan import Microbatch
+from tests.protocol.violation import Violation
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The state in which an attempt begins."""
+
+    step: int
+    members: frozenset[int]
+    epoch: int
+
+
+class Invariants:
+    """Sees all entries, votes, reductions, updates and ends of one history."""
+
+    def __init__(self, placement: Placement, microbatches_per_shard: int, num_steps: int) -> None:
+        self._hosts = {int(shard): frozenset(map(int, hosts)) for shard, hosts in enumerate(placement.hosts)}
+        self._batch = Counter(
+            Microbatch(shard, k) for shard in range(placement.num_groups) for k in range(microbatches_per_shard)
+        )
+        self._num_steps = num_steps
+        self.entries: list[Entry] = []
+        self.members = frozenset(range(placement.num_groups))
+        self.epoch = 0
+        self.step = 0
+        self.attempt = 0
+        self._opened = {0: Opening(0, self.members, 0)}
+        self._commits: dict[int, tuple[int, frozenset[int]]] = {}
+        self._votes: dict[tuple[int, int], Vote] = {}
+        self._params: dict[int, str] = {}
+        self.counts: Counter[str] = Counter()
+
+    # ---------------------------------------------------------------------------------------------------- the log
+
+    def entry_written(self, index: int, text: str, writer: str) -> None:
+        """An entry has been written for the first time."""
+        entry = decode_entry(text)
+        if index != len(self.entries):
+            raise Violation(f"{writer} writes entry {index} while the log has {len(self.entries)}")
+        self.entries.append(entry)
+        self.counts[type(entry).__name__] += 1
+        match entry:
+            case Fence(group=group):
+                if group in self.members:
+                    self.members -= {group}
+                    self.epoch += 1
+                else:
+                    self.counts["fence of a fenced group"] += 1
+            case Commit() | Retry():
+                self._decided(entry, writer)
+            case Halt(reason=reason):
+                raise Violation(f"{writer} halts the run: {reason}")
+
+    def _decided(self, entry: Commit | Retry, writer: str) -> None:
+        if (entry.step, entry.attempt) != (self.step, self.attempt):
+            raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
+        if group_of(writer) not in self.members:
+            raise Violation(f"{writer} is fenced and writes {entry}")
+        votes = {group: self._votes.get((group, entry.attempt)) for group in sorted(self.members)}
+        silent = [group for group, vote in votes.items() if vote is None]
+        if silent:
+            raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
+        is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
+        if isinstance(entry, Commit) != is_complete:
+            raise Violation(f"{writer} writes {entry} though the members voted {votes}")
+        if isinstance(entry, Commit):
+            self._commits[self.step] = (self.attempt, self.members)
+            self.counts["save"] += entry.save
+            if self.members != self._opened[self.attempt].members:
+                self.counts["commit with the sum of a fenced group"] += 1
+            self.step += 1
+        self.attempt += 1
+        self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+
+    # -------------------------------------------------------------------------------------------------- the groups
+
+    def attempted(self, process: str, action: AttemptReduce) -> None:
+        """A process starts an attempt."""
+        opening = self._opened.get(action.attempt)
+        if opening != Opening(action.step, frozenset(action.members), action.epoch):
+            raise Violation(f"{process} starts {action}, but the log says {opening}")
+        if group_of(process) not in action.members:
+            raise Violation(f"{process} reduces among {action.members}")
+
+    def voted(self, process: str, attempt: int, vote: Vote) -> None:
+        """A process sends its vote."""
+        key = (group_of(process), attempt)
+        if key in self._votes:
+            raise Violation(f"{process} votes again on attempt {attempt}")
+        self._votes[key] = vote
+        if group_of(process) not in self.members:
+            self.counts["vote of a fenced group"] += 1
+
+    def updated(
+        self, process: str, step: int, attempt: int, sums: Mapping[str, tuple[Microbatch, ...]] | None, params: str
+    ) -> str:
+        """A process applies sums to its parameters. Returns the parameters that it has then."""
+        committed, members = self._commits.get(step, (None, frozenset()))
+        if attempt != committed:
+            raise Violation(f"{process} applies attempt {attempt} of step {step}, committed is {committed}")
+        if group_of(process) not in members:
+            raise Violation(f"{process} was fenced before the commit of step {step}, and applies it")
+        if sums is None:
+            raise Violation(f"{process} has no sum of attempt {attempt}, which is committed")
+        counted = Counter(item for brought in sums.values() for item in brought)
+        if counted != self._batch:
+            wrong = {tuple(item): counted[item] for item in {*counted, *self._batch} if counted[item] != 1}
+            raise Violation(f"{process} applies step {step}, which counts {wrong} times: {dict(sums)}")
+        parts = (params, step, attempt, sorted(sums.items()))
+        updated = hashlib.sha256(repr(parts).encode()).hexdigest()
+        self.has_params(process, step + 1, updated)
+        return updated
+
+    def has_params(self, process: str, step: int, params: str) -> None:
+        """A process has these parameters after this many steps."""
+        if self._params.setdefault(step, params) != params:
+            raise Violation(f"{process} has other parameters after {step} steps than the others")
+
+    # --------------------------------------------------------------------------------------------------------- ends
+
+    def stopped(self, process: str, stop: object) -> None:
+        """A process comes to the end of the run."""
+        self.counts[type(stop).__name__] += 1
+        if isinstance(stop, FinishRun) and self.step == self._num_steps:
+            return
+        if isinstance(stop, StopWipeOut) and self._is_wiped_out():
+            return
+        raise Violation(f"{process} ends with {stop} after {self.step} committed steps; members {set(self.members)}")
+
+    def ended(self, running: list[str]) -> None:
+        """Nothing moves any more.
+
+        Args:
+            running: Processes of groups that have neither ended nor died.
+        """
+        if running:
+            raise Violation(f"no progress: {running} wait for ever; the log ends with {self.entries[-3:]}")
+        if self.step < self._num_steps and not self._is_wiped_out():
+            raise Violation(f"only {self.step} steps are committed, and every shard has a host")
+
+    def _is_wiped_out(self) -> bool:
+        return any(not (hosts & self.members) for hosts in self._hosts.values())
+
+
+def group_of(process: str) -> int:
+    """The group of a process, whose name begins with it."""
+    return int(process.partition(".")[0])

@@ -1,0 +1,68 @@
+"""Protocols with a planted bug each: what the invariants must find."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.messages import Action, BuildCommunicator, ReadEntry, ReadVotes, VotesRead
+from spare_megatron.core.stepplan import StepPlan
+
+
+class CommitsWithoutAllVotes(Controller):
+    """Decides on the votes that there are."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        present = next(iter(event.votes.values()), None)
+        if present is None:
+            return ()
+        return super()._decide(replace(event, votes={g: event.votes.get(g, present) for g in self.members}), now_s)
+
+
+class ReusesCommunicatorNames(Controller):
+    """Names communicators by the epoch: a retry without a loss uses the name again."""
+
+    def _build_communicator(self) -> BuildCommunicator:
+        return replace(super()._build_communicator(), key=self.epoch)
+
+
+class PatchesTwice(Controller):
+    """Does not forget what it has patched: a second patch in the step computes it again."""
+
+    def _plan_patch(self) -> StepPlan:
+        orphans = list(self._orphans)
+        plan = super()._plan_patch()
+        self._orphans += orphans
+        return plan
+
+
+class IgnoresFences(Controller):
+    """Keeps a fenced group as a member."""
+
+    def _lose(self, *args: object) -> tuple[Action, ...]:
+        return (ReadVotes(attempt=self.attempt), ReadEntry(index=self.head))
+
+
+class CountsOldVotes(DecisionLog):
+    """Takes a group's vote on an earlier attempt where it has not voted on this one."""
+
+    def votes(self, attempt: int, groups: Sequence[int]) -> dict[int, str]:
+        return {**super().votes(attempt - 1, groups), **super().votes(attempt, groups)}
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """The parts under test."""
+
+    controller_type: type[Controller] = Controller
+    log_type: type[DecisionLog] = DecisionLog
+
+
+CORRECT = Protocol()
+MUTATIONS = {
+    "commits without all votes": Protocol(controller_type=CommitsWithoutAllVotes),
+    "reuses the names of communicators": Protocol(controller_type=ReusesCommunicatorNames),
+    "counts a patch twice": Protocol(controller_type=PatchesTwice),
+    "ignores fences": Protocol(controller_type=IgnoresFences),
+    "counts votes on an earlier attempt": Protocol(log_type=CountsOldVotes),
+}

@@ -1,0 +1,50 @@
+"""Many histories by their seeds."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.protocol.mutations import CORRECT, Protocol
+from tests.protocol.violation import Violation
+from tests.protocol.world import Scene, World
+
+
+@dataclass(slots=True)
+class Sample:
+    """What some histories came to.
+
+    Attributes:
+        num_histories: How many there were.
+        counts: What happened in them, faults included.
+        violations: Seed -> what was violated, and in which scene.
+        longest: Most moves of one.
+    """
+
+    num_histories: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: dict[int, str] = field(default_factory=dict)
+    longest: int = 0
+
+    def add(self, other: "Sample") -> None:
+        self.num_histories += other.num_histories
+        self.counts += other.counts
+        self.violations |= other.violations
+        self.longest = max(self.longest, other.longest)
+
+
+def run_histories(seeds: Iterable[int], protocol: Protocol = CORRECT, *, until_found: bool = False) -> Sample:
+    """Runs the history of every seed, or up to the first violation."""
+    sample = Sample()
+    for seed in seeds:
+        random = Random(seed)
+        scene = Scene.draw(random)
+        world = World(scene, random, protocol)
+        try:
+            world.run()
+        except Violation as violation:
+            sample.violations[seed] = f"{violation} ({scene})"
+        sample.add(Sample(1, world.num_faults + world.invariants.counts, {}, world.num_moves))
+        if until_found and sample.violations:
+            break
+    return sample

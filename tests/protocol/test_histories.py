@@ -1,0 +1,71 @@
+"""The protocol in random histories: crashes, false suspicions, late and repeated fences, pauses, store outages."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.protocol.mutations import CORRECT, MUTATIONS
+from tests.protocol.sample import run_histories
+from tests.protocol.world import FAULTS, MAX_BREAKS, Scene, World
+
+NUM_HISTORIES = 500
+
+
+def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
+    sample = run_histories(range(NUM_HISTORIES))
+    assert sample.violations == {}
+    assert sample.num_histories == NUM_HISTORIES
+    least = {
+        "Commit": 1000,
+        "Retry": 300,
+        "StopWipeOut": 50,
+        "FinishRun": 500,
+        "save": 100,
+        "fence of a fenced group": 100,
+        "fenced while alive": 100,
+        "vote of a fenced group": 100,
+        "commit with the sum of a fenced group": 30,
+        **dict.fromkeys(FAULTS, 100),
+    }
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+    # Leaders that see the same votes decide alike, and one of their entries stands.
+    assert sample.counts["decisions"] > 1.2 * (sample.counts["Commit"] + sample.counts["Retry"])
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    """Scenes that shrink to few groups, few steps and few faults."""
+    num_groups = draw(st.integers(2, 7))
+    num_steps = draw(st.integers(1, 6))
+    return Scene(
+        num_groups=num_groups,
+        redundancy=draw(st.integers(1, min(num_groups, 4))),
+        microbatches_per_shard=draw(st.integers(1, 3)),
+        num_steps=num_steps,
+        granularity=draw(st.sampled_from(("microbatch", "stack"))),
+        save_interval_s=draw(st.sampled_from((None, 100.0))),
+        fault_moves=draw(st.integers(1, 40 * num_groups * num_steps)),
+        fault_budget={fault: draw(st.integers(0, MAX_BREAKS)) for fault in FAULTS},
+    )
+
+
+@given(scene=scenes(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+def test_no_scene_leads_to_a_violation(scene: Scene, seed: int) -> None:
+    World(scene, Random(seed), CORRECT).run()
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    logs = []
+    for _ in range(2):
+        random = Random(5)
+        world = World(Scene.draw(random), random, CORRECT)
+        world.run()
+        logs.append((world.num_moves, world.invariants.entries))
+    assert logs[0] == logs[1]
+    assert len(logs[0][1]) > 1
+
+
+def test_the_mutations_are_no_part_of_the_protocol_under_test() -> None:
+    assert CORRECT not in MUTATIONS.values()

@@ -1,0 +1,51 @@
+"""The simulation finds planted bugs, so that its silence about the real protocol means something."""
+
+from random import Random
+
+import pytest
+from hypothesis import find, settings
+
+from tests.protocol.mutations import CORRECT, MUTATIONS, Protocol
+from tests.protocol.sample import run_histories
+from tests.protocol.test_histories import scenes
+from tests.protocol.violation import Violation
+from tests.protocol.world import Scene, World
+
+MAX_SEEDS = 200
+
+FOUND_AS = {
+    "commits without all votes": "without the votes of groups",
+    "reuses the names of communicators": "is built (twice|for)",
+    "counts a patch twice": "times|named twice",
+    "ignores fences": "but the log says|no progress|is fenced",
+    "counts votes on an earlier attempt": "without the votes|different plans|though the members voted",
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
+    found = run_histories(range(MAX_SEEDS), MUTATIONS[mutation], until_found=True)
+    [(seed, violation)] = found.violations.items()
+    with pytest.raises(Violation, match=FOUND_AS[mutation]):
+        raise Violation(violation)
+    assert run_histories(range(seed + 1)).violations == {}
+
+
+def violates(scene: Scene, protocol: Protocol) -> bool:
+    """Whether one of a few orders of the scene violates an invariant."""
+    for seed in range(5):
+        try:
+            World(scene, Random(seed), protocol).run()
+        except Violation:
+            return True
+    return False
+
+
+def test_a_violation_shrinks_to_a_scene_for_people() -> None:
+    protocol = MUTATIONS["commits without all votes"]
+    few = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    scene = find(scenes(), lambda scene: violates(scene, protocol), settings=few)
+    assert scene.num_steps == 1
+    assert scene.num_groups <= 4
+    assert sum(scene.fault_budget.values()) <= 3
+    assert not violates(scene, CORRECT)

@@ -1,0 +1,268 @@
+"""A history: groups, observers, a store and a network, in an order that a random generator chooses.
+
+Everything that happens is a move of one process: it goes on to its next moment, its request reaches the store, or the
+answer reaches it. Between any two moves a fault may strike. After a while the faults stop, and the rest is bounded.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.order import Granularity
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.detect import fence
+from tests.protocol.communicators import Communicators
+from tests.protocol.group import Group, Steps, Until
+from tests.protocol.invariants import Invariants
+from tests.protocol.mutations import Protocol
+from tests.protocol.store import Request, Store, conversation
+from tests.protocol.violation import Violation
+
+MAX_MOVES_AFTER_FAULTS = 5_000
+MAX_BREAKS = 4
+"""Reductions that break between living groups; the controller halts a run at more than five in a row."""
+
+FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "break")
+"""What may happen: a process dies; a living group is suspected; a suspected one is suspected by one more; a process
+stands still; the store stops answering, or also forgets the answers on their way; a reduction breaks.
+"""
+
+
+@dataclass(slots=True)
+class Process:
+    """A group's process, an observer, or a request whose sender died.
+
+    Attributes:
+        group: The group whose process it is; None for others.
+        steps: What it does.
+        weight: How often it moves, beside the others.
+        waits_for: What it yielded last.
+        answer: The answer to its request, once the store has carried that out.
+    """
+
+    name: str
+    group: GroupId | None
+    steps: Steps | None
+    weight: float
+    waits_for: Request | Until | None = None
+    answer: tuple[Any, ...] = ()
+    is_paused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What a history begins with, and what may happen in it."""
+
+    num_groups: int
+    redundancy: int
+    microbatches_per_shard: int
+    num_steps: int
+    granularity: Granularity
+    save_interval_s: float | None
+    fault_moves: int
+    """Moves after which the faults stop."""
+    fault_budget: dict[str, int] = field(hash=False)
+
+    @classmethod
+    def draw(cls, random: Random) -> "Scene":
+        num_groups = random.randint(2, 7)
+        num_steps = random.randint(1, 6)
+        return cls(
+            num_groups=num_groups,
+            redundancy=random.randint(min(num_groups, 2), min(num_groups, 4)),
+            microbatches_per_shard=random.randint(1, 3),
+            num_steps=num_steps,
+            granularity=random.choice(("microbatch", "stack")),
+            save_interval_s=random.choice((None, 100.0)),
+            fault_moves=random.randint(1, 40 * num_groups * num_steps),
+            fault_budget={
+                "crash": min(random.randint(0, num_groups), random.randint(0, num_groups)),
+                "suspect": random.choice((0, 0, 1, 2)),
+                "fence again": random.choice((0, 1, 3)),
+                "pause": random.choice((0, 1, 3)),
+                "outage": random.choice((0, 1, 2)),
+                "store restart": random.choice((0, 1, 2)),
+                "break": random.choice((0, 1, MAX_BREAKS)),
+            },
+        )
+
+
+class World:
+    """One history.
+
+    Args:
+        scene: What it begins with.
+        random: Chooses everything else.
+        protocol: What is under test.
+    """
+
+    def __init__(self, scene: Scene, random: Random, protocol: Protocol) -> None:
+        placement = make_placement("golomb", scene.num_groups, scene.redundancy)
+        self.log_type = protocol.log_type
+        self.communicators = Communicators()
+        self.invariants = Invariants(placement, scene.microbatches_per_shard, scene.num_steps)
+        self.num_moves = 0
+        self.num_faults: Counter[str] = Counter()
+        self._scene = scene
+        self._random = random
+        self._budget = Counter(scene.fault_budget)
+        self._fault_rate = 3 * sum(self._budget.values()) / scene.fault_moves
+        self._store = Store(self.invariants.entry_written)
+        self._processes: list[Process] = []
+        self._suspected: list[GroupId] = []
+        self._clock_skew_s: dict[str, float] = {}
+        setup = ControllerSetup(
+            placement=placement,
+            microbatches_per_shard=scene.microbatches_per_shard,
+            num_steps=scene.num_steps,
+            granularity=scene.granularity,
+            save_interval_s=scene.save_interval_s,
+        )
+        for group in map(GroupId, range(scene.num_groups)):
+            self._start_group(group, protocol.controller_type(setup))
+
+    def _start_group(self, group: GroupId, controller: Controller) -> None:
+        name = f"{group}.0"
+        self._clock_skew_s[name] = self._random.uniform(0.0, 300.0)
+        self._start(name, group, Group(name, group, controller, self).run())
+
+    def _start(self, name: str, group: GroupId | None, steps: Steps) -> None:
+        self._processes.append(Process(name, group, steps, weight=10 ** self._random.uniform(-1.0, 0.0)))
+
+    # ----------------------------------------------------------------------------------------------- for the groups
+
+    def now_s(self, process: str) -> float:
+        return self.num_moves + self._clock_skew_s[process]
+
+    def is_written(self, index: int) -> bool:
+        return self._store.has(f"log/{index}")
+
+    def start_in_background(self, name: str, steps: Steps) -> None:
+        self._start(name, None, steps)
+
+    def choose(self, *outcomes: str) -> str:
+        """How a reduction goes on for a process, of what is possible; connections may break at any time."""
+        if self._budget["break"] and self.num_moves < self._scene.fault_moves and self._random.random() < 0.1:
+            self._strike("break")
+            return "breaks"
+        return self._random.choice(outcomes)
+
+    # ------------------------------------------------------------------------------------------------------ history
+
+    def run(self) -> None:
+        """Goes on until nothing can move.
+
+        Raises:
+            Violation: An invariant does not hold.
+        """
+        while True:
+            has_faults = self.num_moves < self._scene.fault_moves
+            if has_faults and self._random.random() < self._fault_rate:
+                self._fault()
+            movable = [process for process in self._processes if self._can_move(process)]
+            if movable:
+                weights = [process.weight for process in movable]
+                self._move(self._random.choices(movable, weights)[0])
+                self.num_moves += 1
+            elif not self._end_a_fault():
+                break
+            if self._random.random() < (0.01 if has_faults else 0.1):
+                self._end_a_fault()
+            if self.num_moves > self._scene.fault_moves + MAX_MOVES_AFTER_FAULTS:
+                raise Violation(f"no end {MAX_MOVES_AFTER_FAULTS} moves after the last fault")
+        self.invariants.ended([process.name for process in self._processes if process.group is not None])
+
+    def _can_move(self, process: Process) -> bool:
+        if process.is_paused:
+            return False
+        match process.waits_for:
+            case Request() as request:
+                return bool(process.answer) or self._store.is_applicable(request)
+            case Until(is_met=is_met):
+                return is_met()
+        return True
+
+    def _move(self, process: Process) -> None:
+        if isinstance(process.waits_for, Request) and not process.answer:
+            process.answer = (self._store.apply(process.waits_for, process.name),)
+            if process.steps is None:
+                self._processes.remove(process)
+            return
+        assert process.steps is not None, "nobody is left to hear an answer"
+        answer = process.answer[0] if process.answer else None
+        process.answer = ()
+        try:
+            process.waits_for = process.steps.send(answer)
+        except StopIteration:
+            self._gone(process)
+
+    def _gone(self, process: Process) -> None:
+        self._processes.remove(process)
+        if process.group is not None:
+            self.communicators.died(process.group, process.name)
+
+    # ------------------------------------------------------------------------------------------------------- faults
+
+    def _fault(self) -> None:
+        left = [fault for fault, num in self._budget.items() if num and fault != "break"]
+        if not left:
+            return
+        alive = [process for process in self._processes if process.group is not None]
+        match fault := self._random.choice(left):
+            case "crash" if alive:
+                self._crash(self._random.choice(alive))
+            case "suspect" if alive:
+                self._observe(self._random.choice(alive).group)
+            case "fence again" if self._suspected:
+                self._observe(self._random.choice(self._suspected))
+            case "pause" if alive:
+                self._random.choice(alive).is_paused = True
+            case "outage" if self._store.is_up:
+                self._store.is_up = False
+            case "store restart":
+                self._restart_store()
+            case _:
+                return
+        self._strike(fault)
+
+    def _strike(self, fault: str) -> None:
+        self._budget[fault] -= 1
+        self.num_faults[fault] += 1
+
+    def _crash(self, process: Process) -> None:
+        """The process is gone. What it sent may still arrive."""
+        self._gone(process)
+        is_sent = isinstance(process.waits_for, Request) and process.waits_for.operation != "wait"
+        if is_sent and not process.answer and self._random.random() < 0.5:
+            self._processes.append(Process(process.name, None, None, process.weight, process.waits_for))
+        self._observe(process.group)
+
+    def _observe(self, group: GroupId | None) -> None:
+        """Somebody takes the group for lost, for good reason or not, and sooner or later writes its fence."""
+        assert group is not None, "only groups are fenced"
+        self._suspected.append(group)
+        # A supervisor reads on from the last entry that its ranks told of; others know of none.
+        from_index = self._random.choice((0, len(self.invariants.entries)))
+        log_type = self.log_type
+        steps = conversation(lambda store: fence(log_type(store), group, "suspected", from_index))
+        self._start(f"{group}.observer", None, steps)
+
+    def _restart_store(self) -> None:
+        """Nothing is lost but answers on their way: those requests are sent, and carried out, again."""
+        self._store.is_up = False
+        for process in self._processes:
+            process.answer = ()
+
+    def _end_a_fault(self) -> bool:
+        """The store comes back, or a paused process wakes up. False if there is neither."""
+        paused = [process for process in self._processes if process.is_paused]
+        if not self._store.is_up and (not paused or self._random.random() < 0.5):
+            self._store.is_up = True
+        elif paused:
+            self._random.choice(paused).is_paused = False
+        else:
+            return False
+        return True

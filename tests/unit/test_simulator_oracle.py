@@ -7,17 +7,15 @@ training restarts what was interrupted. Only the plans are those of `core.order`
 from collections.abc import Generator
 from typing import Any
 
-import numpy as np
 import pytest
 import simpy
 
 from spare_megatron.core.order import initial_order
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import Scenario
+from tests.oracle.scenarios import WAYS, jitter_factors, random_scenario
 
 Process = Generator[Any, Any, Any]
 
@@ -114,53 +112,11 @@ class Model:
         return initial_order(self.placement, self.scenario.microbatches_per_shard, self.scenario.granularity)
 
 
-def random_scenario(seed: int, **changes: Any) -> Scenario:
-    rng = np.random.default_rng(seed)
-    at_s = np.cumsum(150.0 * rng.weibull(0.78, 400))
-    losses = tuple(
-        Loss(at_s=float(t), groups=(GroupId(int(g)),)) for t, g in zip(at_s, rng.integers(0, 13, 400), strict=True)
-    )
-    settings: dict[str, Any] = {
-        "name": "random",
-        "num_groups": 13,
-        "redundancy": 4,
-        "microbatches_per_shard": 4,
-        "num_steps": 150,
-        "granularity": "stack",
-        "costs": CostModel(
-            compute_s=64.0,
-            reduce_s=10.0,
-            jitter=0.05,
-            detect_s=2.5,
-            agree_s=1.5,
-            rebuild_s=3.0,
-            save_s=15.0,
-            restart_s=700.0,
-            join_s=5.0,
-            state_transfer_s=20.0,
-        ),
-        "failures": FailureSpec(kind="trace", trace=losses),
-        "save_interval_s": 900.0,
-    }
-    return Scenario(**{**settings, **changes})
-
-
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"policy": "checkpoint_only", "save_interval_s": 300.0, "num_steps": 40},
-        {},
-        {"granularity": "microbatch"},
-        {"repair_s": 400.0},
-        {"granularity": "microbatch", "repair_s": 250.0},
-    ],
-    ids=["checkpoint_only", "stack", "microbatch", "stack_rejoin", "microbatch_rejoin"],
-)
-def test_simpy_comes_to_the_same_end(seed: int, changes: dict[str, Any]) -> None:
-    scenario = random_scenario(seed, **changes)
-    noise = np.random.default_rng([seed, 0]).standard_normal(scenario.num_steps)
-    model = Model(scenario, (1 + 0.05 * noise).tolist())
+@pytest.mark.parametrize("way", WAYS)
+def test_simpy_comes_to_the_same_end(way: str, seed: int) -> None:
+    scenario = random_scenario(seed, **WAYS[way])
+    model = Model(scenario, jitter_factors(scenario, seed))
     end_s = model.run()
     result = simulate(scenario, seed)
     assert result.end_s == pytest.approx(end_s, abs=1e-6)

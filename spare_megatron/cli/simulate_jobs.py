@@ -4,8 +4,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -110,8 +111,11 @@ def simulate_all(
     """
     results = dict(out.found) if out is not None else {}
     left = pending(cases, results)
-    with CaseProgress(len(cases), len(cases) - len(left), console) as progress:
-        for result in _simulated(left, min(num_jobs, len(left))):
+    with (
+        CaseProgress(len(cases), len(cases) - len(left), console) as progress,
+        closing(_simulated(left, min(num_jobs, len(left)))) as finished,  # an interrupt here ends the processes, too
+    ):
+        for result in finished:
             results[result.digest] = result
             if out is not None:
                 out.append(result)
@@ -124,7 +128,7 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _simulated(cases: Sequence[Case], num_jobs: int) -> Iterator[CaseResult]:
+def _simulated(cases: Sequence[Case], num_jobs: int) -> Generator[CaseResult]:
     if num_jobs <= 1:
         yield from map(_simulate_one, cases)
         return

@@ -1,7 +1,7 @@
 """One simulated run from a scenario and a seed."""
 
 from spare_megatron.simulator.chronicle import Chronicle, Sink
-from spare_megatron.simulator.replication import run_replication
+from spare_megatron.simulator.replication import disjoint_sets, run_replication
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.spare_run import Clock, SpareRun
 from spare_megatron.simulator.world import Result, World
@@ -24,8 +24,7 @@ def simulate(scenario: Scenario, seed: int, journal: Sink | None = None, clock: 
     if scenario.policy == "replication":
         if journal is not None:
             raise ValueError("the policy replication keeps no decision log, so that there is nothing to journal")
-        run_replication(world)
-        world.ledger.keep()
+        run_replication(world, disjoint_sets(scenario))
         return world.result(decision_s=0.0)
     run = SpareRun(world, Chronicle(scenario, world, journal) if journal else None, clock)
     run.run()

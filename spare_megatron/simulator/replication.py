@@ -1,25 +1,39 @@
-"""The baseline: disjoint sets of groups, each group computing all shards of its set in every step."""
+"""The baseline: every shard on several groups, each of which computes all of its shards in every step."""
+
+from collections.abc import Callable
 
 import numpy as np
 
-from spare_megatron.core.placement import IntArray
+from spare_megatron.core.placement import BoolArray
+from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.world import World
 
+IsWhole = Callable[[BoolArray], bool]
+"""Whether every shard has a group that is up, by which groups are up."""
 
-def run_replication(world: World) -> None:
+
+def disjoint_sets(scenario: Scenario) -> IsWhole:
+    """Sets of `redundancy` groups with the same shards.
+
+    Groups that do not fill a set of their own join others: they add hosts, and no step is taken to be longer for it.
+    """
+    num_sets = scenario.num_sets
+    set_of = np.arange(scenario.num_groups) % num_sets
+    return lambda is_up: bool(np.bincount(set_of[is_up], minlength=num_sets).all())
+
+
+def run_replication(world: World, is_whole: IsWhole) -> None:
     """Trains to the end.
 
-    Every step takes `redundancy` shards of compute. A loss costs nothing while its set has another group; when a set
-    is dead, the survivors finish their compute and find out as they do under the policy spare, and all restart. Groups
-    that do not fill a set of their own join others: they add hosts, and no step is taken to be longer for it.
+    Every step takes `redundancy` shards of compute. A loss costs nothing while its shards have another group; when a
+    shard has none, the survivors finish their compute and find out as they do under the policy spare, and all restart.
     """
     scenario = world.scenario
-    set_of = np.arange(scenario.num_groups) % scenario.num_sets
     cadence_s, last_save_s, step = scenario.save_cadence_s(), 0.0, 0
     while step < scenario.num_steps:
         world.compute(step, scenario.redundancy)
         world.lost_meanwhile()
-        if _is_whole(world, set_of) and _reduce(world, set_of):
+        if is_whole(world.fleet.is_up) and _reduce(world, is_whole):
             step += 1
             if world.now_s - last_save_s >= cadence_s:
                 last_save_s = world.now_s
@@ -30,17 +44,13 @@ def run_replication(world: World) -> None:
             world.notice(())
             world.restart()
             step, last_save_s = world.saved_step, world.now_s
+    world.ledger.keep()
 
 
-def _reduce(world: World, set_of: IntArray) -> bool:
-    """Whether no set died before the reduction was complete."""
+def _reduce(world: World, is_whole: IsWhole) -> bool:
+    """Whether no shard was left without a group before the reduction was complete."""
     end_s = world.now_s + world.scenario.costs.reduce_s
     while world.wait((("reduce", end_s - world.now_s),)):
-        if not _is_whole(world, set_of):
+        if not is_whole(world.fleet.is_up):
             return False
     return True
-
-
-def _is_whole(world: World, set_of: IntArray) -> bool:
-    """Whether every set has a group that is up."""
-    return bool(np.bincount(set_of[world.fleet.is_up], minlength=world.scenario.num_sets).all())

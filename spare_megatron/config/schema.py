@@ -144,6 +144,23 @@ class ControlConfig:
     """How long training pauses for a control store that does not answer before the run ends."""
 
 
+FaultKind = Literal[
+    "kill",
+    "raise",
+    "hang",
+    "stop",
+    "slow",
+    "disk_full",
+    "clock_jump",
+    "cut",
+    "stop_node",
+    "kill_supervisor",
+    "stop_store",
+    "kill_store",
+]
+"""What a fault does. `README.md` has what becomes of each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultConfig:
     """One fault to inject. Absent fields are drawn from `faults.seed`."""
@@ -156,8 +173,10 @@ class FaultConfig:
     """Group that is hit."""
     rank: int | None = None
     """Rank inside that group."""
-    kind: Literal["kill", "raise"] = "kill"
-    """kill sends SIGKILL to the rank itself; raise raises an exception in it."""
+    kind: FaultKind = "kill"
+    """What happens to the rank, to its node or to the control store."""
+    seconds: float | None = None
+    """How long it lasts, or how far the clock jumps; for good when absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class Pulse:
         progress: Moves with every operation, and inside long ones.
         operation: The pending operation.
         step: The step it belongs to; -1 before the first.
+        progress_at_s: When `progress` last moved, by the monotonic clock that the processes of a node share.
         slowest_s: Longest time between two moves of `progress` in operations of this kind lately; 0 if unknown.
     """
 
@@ -62,6 +63,7 @@ class Pulse:
     progress: int
     operation: Operation
     step: int
+    progress_at_s: float
     slowest_s: float
 
 
@@ -100,10 +102,6 @@ class Liveness:
             return f"no progress for {stuck_s:.1f} s"
         return ""
 
-    def idle_s(self, now_s: float) -> float:
-        """Seconds since its last progress that was seen."""
-        return self._progress.age_s(now_s)
-
     def _stall_limit_s(self, pulse: Pulse) -> float:
         if pulse.slowest_s == 0.0:
             return self._first_limit_s
@@ -141,7 +139,4 @@ class _Counter:
         """Seconds without a change."""
         if is_fresh or value != self._value:
             self._value, self._since_s = value, now_s
-        return now_s - self._since_s
-
-    def age_s(self, now_s: float) -> float:
         return now_s - self._since_s

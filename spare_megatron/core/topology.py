@@ -43,6 +43,10 @@ class Layout:
         ids = range(first, first + self.ranks_per_node)
         return [(GroupId(index // self.ranks_per_group), index % self.ranks_per_group) for index in ids]
 
+    def node_of(self, group: GroupId, rank: int) -> int:
+        """The node of a rank."""
+        return (group * self.ranks_per_group + rank) // self.ranks_per_node
+
     def groups_on(self, node: int) -> list[GroupId]:
         """The groups that have a rank on a node, ascending."""
         return sorted({group for group, _ in self.ranks_on(node)})

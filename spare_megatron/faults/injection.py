@@ -2,11 +2,15 @@
 
 import os
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from spare_megatron.core.phases import Phase
 from spare_megatron.faults.trace import Fault
+
+_FOR_GOOD_S = 1e6
 
 
 class InjectedFault(RuntimeError):
@@ -20,16 +24,22 @@ class Injector:
         phases: The phases at which something may happen; the others need not be probed.
     """
 
-    def __init__(self, faults: Sequence[Fault], report: Callable[[Fault], None]) -> None:
+    def __init__(
+        self, faults: Sequence[Fault], report: Callable[[Fault], None], request: Callable[[Fault], None]
+    ) -> None:
         """Arms the faults.
 
         Args:
             faults: The faults of this rank and no other.
             report: Called just before a fault; must have stored what it was told when it returns.
+            request: Called for a fault that a rank cannot inflict on itself; returns when it has struck and, where it
+                stops this process, is over.
         """
         self.phases = frozenset(fault.phase for fault in faults)
         self._pending = list(faults)
         self._report = report
+        self._request = request
+        self._slow: tuple[int, Phase, float] | None = None
         self._step = -1
         self._num_reached: Counter[Phase] = Counter()
 
@@ -52,11 +62,45 @@ class Injector:
         """
         if phase not in self.phases:
             return
+        if self._slow is not None and self._slow[:2] == (self._step, phase):
+            time.sleep(self._slow[2])
         self._num_reached[phase] += 1
         moment = (self._step, phase, self._num_reached[phase])
         for fault in [fault for fault in self._pending if (fault.step, fault.phase, fault.ordinal) == moment]:
             self._pending.remove(fault)
             self._report(fault)
-            if fault.kind == "kill":
+            self._carry_out(fault)
+
+    def _carry_out(self, fault: Fault) -> None:
+        match fault.kind:
+            case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise InjectedFault(f"{phase} of step {fault.step}, time {fault.ordinal}: faults.trace asked for it")
+            case "raise":
+                raise InjectedFault(
+                    f"{fault.phase} of step {fault.step}, time {fault.ordinal}: faults.trace asked for it"
+                )
+            case "hang":
+                time.sleep(_FOR_GOOD_S if fault.seconds is None else fault.seconds)
+            case "slow":
+                self._slow = (fault.step, fault.phase, fault.seconds or 0.0)
+            case "clock_jump":
+                _set_wall_clock_ahead(fault.seconds or 0.0)
+            case _:
+                self._request(fault)
+
+
+def _set_wall_clock_ahead(seconds: float) -> None:
+    """This process alone: the machine's clock is everybody's."""
+    clock = time.time
+    time.time = lambda: clock() + seconds
+
+
+def fill_disk(fd: int, seconds: float | None) -> None:
+    """From here on every write to the descriptor meets a full disk: for some seconds, or for good."""
+    real = os.dup(fd)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), fd)
+    if seconds is not None:
+        timer = threading.Timer(seconds, os.dup2, (real, fd))
+        timer.daemon = True
+        timer.start()

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from spare_megatron.config.schema import FaultConfig, RunConfig
+from spare_megatron.config.schema import FaultConfig, FaultKind, RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId
@@ -27,7 +26,8 @@ class Fault:
         group: Group that is hit.
         rank: Rank inside that group.
         phase: Moment of the step.
-        kind: kill sends SIGKILL to the rank itself; raise raises an exception in it.
+        kind: What happens.
+        seconds: How long it lasts, or how far the clock jumps; None for good.
         ordinal: How often the rank has reached the phase in this step when it is hit, from 1.
     """
 
@@ -35,8 +35,24 @@ class Fault:
     group: GroupId
     rank: int
     phase: Phase
-    kind: Literal["kill", "raise"]
+    kind: FaultKind
     ordinal: int = 1
+    seconds: float | None = None
+
+
+def groups_hit(config: RunConfig, kind: FaultKind, seconds: float | None, group: int) -> frozenset[GroupId]:
+    """The groups that a fault costs the run for sure.
+
+    A rank or node that comes back before it is missed costs nothing, nor does what hits no group at all.
+    """
+    found_s = 2 * config.control.heartbeat_interval_s
+    if kind in ("kill", "raise") or (kind in ("hang", "stop") and (seconds is None or seconds >= found_s)):
+        return frozenset({GroupId(group)})
+    if kind == "kill_supervisor" or (kind in ("cut", "stop_node") and (seconds is None or seconds >= found_s)):
+        layout = config.parallel
+        nodes = {layout.node_of(GroupId(group), rank) for rank in range(layout.ranks_per_group)}
+        return frozenset(other for node in nodes for other in layout.groups_on(node))
+    return frozenset()
 
 
 def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
@@ -63,6 +79,7 @@ def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
             rank=_pick(config.parallel.ranks_per_group, share[2]) if fault.rank is None else fault.rank,
             phase=fault.phase,
             kind=fault.kind,
+            seconds=fault.seconds,
             ordinal=_choose_ordinal(config, fault, share[3]),
         )
         for fault, step, group, share in zip(trace, steps, groups, shares, strict=True)

@@ -271,9 +271,10 @@ def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
             continue  # the run ended before it
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
             yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
-        elif fault["group"] not in fold.last_fenced_at and fault["step"] < run.num_steps - 1:
-            severity: Severity = "invalid" if _is_whole(fold) else "unknown"
-            yield Finding(severity=severity, reason=f"the fault {fault} struck, but no entry fences its group")
+        elif fault["step"] < run.num_steps - 1:
+            for group in set(fault.get("costs", [fault["group"]])) - set(fold.last_fenced_at):
+                severity: Severity = "invalid" if _is_whole(fold) else "unknown"
+                yield Finding(severity=severity, reason=f"the fault {fault} struck, but no entry fences group {group}")
 
 
 def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:

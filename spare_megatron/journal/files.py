@@ -4,6 +4,7 @@ A line is handed to the operating system in one write before the writer goes on,
 SIGKILL. Only the last line of a killed writer can be torn.
 """
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -15,23 +16,67 @@ from spare_megatron.journal.records import Line, Record, decode_line, encode_lin
 
 R = TypeVar("R", bound=Record)
 
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_MOST_HELD_BYTES = 64 << 20
+_PATIENCE_S = 5.0
+_RETRY_S = 0.05
 
-class JournalWriter:
-    """Appends the records of one writer."""
 
-    def __init__(self, run_dir: Path, source: str, now_s: Callable[[], float] = time.time) -> None:
-        folder = run_dir / "journal"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._source = source
-        self._now_s = now_s
-        self._fd = os.open(folder / f"{source}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+class AppendingFile:
+    """A file that is only appended to, in whole writes, and outlasts a full disk.
 
-    def write(self, record: Record) -> None:
-        text = encode_line(Line(source=self._source, at_s=self._now_s(), record=record)) + "\n"
-        os.write(self._fd, text.encode())
+    What a full or failing disk does not take is kept in memory and written with the next text that it does take.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._held = b""
+
+    def append(self, text: str) -> None:
+        """Writes the text.
+
+        Raises:
+            OSError: The disk has not taken anything for so long that memory would fill up.
+        """
+        self._held += text.encode()
+        try:
+            while self._held:
+                self._held = self._held[os.write(self._fd, self._held) :]
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS or len(self._held) > _MOST_HELD_BYTES:
+                raise
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._fd
 
     def close(self) -> None:
+        """Closes the file when the disk has taken everything, which it is given some seconds for.
+
+        Raises:
+            OSError: It has not.
+        """
+        end_s = time.monotonic() + _PATIENCE_S
+        while self._held and time.monotonic() < end_s:
+            time.sleep(_RETRY_S)
+            self.append("")
         os.close(self._fd)
+        if self._held:
+            raise OSError(errno.ENOSPC, f"{len(self._held)} bytes are lost, the disk takes no more", str(self._path))
+
+
+class JournalWriter(AppendingFile):
+    """Appends the records of one writer."""
+
+    def __init__(self, run_dir: Path, source: str, now_s: Callable[[], float] = lambda: time.time()) -> None:
+        super().__init__(run_dir / "journal" / f"{source}.jsonl")
+        self._source = source
+        self._now_s = now_s
+
+    def write(self, record: Record) -> None:
+        self.append(encode_line(Line(source=self._source, at_s=self._now_s(), record=record)) + "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ class RunRecord:
     granularity: str
     reduce_mode: str
     faults: list[dict[str, Any]]
-    """The faults to be injected: step, group, rank, phase."""
+    """The faults to be injected: step, group, rank, phase, kind, and which groups that costs for sure."""
     params_check_every_steps: int = 0
     """Steps between comparisons of the parameters of all groups; 0 compares only at the end."""
     last_resort: bool = False

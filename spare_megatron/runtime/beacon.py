@@ -24,6 +24,7 @@ class Page(ctypes.Structure):
         ("progress", ctypes.c_uint64),
         ("operation", ctypes.c_uint64),
         ("step", ctypes.c_int64),
+        ("progress_at_s", ctypes.c_double),
         ("slowest_s", ctypes.c_double * len(OPERATIONS)),
     )
 
@@ -43,6 +44,7 @@ def read_page(page: Page) -> Pulse:
         progress=page.progress,
         operation=OPERATIONS[index],
         step=page.step,
+        progress_at_s=page.progress_at_s,
         slowest_s=page.slowest_s[index],
     )
 
@@ -85,7 +87,7 @@ class Beacon:
             slowest_s = self._page.slowest_s
             slowest_s[self._index] = max(now_s - self._at_s, slowest_s[self._index] * _DECAY)
         self._index, self._at_s = index, now_s
-        self._page.operation = index
+        self._page.operation, self._page.progress_at_s = index, now_s
         self._page.progress += 1
 
     def _beat(self, pause_s: float) -> None:

@@ -3,13 +3,13 @@
 import ctypes
 import os
 import signal
-import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from spare_megatron.control.store import ControlStore
+from spare_megatron.runtime.processes import log_to_file
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, RankSpec
 
 _PR_SET_PDEATHSIG = 1
@@ -24,14 +24,7 @@ def prepare_process(spec: RankSpec) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    log = spec.run_dir / "logs" / f"{spec.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+    log_to_file(spec.run_dir, spec.name)
     torch.set_num_threads(spec.config.cluster.threads_per_rank)
 
 

@@ -1,20 +1,22 @@
 """Starts the control store and the supervisors of a run on this machine, hears their reports, and says how it ended."""
 
 import contextlib
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.control.store import StoreLost
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EndRecord, LossRecord, Outcome
-from spare_megatron.runtime.detect import fence
+from spare_megatron.journal.records import EndRecord, Outcome
+from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.processes import (
     Child,
     describe_exit,
@@ -26,14 +28,17 @@ from spare_megatron.runtime.processes import (
 )
 from spare_megatron.runtime.reports import (
     ExitCode,
+    FaultWanted,
+    GoOn,
     GroupLost,
     NodeEnded,
     NodeReport,
+    RankKey,
     RankRaised,
+    RanksStarted,
     RunEvent,
     RunStopped,
     Starting,
-    StepCommitted,
 )
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, NodeSpec, RankMain
 from spare_megatron.runtime.supervisor import supervise
@@ -75,8 +80,9 @@ class Driver:
         self._nodes: dict[int, Child] = {}
         self._ended: dict[int, NodeEnded] = {}
         self._lost: set[GroupId] = set()
+        self._pids: dict[int, list[int]] = {}
+        self._agenda = Agenda()
         self._stop_reason = ""
-        self._head_hint = 0
         self._last_cause = ""
         self._has_raised = False
 
@@ -96,6 +102,7 @@ class Driver:
             store, spec = start_store(self._context, self._config)
             self._store = open_store(spec)
             self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
+            self._store_process = store
             self._start_nodes(spec)
             self._watch(store)
             end = self._end()
@@ -107,8 +114,11 @@ class Driver:
             # The embedded store first: without it, ranks that see others being ended can fence nobody.
             if store is not None:
                 end_child(store)
-            for child in self._nodes.values():
-                stop_child(child)
+            for node, child in self._nodes.items():
+                if self._is_over([node]):
+                    end_child(child)  # it may be stopped
+                else:
+                    stop_child(child)
             self._journal.write(end)
         return end
 
@@ -129,12 +139,13 @@ class Driver:
     # ----------------------------------------------------------------------------------------------------- watch
 
     def _watch(self, store: Child | None) -> None:
-        """Serves reports until every supervisor has ended."""
+        """Serves reports until every supervisor has ended or its node is lost."""
         pipes = {child.reports: node for node, child in self._nodes.items()}
         sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
         store_sentinel = [] if store is None else [store.process.sentinel]
-        while sentinels:
-            ready = wait([*pipes, *sentinels, *store_sentinel])
+        while not self._is_over(sentinels.values()):
+            ready = wait([*pipes, *sentinels, *store_sentinel], self._agenda.pause_s())
+            self._agenda.run_due()
             for pipe in [item for item in ready if item in pipes]:
                 try:
                     self._take(pipe.recv())
@@ -145,8 +156,15 @@ class Driver:
             if store is not None and store.process.sentinel in ready:
                 raise RunFailed(f"the control store died: {describe_exit(store.process.exitcode)}")
 
+    def _is_over(self, running: Iterable[int]) -> bool:
+        """Whether nodes that still run have nothing to do with the run any more. They may be stopped or cut off."""
+        return all(self._lost.issuperset(self._config.parallel.groups_on(node)) for node in running)
+
     def _node_ended(self, node: int) -> None:
-        """The supervisor of a node is gone. If it did not end by itself, its ranks died with it."""
+        """The supervisor of a node is gone. If it did not end by itself, its ranks died with it.
+
+        The others find its groups lost by its silence, here as on a cluster.
+        """
         child = self._nodes[node]
         while child.reports.poll():
             try:
@@ -154,26 +172,25 @@ class Driver:
             except (EOFError, OSError):
                 break
         child.process.join()
+        failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
         if node in self._ended:
-            return
-        cause = f"node {node}: its supervisor died: {describe_exit(child.process.exitcode)}"
-        for group in self._config.parallel.groups_on(node):
-            index = fence(DecisionLog(self._store), group, cause, self._head_hint)
-            self._journal.write(LossRecord(group=group, rank=-1, cause=cause, entry_index=index))
-            self._take(GroupLost(group=group, rank=-1, cause=cause, traceback=""))
+            failure = self._ended[node].failure
+        if failure and len(self._nodes) == 1:
+            raise RunFailed(f"node {node}: {failure}")
 
     def _take(self, report: NodeReport) -> None:
         match report:
-            case StepCommitted(head=head):
-                self._head_hint = max(self._head_hint, head)
+            case RanksStarted(node=node, pids=pids):
+                self._pids[node] = list(pids.values())
+            case FaultWanted(fault=fault):
+                self._inflict(fault)
+                return
             case RunStopped(reason=reason):
                 self._stop_reason = reason
             case RankRaised():
                 self._has_raised = True
-            case NodeEnded(node=node, failure=failure):
+            case NodeEnded(node=node):
                 self._ended[node] = report
-                if failure:
-                    raise RunFailed(failure)
             case GroupLost(group=group, rank=rank, cause=cause):
                 if group in self._lost:
                     return  # several watch a node
@@ -183,6 +200,39 @@ class Driver:
                     self._on_event(report)
                     raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
         self._on_event(report)
+
+    def _inflict(self, fault: Fault) -> None:
+        """A fault of the trace that strikes a node or the control store from outside."""
+        node = self._config.parallel.node_of(fault.group, fault.rank)
+        go_on = partial(self._go_on, node, (fault.group, fault.rank))
+        if fault.kind == "stop_node":
+            self._stop([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)
+            return
+        if self._store_process is None:
+            raise RunFailed(f"faults.trace wants {fault.kind}, but this run did not start its control store")
+        if fault.kind == "kill_store":
+            self._store_process.process.kill()
+        else:
+            self._stop([self._store_process.pid], fault.seconds, None)
+        go_on()
+
+    def _stop(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
+        """Stops processes, for some seconds or for good."""
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        if seconds is not None:
+            self._agenda.after(seconds, lambda: self._wake(pids))
+            if then is not None:
+                self._agenda.after(seconds, then)
+
+    def _wake(self, pids: list[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def _go_on(self, node: int, key: RankKey) -> None:
+        with contextlib.suppress(OSError):  # the node is lost
+            self._nodes[node].reports.send(GoOn(key=key))
 
     # ------------------------------------------------------------------------------------------------------- end
 

@@ -8,12 +8,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.schema import RunConfig
@@ -47,6 +49,11 @@ class Child:
 
     process: BaseProcess
     reports: Connection
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "a child has been started"
+        return self.process.pid
 
 
 def start_child(context: BaseContext, name: str, target: Callable[..., None], *args: Any) -> Child:
@@ -110,6 +117,18 @@ def describe_exit(code: int | None) -> str:
     if code >= 0:
         return f"exit code {code}"
     return signal.Signals(-code).name
+
+
+def log_to_file(run_dir: Path, name: str) -> None:
+    """Everything that this process prints from here on goes to RUN_DIR/logs/NAME.log, also from C++."""
+    log = run_dir / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
 
 
 def run_to_end(child: Child, timeout_s: float) -> str | None:

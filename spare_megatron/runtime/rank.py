@@ -12,7 +12,7 @@ from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.placement import make_placement
-from spare_megatron.faults.injection import Injector
+from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
@@ -29,7 +29,7 @@ from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import Fenced, GroupExecutor
 from spare_megatron.runtime.probe import RankProbe
-from spare_megatron.runtime.reports import ExitCode, RankRaised, RanksReady, RunStopped
+from spare_megatron.runtime.reports import ExitCode, FaultWanted, RankRaised, RanksReady, RunStopped
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.train import Stop, train
 
@@ -45,6 +45,7 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
     try:
         rank = _Rank(spec, reports)  # holds the communicators until the process is left
         code = rank.run()
+        rank.close()
     except Exception:  # noqa: BLE001  (whatever it is, it ends this rank and is told)
         text = traceback.format_exc()
         sys.stderr.write(text)
@@ -65,7 +66,7 @@ class _Rank:
         self._log = DecisionLog(self._store)
         self._journal = JournalWriter(spec.run_dir, spec.name)
         self._beacon = Beacon(spec.page)
-        self._probe = RankProbe(Injector(spec.faults, self._journal_fault), self._beacon)
+        self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
         spare, config = spec.config.spare, spec.config
         setup = ControllerSetup(
             placement=make_placement(
@@ -96,6 +97,13 @@ class _Rank:
             if not is_connection_error(error):
                 raise
             return self._broken(error)
+
+    def close(self) -> None:
+        """Closes the journal. What a full disk does not take of it is missing in the verdict, and is no lost group."""
+        try:
+            self._journal.close()
+        except OSError as error:
+            print(error, file=sys.stderr)
 
     def _build_executor(self) -> GroupExecutor:
         spec, config = self._spec, self._spec.config
@@ -142,6 +150,14 @@ class _Rank:
         print(error, file=sys.stderr)
         fence(self._log, self._spec.group, f"rank {self._spec.rank} lost a peer in its group", self._controller.head)
         return ExitCode.GROUP_BROKEN
+
+    def _request_fault(self, fault: Fault) -> None:
+        """Has others inflict the fault, and waits until it has struck."""
+        if fault.kind == "disk_full":
+            fill_disk(self._journal.fileno(), fault.seconds)
+            return
+        self._reports.send(FaultWanted(fault=fault))
+        self._reports.recv()
 
     def _journal_fault(self, fault: Fault) -> None:
         record = FaultRecord(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from spare_megatron.core.topology import GroupId
+from spare_megatron.faults.trace import Fault
 
 RankKey = tuple[GroupId, int]
 """A group, and a rank in it."""
@@ -68,7 +69,14 @@ class RunStopped:
     reason: str
 
 
-RankReport = RanksReady | StepCommitted | RankRaised | RunStopped
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultWanted:
+    """A fault of the trace that others have to inflict. The rank waits until it is told to go on."""
+
+    fault: Fault
+
+
+RankReport = RanksReady | StepCommitted | RankRaised | RunStopped | FaultWanted
 
 # ----------------------------------------------------------------------------------------------------- from supervisors
 
@@ -129,6 +137,13 @@ class NodeEnded:
     exits: Mapping[RankKey, int]
     lost: frozenset[GroupId]
     failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoOn:
+    """To a supervisor from the driver: the fault that this rank wanted has struck."""
+
+    key: RankKey
 
 
 NodeReport = RankReport | RanksStarted | GroupLost | StoreAway | StoreBack | NodeEnded

@@ -13,7 +13,7 @@ from spare_megatron import __version__
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
-from spare_megatron.faults.trace import Fault, resolve_trace
+from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.journal.summary import Summary, summarize
@@ -105,7 +105,14 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         reduce_mode=config.reduce.mode,
         params_check_every_steps=config.train.params_check_every_steps,
         faults=[
-            {"step": fault.step, "group": int(fault.group), "rank": fault.rank, "phase": str(fault.phase)}
+            {
+                "step": fault.step,
+                "group": int(fault.group),
+                "rank": fault.rank,
+                "phase": str(fault.phase),
+                "kind": fault.kind,
+                "costs": sorted(groups_hit(config, fault.kind, fault.seconds, fault.group)),
+            }
             for fault in faults
         ],
     )

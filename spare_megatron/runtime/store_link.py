@@ -103,6 +103,10 @@ class StoreLink:
         """Seconds for which the store has not answered; small while it does."""
         return time.monotonic() - self._since_s
 
+    def forgive(self) -> None:
+        """Counts `unanswered_s` anew."""
+        self._since_s = time.monotonic()
+
     def _run(self) -> None:
         try:
             store = self._connect()
@@ -131,11 +135,12 @@ class StoreLink:
         self._beats += 1
         store.put(f"beat/{self._node}", str(self._beats))
         watched = self._ring[:NUM_WATCHED]
-        found = store.get([f"beat/{other}" for other in watched]) if watched else []
+        # With nobody to watch, its own beat: the store has to answer something.
+        found = store.get([f"beat/{other}" for other in watched or [self._node]])
         now_s = time.monotonic()
         if now_s - began_s > self._interval_s / 2:
             self._slow_at_s = now_s
-        for other, beats in zip(watched, found, strict=True):
+        for other, beats in zip(watched, found, strict=False):
             self._judge(other, beats, now_s)
 
     def _judge(self, other: int, beats: str | None, now_s: float) -> None:

@@ -1,23 +1,28 @@
 """Looks after the ranks of one node: starts them, reaps them, watches them, and has the group of a lost one fenced."""
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.open_store import open_store
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Liveness
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.injection import InjectedFault
+from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord
+from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.beacon import Page, new_page, read_page
-from spare_megatron.runtime.processes import Child, describe_exit, end_child, start_child
+from spare_megatron.runtime.processes import Child, describe_exit, end_child, log_to_file, start_child
 from spare_megatron.runtime.reports import (
     ExitCode,
+    FaultWanted,
+    GoOn,
     GroupLost,
     NodeEnded,
     NodeReport,
@@ -45,6 +50,7 @@ INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
 
 def supervise(spec: NodeSpec, driver: Connection) -> None:
     """The main function of a supervisor's process. It ends with its ranks, or when the driver says so or is gone."""
+    log_to_file(spec.run_dir, spec.name)
     supervisor = _Supervisor(spec, driver)
     failure = supervisor.run()
     supervisor.close(failure)
@@ -75,7 +81,8 @@ class _Supervisor:
         self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
         self._head_hint = 0
-        self._look_at_s = 0.0
+        self._agenda = Agenda()
+        self._looked_at_s = time.monotonic()
         self._away_since_s: float | None = None
         self._inbox, outbox = Pipe(duplex=False)
         self._link = StoreLink(
@@ -91,7 +98,7 @@ class _Supervisor:
         try:
             for key in self._spec.config.parallel.ranks_on(self._spec.node):
                 self._start_rank(key)
-            self._tell(RanksStarted(node=self._spec.node, pids={key: _pid(c) for key, c in self._ranks.items()}))
+            self._tell(RanksStarted(node=self._spec.node, pids={key: c.pid for key, c in self._ranks.items()}))
             self._link.start()
             self._watch()
         except _Stopped:
@@ -106,7 +113,8 @@ class _Supervisor:
             end_child(child)
         if not failure:
             self._link.stop(_FAREWELL_S)
-            self._serve_link()
+            with contextlib.suppress(_Failed):  # the store may have gone before its last word
+                self._serve_link()
         self._journal.close()
         self._tell(NodeEnded(node=self._spec.node, exits=self._exits, lost=frozenset(self._lost), failure=failure))
         sys.stdout.flush()
@@ -132,11 +140,11 @@ class _Supervisor:
 
     def _watch(self) -> None:
         """Serves reports, deaths and silence until no rank is left."""
+        self._look()
         pipes = {child.reports: key for key, child in self._ranks.items()}
         sentinels = {child.process.sentinel: key for key, child in self._ranks.items()}
         while sentinels:
-            pause_s = max(0.0, self._look_at_s - time.monotonic())
-            ready = wait([*pipes, *sentinels, self._driver, self._inbox], pause_s)
+            ready = wait([*pipes, *sentinels, self._driver, self._inbox], self._agenda.pause_s())
             # Deaths first: a fence is urgent, a report is not.
             for key in [sentinels.pop(item) for item in ready if item in sentinels]:
                 self._reap(key)
@@ -144,11 +152,9 @@ class _Supervisor:
                 if not self._serve(pipe):
                     del pipes[pipe]
             if self._driver in ready:
-                raise _Stopped
+                self._obey()
             self._serve_link()
-            if time.monotonic() >= self._look_at_s:
-                self._look_at_s = time.monotonic() + self._interval_s / BEATS_PER_INTERVAL
-                self._look()
+            self._agenda.run_due()
         for pipe in pipes:
             while pipe.poll() and self._serve(pipe):
                 pass
@@ -166,8 +172,41 @@ class _Supervisor:
                 self._tracebacks[group, rank] = text
             case RanksReady(group=group):
                 self._watch_beats_of(group)
+            case FaultWanted(fault=fault):
+                self._inflict(fault)
+                return True
         self._tell(report)
         return True
+
+    def _obey(self) -> None:
+        """What the driver says: go on after a fault, or end."""
+        try:
+            order = self._driver.recv()
+        except (EOFError, OSError) as error:
+            raise _Stopped from error
+        if not isinstance(order, GoOn):
+            raise _Stopped
+        self._let_go_on(order.key)
+
+    def _inflict(self, fault: Fault) -> None:
+        """A fault that strikes a rank from outside, or this supervisor; those of the run are the driver's affair."""
+        key = (fault.group, fault.rank)
+        match fault.kind:
+            case "stop":
+                os.kill(self._ranks[key].pid, signal.SIGSTOP)
+                if fault.seconds is not None:
+                    self._agenda.after(fault.seconds, lambda: self._let_go_on(key))
+            case "kill_supervisor":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case _:
+                self._tell(FaultWanted(fault=fault))
+
+    def _let_go_on(self, key: RankKey) -> None:
+        child = self._ranks[key]
+        if child.process.is_alive():
+            os.kill(child.pid, signal.SIGCONT)
+            with contextlib.suppress(OSError):  # it has been killed meanwhile
+                child.reports.send("go on")
 
     def _watch_beats_of(self, group: GroupId) -> None:
         """From here on: what comes before has the timeout of the start."""
@@ -192,19 +231,24 @@ class _Supervisor:
         self._lose(group, rank, cause, "" if error.startswith(INJECTED) else error)
 
     def _look(self) -> None:
-        """At all beacons, and at whether the store answers."""
+        """At all beacons, and at whether the store answers; from now on ever again."""
+        self._agenda.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
         now_s = time.monotonic()
+        if now_s - self._looked_at_s > self._interval_s:
+            self._link.forgive()  # this process was stopped, and the link's thread with it
+        self._looked_at_s = now_s
         self._look_at_store(now_s)
         if self._away_since_s is not None:
             # Ranks wait for the store wherever they ask it. That is nobody's fault.
             for group in {key[0] for key in self._liveness}:
                 self._watch_beats_of(group)
             return
-        for key, liveness in list(self._liveness.items()):
-            pulse = read_page(self._pages[key])
-            cause = liveness.look(pulse, now_s)
-            if cause and key[0] not in self._lost:
-                self._lose(*key, f"{cause} in {pulse.operation} of step {pulse.step}")
+        pulses = {key: read_page(self._pages[key]) for key in self._liveness}
+        causes = {key: cause for key in pulses if (cause := self._liveness[key].look(pulses[key], now_s))}
+        # Where several stand still, the others wait for the one that stood still first.
+        for key in sorted(causes, key=lambda key: pulses[key].progress_at_s):
+            if key[0] not in self._lost:
+                self._lose(*key, f"{causes[key]} in {pulses[key].operation} of step {pulses[key].step}")
 
     def _look_at_store(self, now_s: float) -> None:
         silent_s, limit_s = self._link.unanswered_s(), self._spec.config.control.store_timeout_s
@@ -274,8 +318,3 @@ def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
 def _last_line(traceback: str) -> str:
     lines = traceback.strip().splitlines()
     return lines[-1] if lines else ""
-
-
-def _pid(child: Child) -> int:
-    pid: Any = child.process.pid
-    return int(pid)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from spare_megatron.journal.files import AppendingFile
 from spare_megatron.runtime.reports import StepCommitted
 
 
@@ -10,7 +11,7 @@ class MetricsWriter:
     """Writes each committed step once, as the first group reports it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._file = AppendingFile(run_dir / "metrics.jsonl")
         self._next_step = 0
 
     def take(self, event: object) -> None:
@@ -26,7 +27,7 @@ class MetricsWriter:
             "spare/makespan": event.makespan,
             "perf/step_s": round(event.step_s, 6),
         }
-        self._file.write(json.dumps(metrics) + "\n")
+        self._file.append(json.dumps(metrics) + "\n")
 
     def close(self) -> None:
         self._file.close()

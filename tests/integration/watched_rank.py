@@ -19,6 +19,7 @@ import numpy as np
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import ControlStore
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Event
 from spare_megatron.core.phases import Phase
 from spare_megatron.faults.injection import Injector
@@ -154,8 +155,15 @@ def _wait_for_the_first_entry(spec: RankSpec, store: ControlStore, ranks: Any) -
 class _ChoosyInjector(Injector):
     """Carries out the faults of the trace at moments that are named more closely."""
 
-    def __init__(self, watch: Watch, now: _Now, faults: Sequence[Fault], report: Callable[[Fault], None]) -> None:
-        super().__init__(faults, report)
+    def __init__(
+        self,
+        watch: Watch,
+        now: _Now,
+        faults: Sequence[Fault],
+        report: Callable[[Fault], None],
+        request: Callable[[Fault], None],
+    ) -> None:
+        super().__init__(faults, report, request)
         self._watch, self._now = watch, now
 
     def __call__(self, phase: Phase) -> None:
@@ -178,7 +186,8 @@ class _WatchedExecutor(GroupExecutor):
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
         self._attempts.attempt(action)
         if self._is_held_back(action):
-            DecisionLog(open_store(self._attempts.spec.store)).wait(self._head, _TIMEOUT_S)
+            with self._probe.during(Operation.AWAIT_ENTRY):
+                DecisionLog(open_store(self._attempts.spec.store)).wait(self._head, _TIMEOUT_S)
         return super().attempt_reduce(action)
 
     def _is_held_back(self, action: AttemptReduce) -> bool:

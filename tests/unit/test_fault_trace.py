@@ -147,20 +147,20 @@ def run_steps(probe: Injector, num_steps: int) -> list[tuple[int, Phase, int]]:
 def test_a_fault_is_carried_out_once_at_its_moment() -> None:
     reported: list[Fault] = []
     faults = [make_fault(ordinal=2), make_fault(Phase.IN_REDUCE, step=5)]
-    probe = Injector(faults, reported.append)
+    probe = Injector(faults, reported.append, reported.append)
     assert probe.phases == {Phase.BACKWARD, Phase.IN_REDUCE}
     assert run_steps(probe, 8) == [(3, Phase.BACKWARD, 2), (5, Phase.IN_REDUCE, 1)]
     assert reported == faults
 
 
 def test_going_through_the_step_again_does_not_hit_again() -> None:
-    probe = Injector([make_fault()], lambda fault: None)
+    probe = Injector([make_fault()], lambda fault: None, lambda fault: None)
     assert len(run_steps(probe, 5)) == 1
     assert run_steps(probe, 5) == []
 
 
 def test_the_count_goes_on_when_the_same_step_is_set_again() -> None:
-    probe = Injector([make_fault(ordinal=2)], lambda fault: None)
+    probe = Injector([make_fault(ordinal=2)], lambda fault: None, lambda fault: None)
     probe.step = 3
     probe(Phase.BACKWARD)
     probe.step = 3
@@ -169,7 +169,7 @@ def test_the_count_goes_on_when_the_same_step_is_set_again() -> None:
 
 
 def test_a_rank_without_faults_has_nothing_to_probe() -> None:
-    probe = Injector([], lambda fault: None)
+    probe = Injector([], lambda fault: None, lambda fault: None)
     assert probe.phases == frozenset()
     assert run_steps(probe, 3) == []
 

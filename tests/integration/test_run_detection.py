@@ -1,0 +1,131 @@
+"""Ranks, nodes and a store that stop without dying: found, or waited for, and nothing lost."""
+
+import dataclasses
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.records import FaultRecord, LossRecord
+from spare_megatron.runtime.reports import StoreAway, StoreBack
+from spare_megatron.runtime.run import start_run
+from tests.integration.reference import assert_exact
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import HEARTBEAT_S, Run, assert_masked, complete_run, fenced_groups, tiny_config
+
+pytestmark = pytest.mark.timeout(90)
+
+LAYOUT = LayoutConfig(num_groups=4, pipeline_parallel=2)
+STEPS = 5
+SLACK_S = 0.5
+"""For a machine that is busy with other things."""
+
+
+def faulty(corpus: Path, faults: Sequence[FaultConfig], num_nodes: int = 1, **settings: Any) -> RunConfig:
+    config = tiny_config(corpus, LAYOUT, steps=STEPS, faults=faults, **settings)
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, num_nodes=num_nodes))
+
+
+def at(phase: Phase, kind: str, group: int = 1, *, step: int = 2, rank: int = 0, **more: Any) -> FaultConfig:
+    return FaultConfig(phase=phase, kind=kind, step=step, group=group, rank=rank, **more)
+
+
+def found_after_s(run: Run, group: int) -> float:
+    """Seconds from the fault to the fence."""
+    struck = [line.at_s for line in run.journal.lines if isinstance(line.record, FaultRecord)]
+    fenced = [
+        line.at_s for line in run.journal.lines if isinstance(line.record, LossRecord) and line.record.group == group
+    ]
+    return min(fenced) - min(struck)
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "cause"),
+    [
+        ("stop", Phase.BACKWARD, "no heartbeat"),
+        ("stop", Phase.IN_REDUCE, "no heartbeat"),
+        ("hang", Phase.FORWARD, "no progress"),
+        ("hang", Phase.RECEIVE, "no progress"),
+        ("hang", Phase.IN_REDUCE, "no progress"),
+        ("hang", Phase.AFTER_VOTE, "no progress"),
+        ("hang", Phase.AFTER_COMMIT, "no progress"),
+    ],
+)
+def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
+    text_corpus: Path, tmp_path: Path, kind: str, phase: Phase, cause: str
+) -> None:
+    config = faulty(text_corpus, [at(phase, kind, rank=1)])
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(STEPS))))
+    assert_masked(run)
+    assert_exact(run, range(STEPS))
+    assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
+    (loss,) = run.journal.of(LossRecord)
+    assert (loss.group, loss.rank) == (1, 1)
+    assert cause in loss.cause
+    assert {pending["rank"]: pending["step"] for pending in loss.pending}[1] == 2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        at(Phase.FORWARD, "stop", seconds=0.4 * HEARTBEAT_S),
+        at(Phase.AFTER_REDUCE, "hang", seconds=0.4 * HEARTBEAT_S),
+        at(Phase.FORWARD, "slow", seconds=0.4 * HEARTBEAT_S),
+        at(Phase.FORWARD, "clock_jump", seconds=-3600.0),
+        at(Phase.FORWARD, "disk_full", seconds=0.2),
+    ],
+    ids=lambda fault: fault.kind,
+)
+def test_a_slow_but_honest_rank_is_waited_for(text_corpus: Path, tmp_path: Path, fault: FaultConfig) -> None:
+    run = complete_run(faulty(text_corpus, [fault]), tmp_path / "run")
+    if fault.kind == "clock_jump":  # its records are an hour early
+        assert run.summary.outcome == "finished"
+        assert fenced_groups(run.journal) == set()
+    else:
+        assert_masked(run)
+
+
+@pytest.mark.parametrize("kind", ["stop_node", "kill_supervisor"])
+def test_a_lost_node_costs_its_groups_and_nothing_else(text_corpus: Path, tmp_path: Path, kind: str) -> None:
+    run = complete_run(faulty(text_corpus, [at(Phase.BACKWARD, kind)], num_nodes=4), tmp_path / "run")
+    assert_masked(run)
+    assert fenced_groups(run.journal) == {1}
+    assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
+    assert all("node 1" in loss.cause for loss in run.journal.of(LossRecord))
+
+
+def test_a_node_that_wakes_up_finds_itself_fenced_and_changes_nothing(text_corpus: Path, tmp_path: Path) -> None:
+    """Its groups hold the complete sum of the step and have not voted on it when they are stopped."""
+    faults = [
+        at(Phase.AFTER_REDUCE, "stop_node", seconds=2.5 * HEARTBEAT_S, step=1),
+        at(Phase.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S),  # so that it can wake up in time
+    ]
+    run = complete_run(faulty(text_corpus, faults, num_nodes=4), tmp_path / "run")
+    assert_masked(run)
+    assert fenced_groups(run.journal) == {1}
+
+
+def test_training_pauses_while_the_store_is_away(text_corpus: Path, tmp_path: Path) -> None:
+    config = faulty(text_corpus, [at(Phase.AFTER_VOTE, "stop_store", seconds=3 * HEARTBEAT_S)])
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert fenced_groups(run.journal) == set()
+    assert [type(event) for event in run.events if isinstance(event, StoreAway | StoreBack)] == [StoreAway, StoreBack]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("stop_store", "control.store_timeout_s"), ("kill_store", "control store died")]
+)
+def test_a_store_that_is_gone_for_good_ends_the_run(text_corpus: Path, tmp_path: Path, kind: str, reason: str) -> None:
+    config = faulty(text_corpus, [at(Phase.BEFORE_REDUCE, kind)])
+    config = dataclasses.replace(config, control=dataclasses.replace(config.control, store_timeout_s=2.0))
+    summary = start_run(config, tmp_path / "run", lambda _: None)
+    assert summary.outcome == "failed"
+    assert reason in summary.outcome_reason
+    assert summary.groups_lost == 0
+    assert summary.verdict == "unknown"
+    assert multiprocessing.active_children() == []

@@ -96,11 +96,11 @@ class Liveness:
         self._looked_at_s = now_s
         silent_s = self._beats.see(pulse.beats, now_s)
         stuck_s = self._progress.see(pulse.progress, now_s)
-        if silent_s >= _LIMIT_INTERVALS * self._interval_s:
+        is_stuck = pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse)
+        # Who beats no more makes no progress either, and that may show first.
+        if silent_s >= (0.5 if is_stuck else _LIMIT_INTERVALS) * self._interval_s:
             return f"no heartbeat for {silent_s:.1f} s"
-        if pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse):
-            return f"no progress for {stuck_s:.1f} s"
-        return ""
+        return f"no progress for {stuck_s:.1f} s" if is_stuck else ""
 
     def _stall_limit_s(self, pulse: Pulse) -> float:
         if pulse.slowest_s == 0.0:

@@ -1,8 +1,10 @@
 """Simulations in parallel processes, their results kept as they come."""
 
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
+import threading
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -107,7 +109,8 @@ def simulate_all(
         out: Results of earlier calls, and where new ones are kept.
 
     Raises:
-        KeyboardInterrupt: On SIGINT or SIGTERM, after the processes have been told to end. Finished cases are kept.
+        KeyboardInterrupt: After the processes have been told to end; they end, too, if this one is killed. Finished
+            cases are kept.
     """
     results = dict(out.found) if out is not None else {}
     left = pending(cases, results)
@@ -134,7 +137,7 @@ def _simulated(cases: Sequence[Case], num_jobs: int) -> Generator[CaseResult]:
         return
     # Fresh processes: a fork of one with threads (progress, solvers) may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_die_of_interrupts) as pool:
+    with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_follow_the_first_process) as pool:
         try:
             for future in as_completed([pool.submit(_simulate_one, case) for case in cases]):
                 yield future.result()
@@ -150,6 +153,17 @@ def _simulate_one(case: Case) -> CaseResult:
     return run_case(case, time.perf_counter)
 
 
-def _die_of_interrupts() -> None:
-    """Ctrl-C reaches every process of the terminal; only the first one has something to say about it."""
+def _follow_the_first_process() -> None:
+    """Ctrl-C reaches every process of the terminal; only the first one has something to say about it.
+
+    And it may be killed without a chance to end the others, which would wait for work for ever.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    first = multiprocessing.parent_process()
+    assert first is not None
+    threading.Thread(target=_end_with, args=(first,), daemon=True).start()
+
+
+def _end_with(process: multiprocessing.process.BaseProcess) -> None:
+    process.join()
+    os._exit(1)

@@ -226,24 +226,52 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_sweep_ends_its_processes_and_keeps_what_is_done(tmp_path: Path, number: signal.Signals) -> None:
-    out = tmp_path / "results.jsonl"
+def stop_a_sweep(out: Path, number: signal.Signals) -> tuple[int, str, list[psutil.Process]]:
+    """Exit code and stderr of a sweep that gets a signal when it has results, and the processes it had by then."""
     options = ["--preset", "paper_n200", "--steps", "100", "--seeds", "1000", "--jobs", "2", "--out", str(out)]
     command = [sys.executable, "-m", "spare_megatron.cli.main", "simulate", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        deadline_s = time.monotonic() + 60
-        while not (out.exists() and out.read_text().count("\n") >= 2):
-            assert child.poll() is None, child.communicate()[1]
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-        workers = psutil.Process(child.pid).children(recursive=True)
-        os.kill(child.pid, number)
-        _, said = child.communicate(timeout=30)
-    assert child.returncode == 130
+    # Not a pipe: a process that is left over would hold it open.
+    with (out.parent / "stderr").open("w+") as stderr:
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+        try:
+            deadline_s = time.monotonic() + 60
+            while not (out.exists() and out.read_text().count("\n") >= 2):
+                assert child.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+            processes = psutil.Process(child.pid).children(recursive=True)
+            os.kill(child.pid, number)
+            code = child.wait(timeout=30)
+        finally:
+            child.kill()
+            child.wait(timeout=30)
+        stderr.seek(0)
+        return code, stderr.read(), processes
+
+
+def left_over(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run after some seconds; they are killed."""
+    deadline_s = time.monotonic() + 20
+    while (left := [process for process in processes if is_running(process)]) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    return left
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_ends_its_processes_and_keeps_what_is_done(tmp_path: Path, number: signal.Signals) -> None:
+    code, said, processes = stop_a_sweep(tmp_path / "results.jsonl", number)
+    assert len(processes) >= 2
+    assert not left_over(processes)
+    assert code == 130
     assert "interrupted; finished cases are in" in said
     assert "Traceback" not in said
-    assert len(workers) >= 2
-    while any(map(is_running, workers)):
-        assert time.monotonic() < deadline_s, [worker for worker in workers if is_running(worker)]
-        time.sleep(0.05)
+
+
+def test_a_sweep_that_is_killed_leaves_no_processes(tmp_path: Path) -> None:
+    """As is one in a benchmark, which has no handler, by SIGTERM."""
+    code, _, processes = stop_a_sweep(tmp_path / "results.jsonl", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert len(processes) >= 2
+    assert not left_over(processes)

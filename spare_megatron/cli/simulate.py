@@ -3,7 +3,7 @@
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -143,16 +143,17 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def _simulate(request: Request) -> None:
     from spare_megatron.cli.simulate_jobs import ResultFile, default_jobs, simulate_all
-    from spare_megatron.simulator.sweep import cases_of, given_up, summarize
+    from spare_megatron.simulator.sweep import Case, cases_of, given_up, summarize
 
     _check_options(request)
     measured = None if request.calibrate is None else measured_by(request.calibrate)
     base = scenario_of(request, measured)
     wanted, drawn = asked_for(request, base), for_the_plot(request, base)
+    journaled = () if request.journal is None else (base,)
     if request.journal is not None:
         _check_journal(request.journal, base)
     results = simulate_all(
-        cases_of(dict.fromkeys((*wanted, *drawn)), request.seeds),
+        cases_of(dict.fromkeys((*wanted, *drawn, *journaled)), request.seeds),
         num_jobs=request.jobs or default_jobs(),
         console=Console(stderr=True),
         out=None if request.out is None else ResultFile(request.out),
@@ -162,7 +163,26 @@ def _simulate(request: Request) -> None:
         raise ValueError(reasons[0])
     for reason in reasons:
         typer.echo(f"spare simulate: given up: {reason}", err=True)
-    _write_files(request, base, summarize(drawn, request.seeds, results))
+    plotted = summarize(drawn, request.seeds, results)
+    if request.journal is not None:
+        rework = results[Case(scenario=base, seed=0).digest].terms.get("rework", 0.0)
+        try:
+            _check_journal_size(request.journal, base, base.num_steps * (1 + rework))
+        except ValueError:
+            # The simulations are done: everything but the journal is shown.
+            _finish(replace(request, journal=None), base, figures, plotted, measured)
+            raise
+    _finish(request, base, figures, plotted, measured)
+
+
+def _finish(
+    request: Request,
+    base: "Scenario",
+    figures: "Sequence[Figures]",
+    plotted: "Sequence[Figures]",
+    measured: "Calibration | None",
+) -> None:
+    _write_files(request, base, plotted)
     _show(request, figures, measured)
 
 
@@ -275,16 +295,28 @@ def _check_options(request: Request) -> None:
 
 
 def _check_journal(folder: Path, scenario: "Scenario") -> None:
-    """Refuses a journal that cannot be, or would be too large. The names of members are most of a line."""
+    """Refuses a journal that cannot be, or would be too large even without restarts."""
     if (folder / "journal").exists():
         raise ValueError(f"--journal {folder} holds a journal already; name another directory")
     if scenario.policy == "replication":
         raise ValueError(f"--journal {folder}: the policy replication keeps no decision log to journal")
-    size = scenario.num_groups * scenario.num_steps * (4 * scenario.num_groups + 700)
+    _check_journal_size(folder, scenario, scenario.num_steps)
+
+
+def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) -> None:
+    """Refuses a journal that would be too large. The names of members are most of a line.
+
+    Args:
+        folder: Where it would be.
+        scenario: What it would tell of.
+        num_steps: Steps done, those that a restart threw away included.
+    """
+    size = int(scenario.num_groups * num_steps * (4 * scenario.num_groups + 700))
     if size > MOST_JOURNAL_BYTES:
+        again = "" if num_steps == scenario.num_steps else f", {num_steps / scenario.num_steps:.1f} times each,"
         raise ValueError(
-            f"--journal {folder}: a journal of {scenario.num_steps} steps of {scenario.num_groups} groups has about "
-            f"{format_bytes(size)}, more than {format_bytes(MOST_JOURNAL_BYTES)}; lower --steps"
+            f"--journal {folder}: a journal of {scenario.num_steps} steps{again} of {scenario.num_groups} groups has "
+            f"about {format_bytes(size)}, more than {format_bytes(MOST_JOURNAL_BYTES)}; lower --steps"
         )
 
 

@@ -145,6 +145,26 @@ def test_the_journal_is_valid(small: str, tmp_path: Path) -> None:
     assert any(record.entry["entry"] == "fence" for record in journal.of(EntryRecord))
 
 
+def test_the_size_of_a_journal_is_known_before_it_is_written(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that restarts throw away are journaled, too: here they are about half."""
+    run_dir = tmp_path / "run"
+    options = ["--preset", small, "--seeds", "1", "--policy", "checkpoint_only", "--steps", "100"]
+    assert spare_simulate(*options, "--journal", str(run_dir)).exit_code == 0
+    size = (run_dir / "journal" / "simulator.jsonl").stat().st_size
+    monkeypatch.setattr("spare_megatron.cli.simulate.MOST_JOURNAL_BYTES", size)
+    result = spare_simulate(*options, "--journal", str(tmp_path / "other"))
+    assert result.exit_code == 2
+    assert "a journal of 100 steps, " in result.stderr
+    assert "times each, of 12 groups has about" in result.stderr
+    assert "lower --steps" in result.stderr
+    assert "time to train" in result.stdout
+    assert not (tmp_path / "other").exists()
+    monkeypatch.setattr("spare_megatron.cli.simulate.MOST_JOURNAL_BYTES", 2 * size)
+    assert spare_simulate(*options, "--journal", str(tmp_path / "other")).exit_code == 0
+
+
 def test_costs_come_from_the_journal_of_a_run(small: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     options = ["--preset", small, "--seeds", "1"]

@@ -200,7 +200,7 @@ class TrainConfig:
     seed: int = 1234
     """Seed of the parameters, the order of the data and the dropout."""
     params_check_every_steps: int = 10
-    """Steps between comparisons of the parameters of all groups; 0 compares only at the end."""
+    """Steps between comparisons of the parameters of all groups; 0 compares only after recoveries and at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

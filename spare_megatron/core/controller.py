@@ -8,18 +8,22 @@ an earlier one. All groups run the same controller over the same log and so come
     entry Fence     -> BuildCommunicator, ReadVotes, ReadEntry  the loss may or may not have cost us the sum
     entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce again
     entry Restart   -> BuildCommunicator, then the step after the checkpoint
-    VotesRead       -> AppendEntry(Commit or Retry) once every survivor has voted
+    VotesRead       -> AppendEntry(Commit, Retry, or Fence of a group that differs) once every survivor has voted
 
 A fence alone decides nothing about the step. Every survivor votes exactly once on each attempt, and only when
 all of them have voted is the attempt decided, by the next entry: Commit if each holds the complete sum (what a
 group contributed before it was lost stays counted), Retry otherwise. So a loss at any moment, also in the
 middle of a recovery, is just one more entry.
 
+Votes carry a digest of the parameters wherever they are compared. A group that differs from the majority has added
+wrong gradients to the sum: the fence that puts it out discards the attempt, which then can only be tried again.
+
 Whoever writes the commit also decides by its own clock whether a checkpoint is due, and which waiting groups to take
 in; the entry tells everybody, so that no two groups need the same clock.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.core.messages import (
@@ -85,6 +89,7 @@ class Controller:
         self.head = 0
         self.step = 0
         self.attempt = 0
+        self.voters = self.members  # of this attempt, also those that were lost since it began
         self._everybody = self.members
         self._first_order = initial_order(
             setup.placement, setup.microbatches_per_shard, setup.granularity, last_resort=setup.last_resort
@@ -96,6 +101,7 @@ class Controller:
         self._plan_digest = ""
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
+        self._is_discarded = False  # the attempt: a group with wrong parameters contributed to it
         self._is_communicator_unused = False
         self._last_save_at_s = 0.0
 
@@ -125,10 +131,13 @@ class Controller:
 
     def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
         match entry:
-            case Fence(group=group, error=error):
+            case Fence(group=group, error=error, discard=discard):
+                self._is_discarded |= discard
                 return self._lose(group, error)
             case Commit(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
+                if self._is_discarded:
+                    raise ValueError(f"log entry {entry} commits a sum that was discarded")
                 return self._commit(entry, now_s)
             case Retry(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
@@ -185,6 +194,7 @@ class Controller:
         self.epoch += 1
         self.step = step
         self.attempt += 1
+        self._is_discarded = False
         self._retries_without_loss = 0
         self._last_save_at_s = now_s
         self._order = self._first_order
@@ -193,6 +203,7 @@ class Controller:
 
     def _retry(self) -> tuple[Action, ...]:
         self.attempt += 1
+        self._is_discarded = False
         # A loss during the attempt has brought a new communicator already. Without one, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build)
@@ -216,19 +227,34 @@ class Controller:
             return ()  # somebody has yet to vote
         # With 1000 groups every pass counts, and a driver may hand in one vote for all of them.
         different = counted[:1] + [vote for vote in counted if vote is not counted[0]]
-        entry: Entry
-        if len({vote.plan_digest for vote in different}) > 1:
-            entry = Halt(step=self.step, reason=f"groups have different plans: {_by_value(votes, 'plan_digest')}")
-        elif len({vote.params_digest for vote in different}) > 1:
-            entry = Halt(
-                step=self.step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}"
-            )
-        elif all(vote.is_complete for vote in different):
+        entry = self._objection(votes, different)
+        if entry is None and not self._is_discarded and all(vote.is_complete for vote in different):
             is_due = self._is_save_due(now_s)
             entry = Commit(step=self.step, attempt=event.attempt, save=is_due, admit=event.waiting)
-        else:
-            entry = Retry(step=self.step, attempt=event.attempt)
-        return (AppendEntry(index=self.head, entry=entry),)
+        return (AppendEntry(index=self.head, entry=entry or Retry(step=self.step, attempt=event.attempt)),)
+
+    def _objection(self, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
+        """What has to be said before anybody asks whether the sum is complete.
+
+        Where parameters differ, those of the majority of all who voted are right, and one group after the other is
+        put out that has others. Whoever is lost already needs that only if nobody else has discarded the attempt.
+        """
+        if len({vote.plan_digest for vote in of_members}) > 1:
+            return Halt(step=self.step, reason=f"groups have different plans: {_by_value(votes, 'plan_digest')}")
+        cast = of_members if len(votes) == len(self.members) else votes.values()
+        if len({vote.params_digest for vote in cast} - {""}) < 2:
+            return None
+        num_votes = Counter(vote.params_digest for vote in votes.values() if vote.params_digest)
+        digest, num_agreeing = num_votes.most_common(1)[0]
+        if 2 * num_agreeing <= num_votes.total():
+            return Halt(step=self.step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}")
+        wrong = {group for group, vote in votes.items() if vote.params_digest not in ("", digest)}
+        if self._is_discarded:
+            wrong &= set(self.members)
+        if not wrong:
+            return None
+        reason = f"its parameters before step {self.step} differ from those of {num_agreeing} groups"
+        return Fence(group=min(wrong), reason=reason, discard=True)
 
     def _is_save_due(self, now_s: float) -> bool:
         interval_s = self._setup.save_interval_s
@@ -267,6 +293,7 @@ class Controller:
 
     def _attempt_reduce(self) -> AttemptReduce:
         self._is_communicator_unused = False
+        self.voters = self.members
         return AttemptReduce(
             step=self.step,
             attempt=self.attempt,

@@ -40,6 +40,8 @@ class Fence:
     reason: str = ""
     error: str = ""
     """The exception that ended it, if a program's or the data's fault may be behind it: others may meet it too."""
+    discard: bool = False
+    """What it contributed to the attempt under way is wrong, so that the attempt cannot be committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ class Vote:
     Attributes:
         is_complete: Every rank of the group holds the whole cross-group sum of this attempt.
         plan_digest: Digest of all the work the group believes the step consists of.
-        params_digest: Digest of the group's parameters before this step, where they were checked; else empty.
+        params_digest: Digest of the group's parameters before this step, where they were compared; else empty.
     """
 
     is_complete: bool
@@ -146,7 +148,7 @@ class VotesRead:
 
     Attributes:
         attempt: The attempt.
-        votes: The votes.
+        votes: The votes, also of groups that took part in the attempt and were lost since.
         waiting: Groups that are up, hold a copy of the model, and wait to be taken in.
     """
 

@@ -38,6 +38,7 @@ class Fold:
         entries: Entry at each index.
         commits: The commits in the order of the log.
         last_fenced_at: Group -> index of the last entry that fenced it.
+        discarded: Restarts and committed steps before it -> the groups whose part in a step was discarded.
         opened: Attempt -> the groups that took part when it began; attempts that no entry tells of are absent.
         members: The groups that take part after the last entry.
         num_restarts: Restarts from a checkpoint.
@@ -47,6 +48,7 @@ class Fold:
     entries: Mapping[int, dict[str, Any]]
     commits: tuple[Committed, ...]
     last_fenced_at: Mapping[int, int]
+    discarded: Mapping[tuple[int, int], Members]
     opened: Mapping[int, Members]
     members: Members
     num_restarts: int
@@ -64,7 +66,10 @@ class _Folding:
     def __init__(self, run: RunRecord) -> None:
         self.run = run
         self.members: Members = frozenset(range(run.num_groups))
+        self.step = 0
         self.attempt = 0
+        self.is_discarded = False
+        self.discarded: dict[tuple[int, int], Members] = {}
         self.commits: list[Committed] = []
         self.undone: set[int] = set()
         self.last_fenced_at: dict[int, int] = {}
@@ -77,6 +82,8 @@ class _Folding:
             case "fence":
                 self.last_fenced_at[entry["group"]] = index
                 self.members -= {entry["group"]}
+                if entry.get("discard", False):
+                    self._discard(entry["group"])
             case "commit":
                 self._commit(index, entry)
                 self._open(entry["attempt"] + 1)
@@ -88,7 +95,13 @@ class _Folding:
 
     def _open(self, attempt: int) -> None:
         self.attempt = attempt
+        self.is_discarded = False
         self.opened[attempt] = self.members
+
+    def _discard(self, group: int) -> None:
+        self.is_discarded = True
+        key = (self.num_restarts, self.step)
+        self.discarded[key] = self.discarded.get(key, frozenset()) | {group}
 
     def _commit(self, index: int, entry: Mapping[str, Any]) -> None:
         commit = Committed(
@@ -100,6 +113,9 @@ class _Folding:
             is_undone=False,
         )
         self.commits.append(commit)
+        self.step = commit.step + 1
+        if self.is_discarded:
+            self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps:  # the last commit takes nobody in
             self.members |= frozenset(entry.get("admit", ()))
 
@@ -110,6 +126,7 @@ class _Folding:
             self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}
         self.members = frozenset(entry["members"])
+        self.step = entry["step"]
         self.num_restarts += 1
 
 
@@ -133,6 +150,7 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
         entries=entries,
         commits=commits,
         last_fenced_at=folding.last_fenced_at,
+        discarded=folding.discarded,
         opened=folding.opened,
         members=folding.members,
         num_restarts=folding.num_restarts,

@@ -29,7 +29,7 @@ class RunRecord:
     faults: list[dict[str, Any]]
     """The faults to be injected: step, group, rank, phase, kind, and which groups that costs for sure."""
     params_check_every_steps: int = 0
-    """Steps between comparisons of the parameters of all groups; 0 compares only at the end."""
+    """Steps between comparisons of the parameters of all groups; 0 compares only after recoveries and at the end."""
     last_resort: bool = False
     """Whether a group may compute shards that are not in its stack once their hosts are all lost."""
     groups_per_domain: int = 1

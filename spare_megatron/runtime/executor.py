@@ -57,7 +57,8 @@ class GroupExecutor:
         journal: The rank's journal; only leaders write here.
         report: Tells the supervisor of a committed step.
         probe: Told what the rank is about.
-        params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for the end only.
+        params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for those after a
+            recovery and at the end only.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class GroupExecutor:
         self._buffer: torch.Tensor | None = None
         self._step: _Step | None = None
         self._head = 0
+        self._has_lost = False  # a group, in the step under way
         self._params_digest = self.check_params(0)
 
     # --------------------------------------------------------------------------------------------------- compute
@@ -209,6 +211,7 @@ class GroupExecutor:
             if entry.group == self._group:
                 raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")
             self._clock.lost(self._now.step, entry.group)
+            self._has_lost = True
         else:
             self._clock.decided()
         return [EntryRead(index=index, entry=entry)]
@@ -237,9 +240,7 @@ class GroupExecutor:
                 step_s=round(step_s, 6),
             )
         )
-        self._params_digest = ""
-        if self._params_check_every_steps and (step + 1) % self._params_check_every_steps == 0:
-            self._params_digest = self.check_params(step + 1)
+        self._compare_params(step + 1)
         if self._agreement.is_leader:
             self._report(
                 StepCommitted(
@@ -253,6 +254,12 @@ class GroupExecutor:
                     head=self._head,
                 )
             )
+
+    def _compare_params(self, step: int) -> None:
+        """Has the next vote compare the parameters after this many steps, where that is due: also after a recovery."""
+        is_due = self._params_check_every_steps and step % self._params_check_every_steps == 0
+        self._params_digest = self.check_params(step) if is_due or self._has_lost else ""
+        self._has_lost = False
 
     def check_params(self, step: int) -> str:
         """Digest of the group's parameters, journaled.

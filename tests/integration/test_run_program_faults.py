@@ -13,7 +13,7 @@ from spare_megatron.journal.records import EndRecord, EntryRecord
 from spare_megatron.runtime.reports import GroupLost
 from spare_megatron.runtime.run import start_run
 from tests.integration.broken_rank import BROKEN_GROUP, diverging, forgetful, unconnected, unreadable
-from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
+from tests.integration.whole_run import assert_masked, complete_run, entries_of, kill, retries_of, tiny_config
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -51,17 +51,32 @@ def test_a_rank_that_loses_the_control_store_alone_is_a_lost_group(text_corpus: 
     assert lost_groups(read_journal(tmp_path / "run")) == {BROKEN_GROUP}
 
 
-@pytest.mark.parametrize("num_groups", [4, 12])
-def test_a_group_whose_parameters_have_changed_halts_the_run_before_the_next_commit(
-    text_corpus: Path, tmp_path: Path, num_groups: int
+def test_two_groups_with_different_parameters_cannot_tell_who_is_right_and_halt(
+    text_corpus: Path, tmp_path: Path
 ) -> None:
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=num_groups))
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
     summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=diverging)
     assert (summary.outcome, summary.steps_committed) == ("halted", 2)
     assert "groups have different parameters" in summary.outcome_reason
     assert f"groups [{BROKEN_GROUP}]" in summary.outcome_reason
     assert summary.verdict == "invalid"
     assert any("after 2 steps the groups hold different parameters" in reason for reason in summary.reasons)
+
+
+@pytest.mark.parametrize("num_groups", [4, 12])
+def test_a_group_whose_parameters_have_changed_is_put_out_before_it_is_counted(
+    text_corpus: Path, tmp_path: Path, num_groups: int
+) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=num_groups), mode="reproducible")
+    expected = start_run(config, tmp_path / "none", lambda _: None)
+    summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=diverging)
+    assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "valid", 4), summary.reasons
+    journal = read_journal(tmp_path / "run")
+    (fence,) = [entry for entry in entries_of(journal) if entry["entry"] == "fence"]
+    assert (fence["group"], fence["discard"]) == (BROKEN_GROUP, True)
+    assert retries_of(journal) == {2: 1}
+    assert summary.params_sha256 == expected.params_sha256
+    assert summary.final_loss == expected.final_loss
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LayoutConfig(num_groups=3, pipeline_parallel=2)], ids=["one", "stages"])

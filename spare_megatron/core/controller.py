@@ -89,7 +89,7 @@ class Controller:
         self.head = 0
         self.step = 0
         self.attempt = 0
-        self.voters = self.members  # of this attempt, also those that were lost since it began
+        self.attempted_by = self.members  # of this attempt, also those that were lost since it began
         self._everybody = self.members
         self._first_order = initial_order(
             setup.placement, setup.microbatches_per_shard, setup.granularity, last_resort=setup.last_resort
@@ -293,7 +293,7 @@ class Controller:
 
     def _attempt_reduce(self) -> AttemptReduce:
         self._is_communicator_unused = False
-        self.voters = self.members
+        self.attempted_by = self.members
         return AttemptReduce(
             step=self.step,
             attempt=self.attempt,

@@ -47,7 +47,7 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
         case AttemptReduce():
             return executor.attempt_reduce(action)
         case ReadVotes(attempt=attempt):
-            return executor.read_votes(attempt, controller.voters)
+            return executor.read_votes(attempt, controller.attempted_by)
         case AppendEntry(index=index, entry=entry):
             executor.append_entry(index, entry)
         case ReadEntry(index=index):

@@ -106,6 +106,10 @@ class Group:
         except _Fenced:
             self._world.invariants.counts["fenced while alive"] += 1
 
+    def corrupt(self) -> None:
+        """Its parameters change behind its back, to others than anybody has."""
+        self._params += f"corrupted in {self.name};"
+
     def _handle(self, event: Event) -> tuple[Action, ...]:
         try:
             return self._controller.handle(event, now_s=self._world.now_s(self.name))
@@ -127,7 +131,7 @@ class Group:
             case AttemptReduce():
                 return (yield from self._attempt(action))
             case ReadVotes(attempt=attempt):
-                members = self._controller.members
+                members = self._controller.attempted_by
                 return [(yield from self._speak(lambda voice: voice.read_votes(attempt, members)))]
             case AppendEntry(index=index, entry=entry):
                 self._world.invariants.counts["decisions"] += 1

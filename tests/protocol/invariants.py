@@ -6,7 +6,9 @@
    alone. So nothing that a fenced group does later can change one. A fenced group may still apply the commits that
    stand before its fence in the log, never one behind it.
 4. When the faults stop, all steps are committed, unless a shard has no host left, or there is no group.
-5. No log entry is written twice; no communicator's name is used twice (`communicators`).
+5. Where members that voted on an attempt have compared parameters and differ, it is never committed; whoever is put out
+   for it does have wrong ones; the run halts only if there is no majority.
+6. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
 import hashlib
@@ -22,6 +24,7 @@ from spare_megatron.core.messages import (
     FinishRun,
     Halt,
     Retry,
+    StopHalted,
     StopWipeOut,
     Vote,
     decode_entry,
@@ -58,6 +61,9 @@ class Invariants:
         self._commits: dict[int, tuple[int, frozenset[int]]] = {}
         self._votes: dict[tuple[int, int], Vote] = {}
         self._params: dict[int, str] = {}
+        self._corrupted: set[str] = set()
+        self._is_discarded = False  # the attempt under way
+        self._is_halted = False
         self.counts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------------------------------------------- the log
@@ -70,7 +76,9 @@ class Invariants:
         self.entries.append(entry)
         self.counts[type(entry).__name__] += 1
         match entry:
-            case Fence(group=group):
+            case Fence(group=group, discard=discard):
+                if discard:
+                    self._discarded(group, writer)
                 if group in self.members:
                     self.members -= {group}
                     self.epoch += 1
@@ -79,7 +87,26 @@ class Invariants:
             case Commit() | Retry():
                 self._decided(entry, writer)
             case Halt(reason=reason):
-                raise Violation(f"{writer} halts the run: {reason}")
+                self._halted(reason, writer)
+
+    def _discarded(self, group: int, writer: str) -> None:
+        if all(group_of(process) != group for process in self._corrupted):
+            raise Violation(f"{writer} puts out group {group}, whose parameters are right")
+        self._is_discarded = True
+        self.counts["discard"] += 1
+
+    def _halted(self, reason: str, writer: str) -> None:
+        digests = {
+            group: vote.params_digest
+            for (group, attempt), vote in self._votes.items()
+            if attempt == self.attempt and vote.params_digest
+        }
+        # Whoever halts has seen the votes of all members, and of those that were lost at most these.
+        [(digest, num_agreeing)] = Counter(digests.values()).most_common(1) or [("", 0)]
+        num_seen = sum(group in self.members for group, other in digests.items() if other == digest)
+        if num_seen > len(digests) - num_agreeing:
+            raise Violation(f"{writer} halts the run: {reason}")
+        self._is_halted = True
 
     def _decided(self, entry: Commit | Retry, writer: str) -> None:
         if (entry.step, entry.attempt) != (self.step, self.attempt):
@@ -90,8 +117,13 @@ class Invariants:
         silent = [group for group, vote in votes.items() if vote is None]
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
+        digests = {vote.params_digest for vote in votes.values() if vote is not None} - {""}
+        if len(digests) > 1:
+            raise Violation(f"{writer} writes {entry} though the members have different parameters")
+        if isinstance(entry, Commit) and self._is_discarded:
+            raise Violation(f"{writer} writes {entry}, the sum of a group that was put out for its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
-        if isinstance(entry, Commit) != is_complete:
+        if isinstance(entry, Commit) != (is_complete and not self._is_discarded):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         if isinstance(entry, Commit):
             self._commits[self.step] = (self.attempt, self.members)
@@ -99,6 +131,7 @@ class Invariants:
             if self.members != self._opened[self.attempt].members:
                 self.counts["commit with the sum of a fenced group"] += 1
             self.step += 1
+        self._is_discarded = False
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
 
@@ -141,9 +174,13 @@ class Invariants:
         self.has_params(process, step + 1, updated)
         return updated
 
+    def corrupted(self, process: str) -> None:
+        """The parameters of a process have changed behind its back."""
+        self._corrupted.add(process)
+
     def has_params(self, process: str, step: int, params: str) -> None:
         """A process has these parameters after this many steps."""
-        if self._params.setdefault(step, params) != params:
+        if process not in self._corrupted and self._params.setdefault(step, params) != params:
             raise Violation(f"{process} has other parameters after {step} steps than the others")
 
     # --------------------------------------------------------------------------------------------------------- ends
@@ -155,6 +192,8 @@ class Invariants:
             return
         if isinstance(stop, StopWipeOut) and self._is_wiped_out():
             return
+        if isinstance(stop, StopHalted) and self._is_halted:
+            return
         raise Violation(f"{process} ends with {stop} after {self.step} committed steps; members {set(self.members)}")
 
     def ended(self, running: list[str]) -> None:
@@ -165,7 +204,7 @@ class Invariants:
         """
         if running:
             raise Violation(f"no progress: {running} wait for ever; the log ends with {self.entries[-3:]}")
-        if self.step < self._num_steps and not self._is_wiped_out():
+        if self.step < self._num_steps and not self._is_wiped_out() and not self._is_halted:
             raise Violation(f"only {self.step} steps are committed, and every shard has a host")
 
     def _is_wiped_out(self) -> bool:

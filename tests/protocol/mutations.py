@@ -43,6 +43,22 @@ class IgnoresFences(Controller):
         return (ReadVotes(attempt=self.attempt), ReadEntry(index=self.head))
 
 
+class IgnoresDiscards(Controller):
+    """Puts out a group with wrong parameters and commits the sum that it spoiled."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        self._is_discarded = False
+        members = {group: vote for group, vote in event.votes.items() if group in self.members}
+        return super()._decide(replace(event, votes=members), now_s)
+
+
+class ComparesNothing(Controller):
+    """Commits whatever parameters the groups have."""
+
+    def _objection(self, *args: object) -> None:
+        pass
+
+
 class CountsOldVotes(DecisionLog):
     """Takes a group's vote on an earlier attempt where it has not voted on this one."""
 
@@ -64,5 +80,7 @@ MUTATIONS = {
     "reuses the names of communicators": Protocol(controller_type=ReusesCommunicatorNames),
     "counts a patch twice": Protocol(controller_type=PatchesTwice),
     "ignores fences": Protocol(controller_type=IgnoresFences),
+    "commits what was discarded": Protocol(controller_type=IgnoresDiscards),
+    "goes on with different parameters": Protocol(controller_type=ComparesNothing),
     "counts votes on an earlier attempt": Protocol(log_type=CountsOldVotes),
 }

@@ -26,6 +26,8 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "fenced while alive": 100,
         "vote of a fenced group": 100,
         "commit with the sum of a fenced group": 30,
+        "discard": 30,
+        "Halt": 10,
         **dict.fromkeys(FAULTS, 100),
     }
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}

@@ -18,6 +18,8 @@ FOUND_AS = {
     "reuses the names of communicators": "is built (twice|for)",
     "counts a patch twice": "times|named twice",
     "ignores fences": "but the log says|no progress|is fenced",
+    "commits what was discarded": "the sum of a group that was put out",
+    "goes on with different parameters": "have different parameters",
     "counts votes on an earlier attempt": "without the votes|different plans|though the members voted",
 }
 

@@ -25,9 +25,10 @@ MAX_MOVES_AFTER_FAULTS = 5_000
 MAX_BREAKS = 4
 """Reductions that break between living groups; the controller halts a run at more than five in a row."""
 
-FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "break")
+FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "break", "corrupt")
 """What may happen: a process dies; a living group is suspected; a suspected one is suspected by one more; a process
-stands still; the store stops answering, or also forgets the answers on their way; a reduction breaks.
+stands still; the store stops answering, or also forgets the answers on their way; a reduction breaks; the parameters of
+a process change.
 """
 
 
@@ -86,6 +87,7 @@ class Scene:
                 "outage": random.choice((0, 1, 2)),
                 "store restart": random.choice((0, 1, 2)),
                 "break": random.choice((0, 1, MAX_BREAKS)),
+                "corrupt": random.choice((0, 0, 1, 2)),
             },
         )
 
@@ -112,6 +114,7 @@ class World:
         self._fault_rate = 3 * sum(self._budget.values()) / scene.fault_moves
         self._store = Store(self.invariants.entry_written)
         self._processes: list[Process] = []
+        self._groups: dict[str, Group] = {}
         self._suspected: list[GroupId] = []
         self._clock_skew_s: dict[str, float] = {}
         setup = ControllerSetup(
@@ -127,7 +130,8 @@ class World:
     def _start_group(self, group: GroupId, controller: Controller) -> None:
         name = f"{group}.0"
         self._clock_skew_s[name] = self._random.uniform(0.0, 300.0)
-        self._start(name, group, Group(name, group, controller, self).run())
+        self._groups[name] = Group(name, group, controller, self)
+        self._start(name, group, self._groups[name].run())
 
     def _start(self, name: str, group: GroupId | None, steps: Steps) -> None:
         self._processes.append(Process(name, group, steps, weight=10 ** self._random.uniform(-1.0, 0.0)))
@@ -224,6 +228,10 @@ class World:
                 self._store.is_up = False
             case "store restart":
                 self._restart_store()
+            case "corrupt" if alive:
+                name = self._random.choice(alive).name
+                self._groups[name].corrupt()
+                self.invariants.corrupted(name)
             case _:
                 return
         self._strike(fault)

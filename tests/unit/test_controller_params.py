@@ -1,0 +1,136 @@
+"""What the controller decides when the parameters of groups differ."""
+
+import pytest
+
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.messages import (
+    AppendEntry,
+    AttemptReduce,
+    BuildCommunicator,
+    Commit,
+    ComputePatch,
+    Entry,
+    Fence,
+    ReadEntry,
+    ReadVotes,
+    Restart,
+    Retry,
+    RunStarted,
+    Vote,
+    VotesRead,
+)
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import GroupId
+from tests.unit.test_controller import fence, fold, halted, make_controller
+
+
+def with_params(digests: str, incomplete: str = "") -> dict[GroupId, Vote]:
+    """Votes of groups 0, 1, ..., a letter for the digest of each; - for one that brings none, . for no vote."""
+    return {
+        GroupId(g): Vote(
+            is_complete=str(g) not in incomplete, plan_digest="p", params_digest="" if digest == "-" else digest
+        )
+        for g, digest in enumerate(digests)
+        if digest != "."
+    }
+
+
+def decided(controller: Controller, cast: dict[GroupId, Vote]) -> Entry:
+    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=cast), now_s=0.0)
+    assert isinstance(append, AppendEntry)
+    assert append.index == controller.head
+    return append.entry
+
+
+def test_a_group_whose_parameters_differ_from_the_majority_is_put_out_and_its_part_of_the_sum_with_it() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    cast = with_params("aaba")
+    entry = decided(controller, cast)
+    assert isinstance(entry, Fence)
+    assert (entry.group, entry.discard, entry.error) == (2, True, "")
+    assert "differ from those of 3 groups" in entry.reason
+    build, read_votes, _ = fold(controller, entry)
+    assert build == BuildCommunicator(key=0, epoch=1, members=(0, 1, 3))
+    assert read_votes == ReadVotes(attempt=0)
+    assert decided(controller, cast) == Retry(step=0, attempt=0), "though all survivors hold the sum"
+    compute, reduce, _ = fold(controller, Retry(step=0, attempt=0))
+    assert isinstance(compute, ComputePatch)
+    patched = sorted(item for group in range(4) for item in compute.plan.work.of(GroupId(group)))
+    assert patched == [Microbatch(2, k) for k in range(4)]
+    assert isinstance(reduce, AttemptReduce)
+    assert (reduce.attempt, reduce.members) == (1, (0, 1, 3))
+    assert decided(controller, with_params("aa.a")) == Commit(step=0, attempt=1)
+
+
+def test_several_groups_that_differ_are_put_out_one_after_the_other() -> None:
+    controller = make_controller(num_groups=5, redundancy=5)
+    controller.handle(RunStarted(), now_s=0.0)
+    cast = with_params("cabaa")
+    put_out = []
+    while isinstance(entry := decided(controller, cast), Fence):
+        put_out.append(entry.group)
+        fold(controller, entry)
+    assert put_out == [0, 2]
+    assert entry == Retry(step=0, attempt=0)
+
+
+@pytest.mark.parametrize(("digests", "num_groups"), [("aabb", 4), ("ab", 2), ("abc", 3), ("aabc", 4)])
+def test_without_a_majority_nobody_knows_who_is_right_and_the_run_halts(digests: str, num_groups: int) -> None:
+    controller = make_controller(num_groups=num_groups, redundancy=num_groups)
+    controller.handle(RunStarted(), now_s=0.0)
+    assert "different parameters: a: groups [0" in halted(controller, with_params(digests))
+
+
+def test_a_group_that_brings_no_digest_is_not_compared() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    assert decided(controller, with_params("-aaa")) == Commit(step=0, attempt=0)
+
+
+def test_a_group_lost_for_another_reason_after_it_voted_still_discards_the_sum_that_it_spoiled() -> None:
+    """Its supervisor was faster than whoever compared the votes. Everybody holds the sum, with its part in it."""
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    assert controller.attempted_by == (0, 1, 2, 3)
+    fold(controller, fence(2))
+    assert (controller.members, controller.attempted_by) == ((0, 1, 3), (0, 1, 2, 3))
+    cast = with_params("aaba")
+    entry = decided(controller, cast)
+    assert isinstance(entry, Fence)
+    assert (entry.group, entry.discard) == (2, True)
+    assert fold(controller, entry) == [ReadVotes(attempt=0), ReadEntry(index=2)]
+    assert decided(controller, cast) == Retry(step=0, attempt=0)
+    fold(controller, Retry(step=0, attempt=0))
+    assert controller.attempted_by == (0, 1, 3)
+
+
+def test_a_lost_group_counts_among_those_who_say_which_parameters_are_right() -> None:
+    controller = make_controller(num_groups=3)
+    controller.handle(RunStarted(), now_s=0.0)
+    fold(controller, fence(0))
+    entry = decided(controller, with_params("aab"))
+    assert isinstance(entry, Fence)
+    assert entry.group == 2
+
+
+def test_nothing_is_compared_before_every_survivor_has_voted() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    assert controller.handle(VotesRead(attempt=0, votes=with_params("ab.a")), now_s=0.0) == ()
+
+
+def test_a_commit_of_a_discarded_sum_is_refused() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    fold(controller, Fence(group=GroupId(2), discard=True))
+    with pytest.raises(ValueError, match="commits a sum that was discarded"):
+        fold(controller, Commit(step=0, attempt=0))
+
+
+def test_what_was_discarded_before_a_restart_is_over_with_it() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    everybody = tuple(GroupId(g) for g in range(4))
+    fold(controller, Fence(group=GroupId(2), discard=True), Restart(step=0, members=everybody))
+    assert decided(controller, with_params("aaaa")) == Commit(step=0, attempt=1)

@@ -293,7 +293,7 @@ def _fewest_repeats(n: int, r: int, domains: _Domains) -> tuple[int, ...]:
 
     Cost: N r per move looked at, at most `_SEARCH_WORK` in all from each start.
     """
-    starts = [_grown(n, r, domains)]
+    starts = [] if domains.size > 1 and n * r * r > 2 * _SEARCH_WORK else [_grown(n, r, domains)]
     if domains.size > 1:
         starts += [[i * n // r for i in range(r)]]
     found = [_descended(n, start, domains) for start in starts if len(start) == r]

@@ -5,6 +5,7 @@ from math import inf
 from typing import Literal
 
 import numpy as np
+from scipy.stats import poisson
 
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.order import Granularity
@@ -14,6 +15,9 @@ from spare_megatron.planner.endurance import coverage_probabilities, wiped_proba
 from spare_megatron.planner.repair import RepairTimes, shard_time_to_wipe_out_s, survival
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.failures import FailureSpec
+
+_LEAST_ABSENCE_S = 1e-3
+"""`planner.repair` needs some."""
 
 Policy = Literal["checkpoint_only", "replication", "spare"]
 
@@ -95,40 +99,54 @@ class Scenario:
 
         Without repair the sum over k of P(no wipe-out after k losses) times the mean time to the next loss, which
         grows as N / (N - k); with repair `planner.repair`. Times between losses are taken as exponential, losses
-        as independent; spares as a repair by the time of a state transfer. Whole domains that never come back are
-        those of `planner.domains`.
+        as independent. Under the policy spare, domains that are lost whole stand for groups: without repair
+        `planner.domains`, with repair the fewest domains that a shard needs one of, for each set of so many.
         """
         interval_s, n = self.failures.mean_interval_s(self.num_groups), self.num_groups
         if self.policy == "checkpoint_only" or interval_s == inf:
             return interval_s
         hosts = n if self.last_resort and self.policy == "spare" else self.redundancy
-        back_s = self._mean_absence_s()
+        back_s = self.mean_absence_s()
+        if self.failures.kind == "domain" and self.policy == "spare" and not self.last_resort:
+            return self._time_to_wipe_out_by_domains_s(back_s)
         if back_s is not None:
-            repair = RepairTimes(group_interval_s=n * interval_s, repair_s=max(back_s, 1e-3))
+            repair = RepairTimes(group_interval_s=n * interval_s, repair_s=max(back_s, _LEAST_ABSENCE_S))
             if self.policy == "replication":
                 return shard_time_to_wipe_out_s(hosts, repair) / self.num_sets
             return inf if hosts == n > 1 else survival(n, hosts, repair).mean_s  # all groups down at a time: never
-        if self.failures.kind == "domain" and self.policy == "spare" and not self.last_resort:
-            return self._time_to_wipe_out_by_domains_s()
         covered = coverage_probabilities(n, hosts)
         if self.policy == "replication":
             covered = (1 - wiped_probabilities(n, hosts)) ** self.num_sets
         lost = np.arange(n)
         return float((covered[:n] * interval_s * n / (n - lost)).sum())
 
-    def _time_to_wipe_out_by_domains_s(self) -> float:
+    def _time_to_wipe_out_by_domains_s(self, back_s: float | None) -> float:
         placement = make_placement(self.placement, self.num_groups, self.redundancy, self.placed_groups_per_domain)
         counts = hosts_per_domain(placement, consecutive_domains(self.num_groups, self.failures.groups_per_domain))
         num_domains = counts.shape[1]
+        if back_s is not None:
+            patterns = np.unique(counts > 0, axis=0).sum(axis=1)
+            repair = RepairTimes(group_interval_s=self.failures.mean_s, repair_s=max(back_s, _LEAST_ABSENCE_S))
+            return survival(int((patterns == patterns.min()).sum()), int(patterns.min()), repair).mean_s
         covered = domain_coverage_probabilities(counts)[:num_domains]
         return float((covered * self.failures.mean_s / (num_domains - np.arange(num_domains))).sum())
 
-    def _mean_absence_s(self) -> float | None:
-        """Mean seconds from a loss until the group can be taken in; None if never."""
+    def mean_absence_s(self) -> float | None:
+        """Mean seconds from a loss until the group can be taken in; None if hardware is never repaired.
+
+        Broken hardware is Poisson distributed with mean a = R / (interval of losses), the limit of many groups of
+        M/G/infinity. What exceeds the S spares are groups that wait: E max(B - S, 0) = a P(B >= S) - S P(B > S) of
+        them, by Little's law for that number of intervals each.
+        """
         repair_s = self.failures.mean_repair_s(self.repair_s)
         if repair_s is None:
             return None
-        return (0.0 if self.num_spares else repair_s) + self.costs.state_transfer_s
+        interval_s, num_spares = self.failures.mean_interval_s(self.num_groups), self.num_spares
+        if num_spares and interval_s < inf:
+            broken = repair_s / interval_s
+            waiting = broken * poisson.sf(num_spares - 1, broken) - num_spares * poisson.sf(num_spares, broken)
+            repair_s = float(waiting) * interval_s
+        return repair_s + self.costs.state_transfer_s
 
 
 def _problems(scenario: Scenario) -> list[str]:

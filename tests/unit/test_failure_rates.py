@@ -106,6 +106,11 @@ def test_nodes_keep_their_age_through_a_restart() -> None:
     rest = [process.strike(everybody) for _ in range(2)]
     assert [loss.at_s for loss in rest] == pytest.approx([600.0, 600.0], abs=1.5)
     assert process.next_s() == np.inf  # both groups are down now
+    process.came_back(900.0, (GroupId(0), GroupId(1)), everybody)
+    last = [process.strike(everybody) for _ in range(2)]
+    # The first group to be lost has two new nodes by now; the other one has an old one left.
+    assert (last[0].groups, last[0].at_s) == ((1 - first.groups[0],), pytest.approx(900.0, abs=1.5))
+    assert (last[1].groups, last[1].at_s) == (first.groups, pytest.approx(1000.0, abs=1.5))
 
 
 class Nodes:

@@ -144,6 +144,28 @@ def test_a_loss_of_a_group_that_was_taken_in_counts_again() -> None:
     assert fleet.ready(101.25) == (0,)
 
 
+@pytest.mark.parametrize("num_spares", [0, 1, 2, 4, 9])
+@pytest.mark.parametrize("is_random", [False, True])
+def test_the_expected_absence_of_a_group_is_that_of_the_queue(num_spares: int, is_random: bool) -> None:
+    scenario = Scenario(
+        name="x", num_groups=400, redundancy=3, repair_s=300.0, repair_is_random=is_random, num_spares=num_spares,
+        costs=CostModel(compute_s=1.0, state_transfer_s=2.0), failures=FailureSpec(mean_s=100.0),
+    )  # fmt: skip
+    process = make_process(scenario.failures, 400, np.random.default_rng(1))
+    fleet = Fleet(scenario, process, np.random.default_rng(2))
+    until_s = 600_000.0
+    for now_s in np.arange(0.0, until_s, 1.0):
+        fleet.lose_until(now_s)
+        if ready := fleet.ready(now_s):
+            fleet.take_in(now_s, ready)
+    absence_s = fleet.mean_down(until_s, 0.0) * until_s / fleet.num_lost - 0.5  # until the next second begins
+    expected_s = scenario.mean_absence_s()
+    print(f"{num_spares} spares: away for {absence_s:.2f} s, expected {expected_s:.2f} s")
+    assert absence_s == pytest.approx(
+        expected_s, rel=0.1, abs=0.2
+    )  # the rate falls with groups down, which is left out
+
+
 def test_spares_keep_more_groups_up() -> None:
     def mean_down(num_spares: int) -> float:
         scenario = Scenario(

@@ -15,7 +15,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.quantities import format_bytes, parse_duration_s
 
 if TYPE_CHECKING:
-    from spare_megatron.simulator.calibrate import Calibration
+    from spare_megatron.cli.simulate_calibrate import Measured
     from spare_megatron.simulator.scenario import Scenario
     from spare_megatron.simulator.sweep import Figures
 
@@ -45,6 +45,7 @@ class Request:
     journal: Path | None
     plot: Path | None
     calibrate: Path | None
+    replay: Path | None
     as_json: bool
 
 
@@ -61,7 +62,13 @@ _Join = Annotated[str | None, typer.Option(help="How long everybody waits when g
 _Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
 ]
-_Calibrate = Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Take costs from what this run has measured.")]
+_Calibrate = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN_DIR", help="Take costs from what this run has measured, and predict its own times."),
+]
+_Replay = Annotated[
+    Path | None, typer.Option(metavar="RUN_DIR", help="Predict the times of this run instead of the calibrated one.")
+]
 _Sweep = Annotated[str | None, typer.Option(metavar="FROM..TO", help="Simulate these redundancies: 2..20, or 3,4,6.")]
 _Out = Annotated[
     Path | None, typer.Option(help="Keep each result in this JSON-lines file; those in it are not simulated again.")
@@ -87,6 +94,7 @@ def simulate(
     join: _Join = None,
     overrides: _Overrides = None,
     calibrate: _Calibrate = None,
+    replay: _Replay = None,
     sweep_redundancy: _Sweep = None,
     out: _Out = None,
     jobs: _Jobs = None,
@@ -118,6 +126,7 @@ def simulate(
         journal=journal,
         plot=plot,
         calibrate=calibrate,
+        replay=replay,
         as_json=as_json,
     )
     with explained_errors("simulate"):
@@ -146,7 +155,7 @@ def _simulate(request: Request) -> None:
     from spare_megatron.simulator.sweep import Case, cases_of, given_up, summarize
 
     _check_options(request)
-    measured = None if request.calibrate is None else measured_by(request.calibrate)
+    measured = _measured(request)
     base = scenario_of(request, measured)
     wanted, drawn = asked_for(request, base), for_the_plot(request, base)
     journaled = () if request.journal is None else (base,)
@@ -180,7 +189,7 @@ def _finish(
     base: "Scenario",
     figures: "Sequence[Figures]",
     plotted: "Sequence[Figures]",
-    measured: "Calibration | None",
+    measured: "Measured | None",
 ) -> None:
     _write_files(request, base, plotted)
     _show(request, figures, measured)
@@ -201,7 +210,17 @@ def _write_files(request: Request, base: "Scenario", drawn: "Sequence[Figures]")
         raise ValueError(str(stalled)) from stalled
 
 
-def scenario_of(request: Request, measured: "Calibration | None") -> "Scenario":
+def _measured(request: Request) -> "Measured | None":
+    if request.calibrate is None:
+        if request.replay is not None:
+            raise ValueError(f"--replay {request.replay} needs the costs of a run: add --calibrate RUN_DIR")
+        return None
+    from spare_megatron.cli.simulate_calibrate import measured_by
+
+    return measured_by(request.calibrate, request.replay)
+
+
+def scenario_of(request: Request, measured: "Measured | None") -> "Scenario":
     """The scenario of the preset, measured costs, overrides and options; the later wins.
 
     Raises:
@@ -209,7 +228,11 @@ def scenario_of(request: Request, measured: "Calibration | None") -> "Scenario":
     """
     from spare_megatron.simulator.presets import load_scenario
 
-    settings = [f"costs.{name}={value!r}" for name, value in ({} if measured is None else measured.costs).items()]
+    settings: list[str] = []
+    if measured is not None:
+        from spare_megatron.cli.simulate_calibrate import costs_elsewhere
+
+        settings += [f"costs.{name}={value!r}" for name, value in costs_elsewhere(measured.calibration).items()]
     settings += request.overrides
     settings += [f"{name}={value}" for name, value in request.settings.items() if value is not None]
     for name, (option, text) in request.durations.items():
@@ -218,22 +241,6 @@ def scenario_of(request: Request, measured: "Calibration | None") -> "Scenario":
     if request.policy is not None and request.policy != ALL_POLICIES:
         settings.append(f"policy={request.policy.replace('-', '_')}")
     return load_scenario(request.preset, settings)
-
-
-def measured_by(run_dir: Path) -> "Calibration":
-    """What a run has measured.
-
-    Raises:
-        ValueError: Its journal has nothing to measure by.
-        OSError: It cannot be read.
-    """
-    from spare_megatron.journal.files import read_journal
-    from spare_megatron.simulator.calibrate import calibrate
-
-    try:
-        return calibrate(read_journal(run_dir))
-    except ValueError as error:
-        raise ValueError(f"--calibrate {run_dir}: {error}") from error
 
 
 def asked_for(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
@@ -331,27 +338,31 @@ def _write_journal(scenario: "Scenario", run_dir: Path) -> None:
         simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
 
 
-def _show(request: Request, figures: "Sequence[Figures]", measured: "Calibration | None") -> None:
+def _show(request: Request, figures: "Sequence[Figures]", measured: "Measured | None") -> None:
     if request.as_json:
         typer.echo(json.dumps(as_json_figures(figures, measured)))
         return
-    from spare_megatron.cli.simulate_table import print_calibration, print_figures
+    from spare_megatron.cli.simulate_table import print_figures
 
     console = Console()
     if measured is not None:
-        print_calibration(measured, console)
+        from spare_megatron.cli.simulate_calibrate import print_measured
+
+        print_measured(measured, console)
     print_figures(figures, console)
     for what, path in (("journal", request.journal), ("curves", request.plot), ("results", request.out)):
         if path is not None:
             console.print(f"{what} in {path}", soft_wrap=True, highlight=False)
 
 
-def as_json_figures(figures: "Sequence[Figures]", measured: "Calibration | None") -> dict[str, Any]:
+def as_json_figures(figures: "Sequence[Figures]", measured: "Measured | None") -> dict[str, Any]:
     """What `--json` prints: the figures of the scenario, of several those of the best and under `cases` all."""
     best = min(figures, key=lambda one: one.time_to_train_ratio.mean)
     found: dict[str, Any] = asdict(best)
     if len(figures) > 1:
         found["cases"] = [asdict(one) for one in figures]
     if measured is not None:
-        found["calibration"] = asdict(measured)
+        from spare_megatron.cli.simulate_calibrate import as_json
+
+        found |= as_json(measured)
     return found

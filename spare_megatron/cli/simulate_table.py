@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from spare_megatron.cli.quantities import format_count, format_duration
-from spare_megatron.simulator.calibrate import Calibration
 from spare_megatron.simulator.failures import UNNAMED
 from spare_megatron.simulator.published import published
 from spare_megatron.simulator.sweep import Estimate, Figures, variant_name
@@ -25,11 +24,6 @@ def print_figures(listed: Sequence[Figures], console: Console) -> None:
     console.print(_two_columns("what keeps it from 1", _term_rows(best)))
     if best.losses_by_cause.keys() - {UNNAMED}:
         console.print(_two_columns("losses by cause", _cause_rows(best)))
-
-
-def print_calibration(found: Calibration, console: Console) -> None:
-    """What a real run has measured."""
-    console.print(_two_columns(f"measured in the run {found.name}", _calibration_rows(found)))
 
 
 def _title(figures: Figures, *, is_best: bool) -> str:
@@ -79,22 +73,6 @@ def _comparison(listed: Sequence[Figures], best: Figures) -> Table:
             style="bold" if figures is best else "",
         )
     return table
-
-
-def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
-    yield "steps without a loss", str(found.num_steps)
-    yield "losses recovered from", str(found.num_recoveries)
-    yield "compute of one shard", f"{format_duration(found.compute_s)}, spread {found.jitter:.0%}"
-    yield "rest of a step", format_duration(found.reduce_s)
-    stages = {
-        "detect": found.detect_s,
-        "agree": found.agree_s,
-        "rebuild": found.rebuild_s,
-        "patch, per microbatch": found.patch_s,
-        "reduce again": found.retry_s,
-    }
-    for name, seconds in stages.items():
-        yield name, "not measured: no loss" if seconds is None else format_duration(seconds)
 
 
 def _with_interval(found: Estimate, factor: float, digits: int) -> str:

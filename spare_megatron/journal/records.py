@@ -34,6 +34,10 @@ class RunRecord:
     """Whether a group may compute shards that are not in its stack once their hosts are all lost."""
     groups_per_domain: int = 1
     """Groups of consecutive ids in a domain, as the placement was told."""
+    num_processors: int = 0
+    """Processors that all ranks share; 0 where each rank has a device of its own."""
+    pipeline_fill: float = 0.0
+    """Stages before the last over model chunks per stage: the microbatches' time that filling a pipeline can cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

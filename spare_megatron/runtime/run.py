@@ -104,6 +104,8 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         granularity=config.spare.granularity,
         reduce_mode=config.reduce.mode,
         params_check_every_steps=config.train.params_check_every_steps,
+        num_processors=len(os.sched_getaffinity(0)) if config.cluster.device == "cpu" else 0,
+        pipeline_fill=(config.layout.pipeline_parallel - 1) / config.layout.virtual_pipeline,
         faults=[
             {
                 "step": fault.step,

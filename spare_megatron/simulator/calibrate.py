@@ -1,160 +1,201 @@
-"""What a real run's journal says about the costs that a simulation needs."""
+"""What a real run's journal says about the costs that a simulation needs: a handful of constants for all its steps."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import inf
 from statistics import median
 
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import (
-    ContributionRecord,
-    Line,
-    RecoveryRecord,
-    RunRecord,
-    UpdateRecord,
-)
-from spare_megatron.journal.summary import Recovery, find_recoveries
+from spare_megatron.journal.records import RunRecord
+from spare_megatron.simulator.compute_fit import ComputeFit, fit_compute
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.measured import RecoveryTimes, StepTimes, read_recoveries, read_steps
+from spare_megatron.simulator.sharing import stretch
 
+_LEAST_RECOVERIES, _LARGEST_MISFIT = 3, 0.5
+"""A rebuild that was waited for is believed in from so many recoveries on, if it leaves this share of the misfit."""
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Medians of a run. Times of steps come from those without a loss; None: the run had nothing to measure it by.
+    """The costs of a run: those of the cost model, by its names. None: the run had nothing to measure it by.
 
     Attributes:
         name: Name of the run.
         num_groups: Groups it began with.
-        redundancy: Hosts of each shard.
-        microbatches_per_shard: Microbatches of a shard.
-        granularity: What groups take over from lost ones: whole shards or microbatches.
-        num_steps: Committed steps without a loss.
+        num_steps: Steps without a loss, after the warm-up.
         num_recoveries: Losses recovered from.
-        compute_s: Computing one shard on one group.
-        reduce_s: Rest of a step, from the last group's contribution to the update: reduction, vote, commit, update.
-        jitter: Relative spread of compute over groups and steps, as a standard deviation.
-        detect_s: From a loss to the fence, as far as it held up the step.
-        agree_s: To the decision whether the sum was complete.
-        rebuild_s: Waiting for the new communicator, which is built while the patch is computed.
-        patch_s: Computing one microbatch of a lost group.
-        retry_s: From the new communicator to the commit.
+        fit: How compute_s and pipeline_fill were found. full_speed_groups follows from the processors of the machine.
+        untold: What the run could not tell, in words.
     """
 
     name: str
     num_groups: int
-    redundancy: int
-    microbatches_per_shard: int
-    granularity: str
     num_steps: int
     num_recoveries: int
     compute_s: float
-    reduce_s: float
+    full_speed_groups: float
+    pipeline_fill: float
     jitter: float
+    reduce_s: float
+    update_s: float
     detect_s: float | None
     agree_s: float | None
     rebuild_s: float | None
-    patch_s: float | None
     retry_s: float | None
+    fit: ComputeFit
+    untold: tuple[str, ...]
 
     @property
     def costs(self) -> dict[str, float]:
-        """The cost model's settings that the run has measured, by name."""
-        measured = {
-            "compute_s": self.compute_s,
-            "reduce_s": self.reduce_s,
-            "jitter": self.jitter,
-            "detect_s": self.detect_s,
-            "agree_s": self.agree_s,
-            "rebuild_s": self.rebuild_s,
-        }
-        return {name: value for name, value in measured.items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StepOfGroup:
-    """One group's part of a step without a loss: seconds per shard, and seconds of the rest."""
-
-    compute_s: float
-    rest_s: float
+        """What was measured, by its name in the cost model."""
+        names = {field.name for field in fields(CostModel)}
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def calibrate(journal: Journal) -> Calibration:
     """The costs of a run.
 
     Raises:
-        ValueError: The journal has no run record, or no step without a loss.
+        ValueError: The journal has no run record, or no step without a loss after the warm-up.
     """
     runs = journal.of(RunRecord)
     if not runs:
         raise ValueError("its journal has no run record, so nothing can be measured by it")
-    steps = list(_steps(journal, runs[0]))
+    steps = [step for step in read_steps(journal) if step.is_clean]
     if not steps:
-        raise ValueError("its journal has no step that was committed without a loss, so nothing can be measured by it")
-    recoveries = find_recoveries(journal)
-    compute_s = [step.compute_s for step in steps]
+        raise ValueError("its journal has no step without a loss after the warm-up, so nothing can be measured by it")
+    run, recoveries = runs[0], read_recoveries(journal)
+    groups = run.num_processors / run.ranks_per_group if run.num_processors else inf
+    fit = fit_compute(
+        steps,
+        recoveries,
+        run.microbatches_per_shard,
+        full_speed_groups=groups,
+        most_fill=run.pipeline_fill,
+    )
+    speed = CostModel(compute_s=fit.compute_s, pipeline_fill=fit.pipeline_fill, full_speed_groups=groups)
+    reduce_s = median(step.reduce_s / stretch(len(step.loads), speed) for step in steps)
+    masked = _fit_recoveries(recoveries, reduce_s, speed)
     return Calibration(
-        name=runs[0].name,
-        num_groups=runs[0].num_groups,
-        redundancy=runs[0].redundancy,
-        microbatches_per_shard=runs[0].microbatches_per_shard,
-        granularity=runs[0].granularity,
-        num_steps=len({record.step for record in journal.of(UpdateRecord)} - _hit_steps(journal)),
+        name=run.name,
+        num_groups=run.num_groups,
+        num_steps=len(steps),
         num_recoveries=len(recoveries),
-        compute_s=median(compute_s),
-        reduce_s=median(step.rest_s for step in steps),
-        jitter=_relative_spread(compute_s),
-        detect_s=_median_of(recoveries, "detect_s"),
-        agree_s=_median_of(recoveries, "agree_s"),
-        rebuild_s=_median_of(recoveries, "rebuild_s"),
-        patch_s=_patch_s(journal.of(RecoveryRecord)),
-        retry_s=_median_of(recoveries, "reduce_s"),
+        compute_s=fit.compute_s,
+        full_speed_groups=groups,
+        pipeline_fill=fit.pipeline_fill,
+        jitter=_spread(steps, fit),
+        reduce_s=reduce_s,
+        update_s=median(step.update_s / stretch(len(step.loads), speed) for step in steps),
+        detect_s=masked.detect_s,
+        agree_s=masked.agree_s,
+        rebuild_s=masked.rebuild_s,
+        retry_s=masked.retry_s,
+        fit=fit,
+        untold=masked.untold,
     )
 
 
-def _steps(journal: Journal, run: RunRecord) -> Iterator[_StepOfGroup]:
-    """Every group's part of every step without a loss.
+def _spread(steps: Sequence[StepTimes], fit: ComputeFit) -> float:
+    """Standard deviation of compute over its fit, estimated by medians so that single slow steps do not count."""
+    fitted = {(state.loads, state.load): state.fitted_s for state in fit.states if state.what == "step"}
+    ratios = []
+    for step in steps:
+        loads = tuple(sorted(load for load in step.loads.values() if load))
+        if loads and (loads, loads[-1]) in fitted:
+            ratios.append(step.computed_s / fitted[loads, loads[-1]])
+    middle = median(ratios)
+    return _SIGMA_OF_MAD * median(abs(ratio - middle) for ratio in ratios) / middle
 
-    A contribution is written when the group has computed and before it reduces, an update when it has applied the sum.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Masked:
+    """What losses cost besides the patch."""
+
+    detect_s: float | None
+    agree_s: float | None
+    rebuild_s: float | None
+    retry_s: float | None
+    untold: tuple[str, ...]
+
+
+def _fit_recoveries(recoveries: Sequence[RecoveryTimes], reduce_s: float, speed: CostModel) -> _Masked:
+    """Medians over the recoveries from single losses, which alone tell their stages apart."""
+    single = [times for times in recoveries if len(times.recovery.lost) == 1]
+    retried = [times for times in single if times.is_retried]
+    detect_s = _detect_s(single)
+    # What is decided later than a fence that comes detect_s after the loss, or after the survivors' own compute.
+    agree = [max(0.0, r.recovery.detect_s + r.recovery.agree_s - max(0.0, detect_s - r.hidden_s)) for r in single]
+    agree_s = median(agree) if agree else None
+    rebuild_s, retry_s = None, None
+    if retried and agree_s is not None:
+        covered_s = [agree_s + max(r.patch_s.values(), default=0.0) for r in retried]
+        rest_s = [
+            r.recovery.total_s
+            - r.recovery.detect_s
+            - r.recovery.agree_s
+            - max(r.patch_s.values(), default=0.0)
+            - reduce_s * stretch(r.num_alive, speed)
+            for r in retried
+        ]
+        rebuild_s, retry_s = _fit_rebuild(covered_s, [max(0.0, rest) for rest in rest_s])
+    return _Masked(
+        detect_s=detect_s if single else None,
+        agree_s=agree_s,
+        rebuild_s=rebuild_s,
+        retry_s=retry_s,
+        untold=tuple(_untold(single, retried, rebuild_s)),
+    )
+
+
+def _detect_s(recoveries: Sequence[RecoveryTimes]) -> float:
+    """From the loss to its fence: as survivors waited for it, or, where their own compute always hid it, as written."""
+    waited = [times.recovery.detect_s for times in recoveries if times.hidden_s == 0]
+    if waited:
+        return median(waited)
+    return min((times.fence_s for times in recoveries if times.fence_s is not None), default=0.0)
+
+
+def _fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[float | None, float]:
+    """rebuild_s and retry_s of the least sum of |max(0, rebuild_s - covered) + retry_s - rest|.
+
+    Args:
+        covered_s: Agreement and patch of each recovery, which hide a rebuild.
+        rest_s: What each recovery took beyond these and a reduction.
+
+    Returns:
+        rebuild_s None where a rebuild that was always hidden explains the rest as well as any other.
     """
-    contributed: dict[tuple[int, int], tuple[float, int]] = {}
-    last_at_s: dict[int, float] = defaultdict(float)
-    for line in journal.lines:
-        if isinstance(record := line.record, ContributionRecord):
-            count = sum(len(indices) for indices in record.microbatches.values())
-            contributed[record.group, record.attempt] = (line.at_s, count)
-            last_at_s[record.attempt] = max(last_at_s[record.attempt], line.at_s)
-    hit = _hit_steps(journal)
-    for line, update in _updates(journal):
-        at_s, count = contributed.get((update.group, update.attempt), (0.0, 0))
-        if count and update.step not in hit:
-            compute_s = update.step_s - (line.at_s - at_s)
-            yield _StepOfGroup(
-                compute_s=max(0.0, compute_s) * run.microbatches_per_shard / count,
-                rest_s=max(0.0, line.at_s - last_at_s[update.attempt]),
-            )
+    candidates = [(0.0, median(rest_s))]
+    for retry_s in (0.0, min(rest_s)):
+        candidates += [(covered + rest - retry_s, retry_s) for covered, rest in zip(covered_s, rest_s, strict=True)]
+
+    def misfit(candidate: tuple[float, float]) -> float:
+        rebuild_s, retry_s = candidate
+        pairs = zip(covered_s, rest_s, strict=True)
+        return sum(abs(max(0.0, rebuild_s - covered) + retry_s - rest) for covered, rest in pairs)
+
+    best = min(candidates, key=misfit)
+    # Two constants fit any two recoveries, and more of them somewhat better than one constant does.
+    if len(rest_s) < _LEAST_RECOVERIES or misfit(best) > _LARGEST_MISFIT * misfit(candidates[0]):
+        return None, median(rest_s)
+    return best
 
 
-def _updates(journal: Journal) -> Iterator[tuple[Line, UpdateRecord]]:
-    for line in journal.lines:
-        if isinstance(line.record, UpdateRecord):
-            yield line, line.record
-
-
-def _hit_steps(journal: Journal) -> set[int]:
-    return {record.step for record in journal.of(RecoveryRecord)}
-
-
-def _median_of(recoveries: Sequence[Recovery], field: str) -> float | None:
-    return median(getattr(recovery, field) for recovery in recoveries) if recoveries else None
-
-
-def _patch_s(records: Sequence[RecoveryRecord]) -> float | None:
-    per_microbatch_s = [record.patch_s / record.num_patched for record in records if record.num_patched]
-    return median(per_microbatch_s) if per_microbatch_s else None
-
-
-def _relative_spread(samples: Sequence[float]) -> float:
-    """Standard deviation over the median, estimated by medians so that single slow steps do not count."""
-    middle = median(samples)
-    return _SIGMA_OF_MAD * median(abs(sample - middle) for sample in samples) / middle if middle > 0 else 0.0
+def _untold(
+    single: Sequence[RecoveryTimes], retried: Sequence[RecoveryTimes], rebuild_s: float | None
+) -> Iterator[str]:
+    if not single:
+        yield "anything about recoveries, as it has none from a single loss"
+        return
+    if all(times.hidden_s > 0 for times in single):
+        yield "how long survivors wait for a fence, as every loss came while they computed: taken as it was written"
+    if not retried:
+        yield "what reducing again takes, as no recovery had to"
+    elif rebuild_s is None:
+        least_s = min(max(times.patch_s.values(), default=0.0) for times in retried)
+        yield f"how long a rebuild takes: patches of {least_s:.3g} s and more have hidden it"

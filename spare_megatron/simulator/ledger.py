@@ -17,7 +17,8 @@ CAUSES = (
     "rework",
     "join",
 )
-"""compute and jitter are what the steps take without losses; extra_compute is the makespan above one shard."""
+"""compute and jitter are what the steps take without losses; extra_compute what their compute takes beyond that, below
+0 where lost groups leave processors to others; rebuild all that reducing again takes beyond a first reduction."""
 
 
 class Ledger:

@@ -6,6 +6,7 @@ import numpy as np
 
 from spare_megatron.core.placement import BoolArray
 from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.sharing import finish_times
 from spare_megatron.simulator.world import World
 
 IsWhole = Callable[[BoolArray], bool]
@@ -31,10 +32,13 @@ def run_replication(world: World, is_whole: IsWhole) -> None:
     scenario = world.scenario
     cadence_s, last_save_s, step = scenario.save_cadence_s(), 0.0, 0
     while step < scenario.num_steps:
-        world.compute(step, scenario.redundancy)
+        m = scenario.microbatches_per_shard
+        loads = np.full(int(world.fleet.is_up.sum()), scenario.redundancy * m)
+        world.compute(step, float(finish_times(loads, m, scenario.costs).max(initial=0.0)))
         world.lost_meanwhile()
         if is_whole(world.fleet.is_up) and _reduce(world, is_whole):
             step += 1
+            world.update(int(world.fleet.is_up.sum()))
             if world.now_s - last_save_s >= cadence_s:
                 last_save_s = world.now_s
                 world.save(step)
@@ -49,7 +53,7 @@ def run_replication(world: World, is_whole: IsWhole) -> None:
 
 def _reduce(world: World, is_whole: IsWhole) -> bool:
     """Whether no shard was left without a group before the reduction was complete."""
-    end_s = world.now_s + world.scenario.costs.reduce_s
+    end_s = world.now_s + world.reduce_s(int(world.fleet.is_up.sum()))
     while world.wait((("reduce", end_s - world.now_s),)):
         if not is_whole(world.fleet.is_up):
             return False

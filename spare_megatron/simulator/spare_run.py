@@ -2,10 +2,11 @@
 
 One controller stands for those of all groups, which are equal after the same entries. What a step meets:
 
-- The survivors finish the compute they were assigned, then find out about losses. A loss in the rest of an attempt, a
-  rebuild or a reduction, stops it at once.
-- Detection and agreement follow; losses meanwhile start them over. Then the patch, the rebuild, the reduction.
-- A loss during a save or while groups are taken in is found in the step that follows.
+- The survivors finish the compute they were assigned, then look for fences. A loss in the rest of an attempt, the
+  wait for a communicator or a reduction, stops it at once.
+- Detection, which runs from the loss, and agreement follow; losses meanwhile start them over. Then the patch, what is
+  left of the rebuild, which began with the fence, and the reduction.
+- A loss during an update, a save, or while groups are taken in is found in the step that follows.
 - With no group left there is nobody to decide, and all restart.
 """
 
@@ -42,6 +43,7 @@ from spare_megatron.core.placement import make_placement
 from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
 from spare_megatron.core.topology import GroupId
 from spare_megatron.simulator.chronicle import Chronicle
+from spare_megatron.simulator.sharing import stacks_of
 from spare_megatron.simulator.world import World
 
 Clock = Callable[[], float]
@@ -78,6 +80,7 @@ class SpareRun:
         self._votes: dict[GroupId, Vote] = {}
         self._members: tuple[GroupId, ...] = ()  # that take part in the attempt
         self._has_to_rebuild = False
+        self._built_at_s = 0.0
         self._fetching: tuple[Work | None, float] = (None, 0.0)
 
     def run(self) -> None:
@@ -111,12 +114,14 @@ class SpareRun:
                 if index == len(self._log):
                     self._log.append(entry)
             case UpdateModel(step=step, attempt=attempt):
+                self._world.update(len(self._members))
                 if self._chronicle:
                     self._chronicle.updated(step, attempt, self._members)
             case ReadVotes(attempt=attempt):
                 return (VotesRead(attempt=attempt, votes=self._votes),) if self._votes else ()
             case BuildCommunicator():
                 self._has_to_rebuild = True
+                self._built_at_s = self._world.fenced_at_s + self._world.scenario.costs.rebuild_s
             case ComputePatch(plan=plan):
                 self._compute_patch(plan)
             case SaveCheckpoint(step=step):
@@ -135,26 +140,22 @@ class SpareRun:
     # ------------------------------------------------------------------------------------------------ one attempt
 
     def _compute_step(self, plan: StepPlan) -> None:
-        self._world.compute(plan.step, plan.work.makespan / self._world.scenario.microbatches_per_shard)
+        began_s = self._world.now_s
+        self._world.compute(plan.step, self._stacks_of(plan.work))
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         self._has_to_rebuild = False  # what came with a start, a restart or a join is part of its cost
         if self._chronicle:
-            self._chronicle.began_step(plan)
+            self._chronicle.computed_step(plan, began_s)
 
     def _compute_patch(self, plan: StepPlan) -> None:
-        scenario = self._world.scenario
-        seconds = plan.work.makespan / scenario.microbatches_per_shard * scenario.costs.compute_s
-        self._world.ledger.spend("patch", seconds)
+        self._world.ledger.spend("patch", self._stacks_of(plan.work) * self._world.scenario.costs.compute_s)
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
         if self._chronicle:
             self._chronicle.patched(plan)
 
     def _attempt(self, action: AttemptReduce) -> tuple[Event, ...]:
-        costs, self._members = self._world.scenario.costs, action.members
-        lost: Sequence[GroupId] = self._world.lost_meanwhile()
-        if not lost:
-            rebuild_s = costs.rebuild_s if self._has_to_rebuild else 0.0
-            lost = self._world.wait((("rebuild", rebuild_s), ("reduce", costs.reduce_s)))
+        self._members = action.members
+        lost: Sequence[GroupId] = self._world.lost_meanwhile() or self._wait_for_sum()
         self._has_to_rebuild = False
         lost = self._world.notice(lost) if lost else ()
         vote = Vote(is_complete=not lost, plan_digest=action.plan_digest)
@@ -166,6 +167,21 @@ class SpareRun:
             return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
         self._fence(lost)
         return ()
+
+    def _wait_for_sum(self) -> tuple[GroupId, ...]:
+        """The communicator, if there is a new one, and the reduction. Returns the groups whose loss stopped it."""
+        world, reduce = self._world, ("reduce", self._world.reduce_s(len(self._members)))
+        if not self._has_to_rebuild:
+            return world.wait((reduce,))
+        lost = world.wait((("rebuild", max(self._built_at_s - world.now_s, 0.0)),))
+        if self._chronicle:
+            self._chronicle.rebuilt()
+        return lost or world.wait((("rebuild", world.scenario.costs.retry_s), reduce))
+
+    def _stacks_of(self, work: Work) -> float:
+        """When the last group has computed its part, in units of compute_s."""
+        scenario = self._world.scenario
+        return stacks_of(work, scenario.microbatches_per_shard, scenario.costs)
 
     def _fence(self, lost: Sequence[GroupId]) -> None:
         for group in lost:

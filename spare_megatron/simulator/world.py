@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from spare_megatron.core.topology import GroupId
-from spare_megatron.simulator.failures import make_process
+from spare_megatron.simulator.failures import Loss, make_process
 from spare_megatron.simulator.fleet import Fleet
 from spare_megatron.simulator.ledger import Ledger
 from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.sharing import finish_times, stretch
 
 MAX_RATIO = 1000.0
 """A run that takes this many times as long as without failures is given up."""
@@ -74,7 +75,12 @@ class Result:
 
 
 class World:
-    """Virtual time and the groups of one run."""
+    """Virtual time and the groups of one run.
+
+    Attributes:
+        lost_at_s: Group -> when it was lost, each group's last loss.
+        fenced_at_s: When the survivors learned of the last loss that they have agreed on.
+    """
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
@@ -85,10 +91,16 @@ class World:
         factors = np.maximum(1.0 + scenario.costs.jitter * noise, _LEAST_JITTER)
         # A step that is done again takes as long as before: the factor belongs to the step.
         self._factors: list[float] = factors.tolist()
-        self.failure_free_s = float(factors.sum() * scenario.costs.compute_s) + (
-            scenario.num_steps * scenario.costs.reduce_s
+        costs, n, m = scenario.costs, scenario.num_groups, scenario.microbatches_per_shard
+        # Of a step without losses, in units of compute_s: above 1 where groups share processors.
+        self._first_stacks = float(finish_times(np.full(n, m), m, costs).max())
+        self.failure_free_s = float(factors.sum() * costs.compute_s) * self._first_stacks + (
+            scenario.num_steps * ((costs.reduce_s + costs.update_s) * stretch(n, costs))
         )
         self._unnoticed: list[GroupId] = []
+        self.lost_at_s: dict[GroupId, float] = {}
+        self._last_loss_s = 0.0
+        self.fenced_at_s = 0.0
         self.num_restarts = 0
         self.num_saves = 0
         self.saved_step = 0
@@ -98,12 +110,20 @@ class World:
         return self.ledger.now_s
 
     def compute(self, step: int, stacks: float) -> None:
-        """All groups compute; the one that computes most computes this many shards."""
-        factor, compute_s = self._factors[step], self.scenario.costs.compute_s
-        self.ledger.spend("compute", compute_s)
-        self.ledger.spend("jitter", compute_s * (factor - 1))
-        if stacks != 1:
-            self.ledger.spend("extra_compute", compute_s * factor * (stacks - 1))
+        """All groups compute; the last one is done after this many times compute_s."""
+        factor, compute_s, first = self._factors[step], self.scenario.costs.compute_s, self._first_stacks
+        self.ledger.spend("compute", compute_s * first)
+        self.ledger.spend("jitter", compute_s * first * (factor - 1))
+        if stacks != first:
+            self.ledger.spend("extra_compute", compute_s * factor * (stacks - first))
+
+    def reduce_s(self, num_groups: int) -> float:
+        """Seconds of a reduction over this many groups."""
+        return self.scenario.costs.reduce_s * stretch(num_groups, self.scenario.costs)
+
+    def update(self, num_groups: int) -> None:
+        """This many groups take the optimizer step. Losses meanwhile are found in the next step."""
+        self.ledger.spend("reduce", self.scenario.costs.update_s * stretch(num_groups, self.scenario.costs))
 
     def lost_meanwhile(self) -> list[GroupId]:
         """Groups lost up to now that nobody has asked for yet."""
@@ -112,13 +132,20 @@ class World:
         return lost
 
     def _just_lost(self) -> list[GroupId]:
-        return [group for loss in self.fleet.lose_until(self.now_s) for group in loss.groups]
+        return [group for loss in self.fleet.lose_until(self.now_s) for group in self._noted(loss)]
+
+    def _noted(self, loss: Loss) -> tuple[GroupId, ...]:
+        """The groups lost, after their time has been written down."""
+        if loss.groups:
+            self._last_loss_s = loss.at_s
+            self.lost_at_s |= dict.fromkeys(loss.groups, loss.at_s)
+        return loss.groups
 
     def wait(self, phases: Sequence[tuple[str, float]]) -> tuple[GroupId, ...]:
         """These phases pass, unless groups are lost in between: then time stops there and they are returned."""
         left = list(phases)
         while left := self.ledger.spend_until(self.fleet.next_loss_s, left):
-            groups = self.fleet.lose().groups
+            groups = self._noted(self.fleet.lose())
             if groups:
                 return groups
         return ()
@@ -130,9 +157,13 @@ class World:
             All groups lost by the time they agree, in the order of their losses.
         """
         costs, noticed = self.scenario.costs, list(lost)
-        while more := self.wait((("detect", costs.detect_s), ("agree", costs.agree_s))):
+        while more := self.wait((("detect", self._until_fenced_s()), ("agree", costs.agree_s))):
             noticed += more
+        self.fenced_at_s = self.now_s - costs.agree_s
         return tuple(noticed)
+
+    def _until_fenced_s(self) -> float:
+        return max(self._last_loss_s + self.scenario.costs.detect_s - self.now_s, 0.0)
 
     def save(self, step: int) -> None:
         """The state after this many steps is saved. Losses meanwhile are found in the next step."""

@@ -63,6 +63,7 @@ class Model:
     factors: list[float]
     run: Run = field(default_factory=Run)
     is_restarting: bool = False
+    last_loss_s: float = 0.0
 
     def __post_init__(self) -> None:
         scenario = self.scenario
@@ -91,6 +92,7 @@ class Model:
             if self.is_restarting or not self.is_up(group):
                 continue
             self.links[group].turn_off()
+            self.last_loss_s = self.engine.clock
             self.alarm.release()
             self.run.losses += 1
             if self.scenario.repair_s is not None:
@@ -135,10 +137,11 @@ class Model:
         """Whether the step was committed; if not, nobody has some shard."""
         done = [order.work]
         self.compute(order.work, self.factors[step])
-        rebuild_s = 0.0
-        while self.lost_members() or not self.passes(rebuild_s) or not self.reduces():
-            while not self.passes(self.scenario.costs.detect_s + self.scenario.costs.agree_s):
+        costs, built_at_s, retry_s = self.scenario.costs, 0.0, 0.0
+        while self.lost_members() or not self.passes(self.until_s(built_at_s) + retry_s) or not self.reduces():
+            while not self.passes(self.until_s(self.last_loss_s + costs.detect_s) + costs.agree_s):
                 pass
+            built_at_s, retry_s = self.engine.clock - costs.agree_s + costs.rebuild_s, costs.retry_s
             lost = self.lost_members()
             self.members = [group for group in self.members if group not in lost]
             if any(set(self.members).isdisjoint(hosts) for hosts in self.placement.host_array.tolist()):
@@ -147,7 +150,6 @@ class Model:
             patch = order.patch(frozenset(self.members), owed)
             self.compute(patch, 1.0)
             done.append(patch)
-            rebuild_s = self.scenario.costs.rebuild_s
         return True
 
     def compute(self, work: Work, factor: float) -> None:
@@ -160,6 +162,10 @@ class Model:
                 execution.host = self.hosts[group]
                 executions.append(execution.start())
         self.simgrid.ActivitySet(executions).wait_all()
+
+    def until_s(self, at_s: float) -> float:
+        """Seconds until this time; 0 if it has passed."""
+        return max(at_s - self.engine.clock, 0.0)
 
     def passes(self, seconds: float) -> bool:
         """Time passes, until the next loss at most. Whether there was none."""

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
+from spare_megatron.cli.simulate_calibrate import costs_elsewhere, measured_by
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord
@@ -170,9 +171,39 @@ def test_costs_come_from_the_journal_of_a_run(small: str, tmp_path: Path) -> Non
     options = ["--preset", small, "--seeds", "1"]
     spare_simulate(*options, "--set", "costs.jitter=0.0", "--set", "costs.compute_s=48.0", "--journal", str(run_dir))
     found = figures(*options, "--calibrate", str(run_dir))
-    # A simulated contribution is told at the end of its attempt, so compute holds the reduction too.
-    assert found["calibration"]["compute_s"] == pytest.approx(53.0, rel=0.2)
-    assert "measured in the run small" in spare_simulate(*options, "--calibrate", str(run_dir)).stdout
+    assert found["calibration"]["compute_s"] == pytest.approx(48.0)
+    assert found["calibration"]["full_speed_groups"] is None  # JSON has no infinity
+    replayed = found["replay"]
+    assert replayed["steps"]
+    for step in replayed["steps"]:
+        assert step["time"]["predicted_s"] == pytest.approx(step["time"]["measured_s"])
+        assert step["time"]["error"] == pytest.approx(0.0, abs=1e-6)
+    table = spare_simulate(*options, "--calibrate", str(run_dir)).stdout
+    assert "measured in the run small" in table
+    assert "the losses of the run small again" in table
+
+
+def test_the_costs_of_one_run_predict_the_times_of_another(small: str, tmp_path: Path) -> None:
+    slow, fast = tmp_path / "slow", tmp_path / "fast"
+    options = ["--preset", small, "--seeds", "1"]
+    for run_dir, compute_s in ((slow, 96.0), (fast, 48.0)):
+        compute = f"costs.compute_s={compute_s}"
+        spare_simulate(*options, "--set", "costs.jitter=0.0", "--set", compute, "--journal", str(run_dir))
+    found = figures(*options, "--calibrate", str(slow), "--replay", str(fast))
+    first = found["replay"]["steps"][0]["time"]
+    assert first["predicted_s"] == pytest.approx(first["measured_s"] + 48.0)
+
+
+def test_processors_that_a_run_shared_are_not_shared_elsewhere(small: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = ["--preset", small, "--seeds", "1"]
+    shared = ["--set", "costs.jitter=0.0", "--set", "costs.full_speed_groups=2.0"]
+    spare_simulate(*options, *shared, "--journal", str(run_dir))
+    measured = measured_by(run_dir, None)
+    assert measured.calibration.full_speed_groups == 2.0
+    assert measured.replay.steps[0].time.error == pytest.approx(0.0, abs=1e-6)
+    assert set(measured.calibration.costs) - set(costs_elsewhere(measured.calibration)) == {"full_speed_groups"}
+    assert "2 at a time" in spare_simulate(*options, "--calibrate", str(run_dir)).stdout
 
 
 @pytest.mark.parametrize("policy", ["spare", "replication"])
@@ -204,6 +235,7 @@ def test_the_plot_is_a_picture(small: str, tmp_path: Path, policy: str) -> None:
         ("--plot picture.pdf", "--plot picture.pdf: the name has to end with .png"),
         ("--plot missing/picture.png", "there is no folder missing"),
         ("--calibrate missing", "missing holds no journal"),
+        ("--replay missing", "--replay missing needs the costs of a run: add --calibrate RUN_DIR"),
         ("--journal somewhere", "--journal somewhere: a journal of 10000 steps of 600 groups has about"),
         ("--journal somewhere --policy replication", "keeps no decision log"),
     ],

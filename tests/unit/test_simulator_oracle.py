@@ -30,6 +30,7 @@ class Model:
         self.back_at: dict[int, float] = {}
         self.is_interruptible = self.is_restarting = False
         self.restarts = 0
+        self.last_loss_s = 0.0
         self.training = self.env.process(self.train())
         self.env.process(self.lose())
 
@@ -44,6 +45,7 @@ class Model:
             if self.is_restarting or group not in self.up:
                 continue
             self.up.remove(group)
+            self.last_loss_s = self.env.now
             if self.scenario.repair_s is not None:
                 self.back_at[group] = self.env.now + self.scenario.repair_s + self.costs.state_transfer_s
             if self.is_interruptible and self.training.is_alive:
@@ -74,12 +76,15 @@ class Model:
         """Whether the step was committed; False is a wipe-out."""
         m, computed = self.scenario.microbatches_per_shard, [order.work]
         yield self.env.timeout(order.work.makespan / m * self.costs.compute_s * self.factors[step])
-        rebuild_s = 0.0
+        built_at_s, again_s = 0.0, 0.0
         while True:
-            if self.known <= self.up and (yield from self.uninterrupted(rebuild_s + self.costs.reduce_s)):
-                return True
-            while not (yield from self.uninterrupted(self.costs.detect_s + self.costs.agree_s)):
+            if self.known <= self.up:
+                waits_s = max(built_at_s - self.env.now, 0.0) + again_s + self.costs.reduce_s
+                if (yield from self.uninterrupted(waits_s)):
+                    return True
+            while not (yield from self.uninterrupted(self.until_fenced_s() + self.costs.agree_s)):
                 pass
+            built_at_s, again_s = self.env.now - self.costs.agree_s + self.costs.rebuild_s, self.costs.retry_s
             lost = sorted(self.known - self.up)
             self.known = frozenset(self.up)
             if self.placement.uncovered(frozenset(map(GroupId, self.known))):
@@ -87,7 +92,9 @@ class Model:
             patch = order.patch(self.known, [item for work in computed for group in lost for item in work.of(group)])
             computed.append(patch)
             yield self.env.timeout(patch.makespan / m * self.costs.compute_s)
-            rebuild_s = self.costs.rebuild_s
+
+    def until_fenced_s(self) -> float:
+        return max(self.last_loss_s + self.costs.detect_s - self.env.now, 0.0)
 
     def uninterrupted(self, seconds: float) -> Process:
         self.is_interruptible = True
@@ -127,6 +134,9 @@ def test_simpy_comes_to_the_same_end(way: str, seed: int) -> None:
 def test_the_compared_runs_restart_join_and_are_interrupted() -> None:
     """The comparison would prove little if nothing ever happened in these runs."""
     stack = [simulate(random_scenario(seed), seed) for seed in range(8)]
+    microbatch = [simulate(random_scenario(seed, granularity="microbatch"), seed) for seed in range(8)]
+    for cause, least_s in (("detect", 0.0), ("rebuild", 100 * 3.0)):  # waited for, not only hidden
+        assert sum(result.terms[cause] for result in microbatch) > least_s
     rejoin = [simulate(random_scenario(seed, repair_s=400.0), seed) for seed in range(8)]
     assert sum(result.restarts for result in stack) > 8
     assert sum(result.excess()["reduce"] > 0 for result in stack) > 4

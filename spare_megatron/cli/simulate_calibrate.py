@@ -1,0 +1,122 @@
+"""`spare simulate --calibrate`: costs of a real run, and what they predict of it or of another."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from spare_megatron.cli.quantities import format_duration
+from spare_megatron.journal.files import read_journal
+from spare_megatron.simulator.calibrate import Calibration, calibrate
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.replay import Prediction, Replay, replay
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run has measured, and the replay of its own losses or of those of another run."""
+
+    calibration: Calibration
+    replay: Replay
+
+
+def measured_by(run_dir: Path, replayed_dir: Path | None) -> Measured:
+    """The costs of a run, and what they predict of the run to be replayed; without one of the run itself.
+
+    Raises:
+        ValueError: A journal has nothing to measure by.
+        OSError: It cannot be read.
+    """
+    found = _explained("--calibrate", run_dir, lambda: calibrate(read_journal(run_dir)))
+    costs, replayed = CostModel(**found.costs), replayed_dir or run_dir
+    option = "--calibrate" if replayed_dir is None else "--replay"
+    return Measured(
+        calibration=found, replay=_explained(option, replayed, lambda: replay(read_journal(replayed), costs))
+    )
+
+
+def costs_elsewhere(found: Calibration) -> dict[str, float]:
+    """The costs that hold for other scenarios, too: that groups share processors belongs to the run's machine."""
+    return {name: value for name, value in found.costs.items() if name != "full_speed_groups"}
+
+
+def as_json(measured: Measured) -> dict[str, Any]:
+    """`calibration` and `replay` of the figures; infinite values are null."""
+    calibration, found = asdict(measured.calibration), asdict(measured.replay)
+    if calibration["full_speed_groups"] == float("inf"):
+        calibration["full_speed_groups"] = None
+    for state, fitted in zip(measured.calibration.fit.states, calibration["fit"]["states"], strict=True):
+        fitted["residual"] = state.residual
+    for kind in ("steps", "recoveries"):
+        for one, written in zip(getattr(measured.replay, kind), found[kind], strict=True):
+            written["time"]["error"] = one.time.error
+    if measured.replay.median_recovery is not None:
+        found["median_recovery"]["error"] = measured.replay.median_recovery.error
+    return {"calibration": calibration, "replay": found}
+
+
+def print_measured(measured: Measured, console: Console) -> None:
+    """The costs, how well they fit, what could not be told, and the predictions beside what was measured."""
+    table = _table(f"measured in the run {measured.calibration.name}", "", "")
+    for name, value in _calibration_rows(measured.calibration):
+        table.add_row(name, value)
+    console.print(table)
+    for what in measured.calibration.untold:
+        console.print(f"The run could not tell {what}.", highlight=False)
+    table = _table(f"the losses of the run {measured.replay.name} again", "", "measured", "predicted", "error")
+    for row in _replay_rows(measured.replay):
+        table.add_row(*row)
+    console.print(table)
+
+
+def _explained(option: str, run_dir: Path, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except ValueError as error:
+        raise ValueError(f"{option} {run_dir}: {error}") from error
+
+
+def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
+    yield "steps without a loss", str(found.num_steps)
+    yield "losses recovered from", str(found.num_recoveries)
+    yield "compute of one shard, alone", f"{format_duration(found.compute_s)}, spread {found.jitter:.0%}"
+    yield "pipeline fill", f"{found.pipeline_fill:.2f} microbatches"
+    if found.full_speed_groups < found.num_groups:
+        yield "groups at full speed", f"{found.full_speed_groups:.3g} at a time: they share processors"
+    yield "reduction, alone", format_duration(found.reduce_s)
+    yield "update, alone", format_duration(found.update_s)
+    stages = {"detect": found.detect_s, "agree": found.agree_s, "rebuild": found.rebuild_s, "retry": found.retry_s}
+    for name, seconds in stages.items():
+        yield name, "not measured" if seconds is None else format_duration(seconds)
+    worst = max(found.fit.states, key=lambda state: abs(state.residual))
+    where = f"{worst.load} microbatches in a {worst.what} of {', '.join(map(str, worst.loads))}"
+    yield "largest misfit of compute", f"{worst.residual:+.0%}: {where}"
+
+
+def _replay_rows(found: Replay) -> Iterator[tuple[str, str, str, str]]:
+    for step in found.steps:
+        yield f"median of {step.num_steps} steps of {step.num_alive} groups", *_prediction_cells(step.time)
+    for recovery in found.recoveries:
+        during = "" if recovery.phase is None else f", {recovery.phase}"
+        yield f"recovery in step {recovery.step}{during}", *_prediction_cells(recovery.time)
+    if found.median_recovery is not None:
+        yield "median recovery", *_prediction_cells(found.median_recovery)
+
+
+def _prediction_cells(time: Prediction) -> tuple[str, str, str]:
+    if time.predicted_s is None or time.error is None:
+        return format_duration(time.measured_s), "nothing alike", ""
+    return format_duration(time.measured_s), format_duration(time.predicted_s), f"{time.error:+.1%}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, show_header=any(columns), box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 or not any(columns) else "right")
+    return table

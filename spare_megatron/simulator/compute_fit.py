@@ -1,0 +1,132 @@
+"""How fast a group computes, from how long groups took for which loads."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.measured import RecoveryTimes, StepTimes
+from spare_megatron.simulator.sharing import finish_times
+
+FloatArray = npt.NDArray[np.float64]
+_NUM_FILLS = 21
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What groups of one load took while the others had theirs.
+
+    Attributes:
+        what: "step" or "patch".
+        loads: Microbatches of all groups that computed, ascending.
+        load: Microbatches of the groups that are meant.
+        median_s: Median of the last of them to be done.
+        count: Steps or patches behind the median.
+        fitted_s: The same by the fit.
+    """
+
+    what: str
+    loads: tuple[int, ...]
+    load: int
+    median_s: float
+    count: int
+    fitted_s: float
+
+    @property
+    def residual(self) -> float:
+        """fitted_s over median_s, less 1."""
+        return self.fitted_s / self.median_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeFit:
+    """The fit.
+
+    Attributes:
+        compute_s: One group computes one shard, alone.
+        pipeline_fill: As in the cost model: what of it other groups' work does not hide.
+        states: All states, with what the fit makes of them.
+    """
+
+    compute_s: float
+    pipeline_fill: float
+    states: tuple[State, ...]
+
+
+def fit_compute(
+    steps: Sequence[StepTimes],
+    recoveries: Sequence[RecoveryTimes],
+    num_microbatches: int,
+    *,
+    full_speed_groups: float,
+    most_fill: float,
+) -> ComputeFit:
+    """The least sum over all states of sqrt(count) |log(median_s / fitted_s)|: two constants for all of them.
+
+    The error of a median falls with the square root of the count. For a given fill the best compute_s is a weighted
+    median; the fill is searched between 0 and `most_fill`, the lower one on ties.
+
+    Args:
+        steps: Steps without losses, at least one.
+        recoveries: For the patches of single losses.
+        num_microbatches: Microbatches of a shard.
+        full_speed_groups: As in the cost model.
+        most_fill: The fill of a pipeline that nobody else's work hides.
+
+    Raises:
+        ValueError: No group took any time.
+    """
+    states = [state for state in _states(steps, recoveries) if state.median_s > 0]
+    if not states:
+        raise ValueError("its groups computed in no time, so nothing can be measured by it")
+    found = []
+    for fill in np.linspace(0.0, most_fill, _NUM_FILLS).tolist():
+        costs = CostModel(compute_s=1.0, pipeline_fill=fill, full_speed_groups=full_speed_groups)
+        found.append((*_fit(states, num_microbatches, costs), fill))
+    _, compute_s, fitted_s, fill = min(found, key=lambda candidate: round(candidate[0], 9))
+    fitted = zip(states, fitted_s.tolist(), strict=True)
+    return ComputeFit(
+        compute_s=compute_s,
+        pipeline_fill=fill,
+        states=tuple(replace(state, fitted_s=seconds) for state, seconds in fitted),
+    )
+
+
+def _fit(states: Sequence[State], num_microbatches: int, costs: CostModel) -> tuple[float, float, FloatArray]:
+    """The misfit, compute_s and the seconds of each state, with these costs but for compute_s."""
+    stacks = np.array([_stacks(state, num_microbatches, costs) for state in states])
+    ratios = np.log([state.median_s for state in states]) - np.log(stacks)
+    weights = np.sqrt([state.count for state in states])
+    middle = _weighted_median(ratios, weights)
+    return float((weights * np.abs(ratios - middle)).sum()), exp(middle), stacks * exp(middle)
+
+
+def _stacks(state: State, num_microbatches: int, costs: CostModel) -> float:
+    finished = finish_times(np.array(state.loads), num_microbatches, costs)
+    return float(finished[state.loads.index(state.load)])
+
+
+def _weighted_median(values: FloatArray, weights: FloatArray) -> float:
+    """The lowest value at which half of the weight is reached."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(reached, reached[-1] / 2)])
+
+
+def _states(steps: Sequence[StepTimes], recoveries: Sequence[RecoveryTimes]) -> Iterator[State]:
+    found: dict[tuple[str, tuple[int, ...], int], list[float]] = defaultdict(list)
+    measured = [("step", step.loads, step.compute_s) for step in steps]
+    measured += [("patch", times.loads, times.patch_s) for times in recoveries if len(times.recovery.lost) == 1]
+    for what, loads, seconds in measured:
+        computing = {group: load for group, load in loads.items() if load}
+        for load in sorted(set(computing.values())):
+            last_s = max(seconds[group] for group, own in computing.items() if own == load)
+            found[what, tuple(sorted(computing.values())), load].append(last_s)
+    for (what, loads_of_all, load), samples in sorted(found.items()):
+        middle_s = median(samples)
+        yield State(what=what, loads=loads_of_all, load=load, median_s=middle_s, count=len(samples), fitted_s=middle_s)

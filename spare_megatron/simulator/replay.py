@@ -1,0 +1,205 @@
+"""A real run once more in virtual time: its own losses at their steps and moments, with costs that were fitted.
+
+Measured and predicted times are read from the two journals by the same rules.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import Line, RunRecord
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec, Loss
+from spare_megatron.simulator.measured import (
+    LossTime,
+    RecoveryTimes,
+    StepTimes,
+    in_order,
+    read_losses,
+    read_recoveries,
+    read_steps,
+)
+from spare_megatron.simulator.scenario import Scenario
+
+_LATEST = 0.999
+"""Share of a reduction by which a loss that stopped it must have come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A time of the run beside the simulated one. The last is None where the simulator has nothing like it."""
+
+    measured_s: float
+    predicted_s: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less 1."""
+        return None if self.predicted_s is None else self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """The median step without a loss, past the warm-up, while this many groups took part."""
+
+    num_alive: int
+    num_steps: int
+    time: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryPrediction:
+    """A recovery: all that the step took beyond its own compute, up to the commit."""
+
+    step: int
+    lost: tuple[int, ...]
+    phase: str | None
+    num_patched: int
+    time: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What was measured, and what the costs of some run predict.
+
+    Attributes:
+        name: Name of the run whose losses were replayed.
+        steps: By number of groups, descending.
+        recoveries: In the order of their steps.
+        median_recovery: Medians over the recoveries that have a prediction; None without any.
+    """
+
+    name: str
+    steps: tuple[StepPrediction, ...]
+    recoveries: tuple[RecoveryPrediction, ...]
+    median_recovery: Prediction | None
+
+
+def replay(journal: Journal, costs: CostModel) -> Replay:
+    """The run of the journal beside its simulation with these costs, up to the first restart or join.
+
+    Raises:
+        ValueError: The journal has no run record or no committed step.
+    """
+    runs, steps = journal.of(RunRecord), read_steps(journal)
+    if not runs or not steps:
+        raise ValueError("its journal has no committed step to replay")
+    recoveries = {r.recovery.step: r for r in read_recoveries(journal) if r.recovery.step <= steps[-1].step}
+    simulated = _simulate(_scenario(runs[0], len(steps), costs), steps, read_losses(journal, steps), recoveries)
+    predicted = {r.recovery.step: r.recovery.total_s for r in read_recoveries(simulated)}
+    compared = tuple(_compare_recovery(times, predicted) for _, times in sorted(recoveries.items()))
+    return Replay(
+        name=runs[0].name,
+        steps=_compare_steps(steps, read_steps(simulated)),
+        recoveries=compared,
+        median_recovery=_median_of([recovery.time for recovery in compared]),
+    )
+
+
+def _scenario(run: RunRecord, num_steps: int, costs: CostModel) -> Scenario:
+    return Scenario(
+        name=run.name,
+        num_groups=run.num_groups,
+        redundancy=run.redundancy,
+        microbatches_per_shard=run.microbatches_per_shard,
+        num_steps=num_steps,
+        granularity="stack" if run.granularity == "stack" else "microbatch",
+        placement=run.placement,  # type: ignore[arg-type]
+        costs=replace(costs, jitter=0.0),
+        save_interval_s=inf,
+        last_resort=run.last_resort,
+    )
+
+
+def _simulate(
+    scenario: Scenario,
+    steps: Sequence[StepTimes],
+    losses: Sequence[LossTime],
+    recoveries: dict[int, RecoveryTimes],
+) -> Journal:
+    """The simulated journal. When a step begins in virtual time is known once the losses before it are placed."""
+    placed: list[Loss] = []
+    measured = {step.step: step for step in steps}
+    for loss in losses:
+        so_far = replace(scenario, num_steps=loss.step + 1)
+        virtual = read_steps(_journal_of(_with(so_far, placed)))[-1]
+        is_retried = loss.step in recoveries and recoveries[loss.step].is_retried
+        into_s = _virtual_moment(loss, measured[loss.step], virtual, is_retried=is_retried)
+        placed.append(Loss(at_s=virtual.began_at_s + into_s, groups=(GroupId(loss.group),)))
+    return _journal_of(_with(scenario, placed))
+
+
+def _virtual_moment(loss: LossTime, measured: StepTimes, virtual: StepTimes, *, is_retried: bool) -> float:
+    """Seconds into the virtual step: the same share of the compute, or as long after it.
+
+    Args:
+        loss: The loss.
+        measured: The step it hit.
+        virtual: The same step in virtual time, without it.
+        is_retried: The loss stopped the reduction, so that it has to come before the commit.
+    """
+    if loss.into_s <= measured.computed_s:
+        return loss.into_s / measured.computed_s * virtual.computed_s
+    after_s = loss.into_s - measured.computed_s
+    return virtual.computed_s + (min(after_s, _LATEST * virtual.reduce_s) if is_retried else after_s)
+
+
+def _with(scenario: Scenario, losses: Sequence[Loss]) -> Scenario:
+    return replace(scenario, failures=FailureSpec(kind="trace", trace=tuple(losses)) if losses else FailureSpec())
+
+
+def _journal_of(scenario: Scenario) -> Journal:
+    lines: list[Line] = []
+    simulate(scenario, 0, journal=lines.append)
+    return in_order(lines)
+
+
+def _compare_steps(measured: Sequence[StepTimes], predicted: Sequence[StepTimes]) -> tuple[StepPrediction, ...]:
+    samples_s, predicted_s = _by_num_alive(measured), _by_num_alive(predicted)
+    return tuple(
+        StepPrediction(
+            num_alive=num_alive,
+            num_steps=len(samples_s[num_alive]),
+            time=Prediction(
+                measured_s=median(samples_s[num_alive]),
+                predicted_s=median(predicted_s[num_alive]) if num_alive in predicted_s else None,
+            ),
+        )
+        for num_alive in sorted(samples_s, reverse=True)
+    )
+
+
+def _by_num_alive(steps: Sequence[StepTimes]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        if step.is_clean:
+            found[len(step.loads)].append(step.step_s)
+    return found
+
+
+def _compare_recovery(times: RecoveryTimes, predicted_s: dict[int, float]) -> RecoveryPrediction:
+    """A sum that all survivors held when the group was lost is a moment that the simulator does not have."""
+    recovery = times.recovery
+    return RecoveryPrediction(
+        step=recovery.step,
+        lost=recovery.lost,
+        phase=recovery.phase,
+        num_patched=recovery.num_patched,
+        time=Prediction(
+            measured_s=recovery.total_s, predicted_s=predicted_s.get(recovery.step) if times.is_retried else None
+        ),
+    )
+
+
+def _median_of(times: Sequence[Prediction]) -> Prediction | None:
+    pairs = [(time.measured_s, time.predicted_s) for time in times if time.predicted_s is not None]
+    if not pairs:
+        return None
+    return Prediction(
+        measured_s=median(measured for measured, _ in pairs), predicted_s=median(predicted for _, predicted in pairs)
+    )

@@ -1,0 +1,142 @@
+"""Replays: of a simulated run nothing is left to explain; of a changed one exactly what was changed."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, Line, RecoveryRecord, RunRecord
+from spare_megatron.journal.summary import find_recoveries
+from spare_megatron.simulator.calibrate import calibrate
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec, Loss
+from spare_megatron.simulator.measured import in_order
+from spare_megatron.simulator.replay import Replay, replay
+from spare_megatron.simulator.scenario import Scenario
+
+COSTS = CostModel(
+    compute_s=40.0,
+    pipeline_fill=0.5,
+    full_speed_groups=2.0,
+    reduce_s=2.0,
+    update_s=0.5,
+    detect_s=3.0,
+    agree_s=1.0,
+    retry_s=0.25,
+)
+BASE = Scenario(
+    name="small",
+    num_groups=5,
+    redundancy=4,
+    microbatches_per_shard=4,
+    num_steps=40,
+    costs=COSTS,
+    save_interval_s=float("inf"),
+)
+
+
+def journal_of(*losses: tuple[float, int], **changes: object) -> Journal:
+    trace = tuple(Loss(at_s=at_s, groups=(GroupId(group),)) for at_s, group in losses)
+    scenario = dataclasses.replace(BASE, failures=FailureSpec(kind="trace", trace=trace) if trace else FailureSpec())
+    lines: list[Line] = []
+    simulate(dataclasses.replace(scenario, **changes), 0, journal=lines.append)  # type: ignore[arg-type]
+    return in_order(lines)
+
+
+def in_reduction(step: int, *losses: tuple[float, int]) -> float:
+    """A second before the end of the reduction of a step, after these losses."""
+    lines = journal_of(*losses).lines
+    return 1.0 + max(at.at_s for at in lines if isinstance(at.record, ContributionRecord) and at.record.step == step)
+
+
+def times_of(found: Replay) -> list[tuple[float, float | None]]:
+    times = [step.time for step in found.steps] + [recovery.time for recovery in found.recoveries]
+    return [(time.measured_s, time.predicted_s) for time in times]
+
+
+def test_the_replay_of_a_simulated_run_is_the_run() -> None:
+    first = (615.0, 1)
+    second = (in_reduction(15, first), 3)
+    third = (in_reduction(25, first, second) + 9.0, 4)  # during the next step
+    journal = journal_of(first, second, third)
+    found = replay(journal, COSTS)
+    assert [step.num_alive for step in found.steps] == [5, 4, 3, 2]
+    assert len(found.recoveries) == 3
+    for measured_s, predicted_s in times_of(found):
+        assert predicted_s == pytest.approx(measured_s, rel=1e-9)
+    again = replay(journal, CostModel(**calibrate(journal).costs))
+    for measured_s, predicted_s in times_of(again):
+        assert predicted_s == pytest.approx(measured_s, rel=1e-6)
+
+
+def test_two_losses_in_one_step_are_replayed_at_their_moments() -> None:
+    first = (615.0, 1)
+    while_patching = (in_reduction(5, first) - 6.0, 3)
+    journal = journal_of(first, while_patching)
+    assert [recovery.lost for recovery in find_recoveries(journal)] == [(1, 3)]
+    found = replay(journal, COSTS)
+    for measured_s, predicted_s in times_of(found):
+        assert predicted_s == pytest.approx(measured_s, rel=1e-9)
+
+
+def test_slower_processors_are_predicted_to_be_slower() -> None:
+    journal = journal_of((615.0, 1))
+    found = replay(journal, dataclasses.replace(COSTS, compute_s=2 * COSTS.compute_s))
+    reduce_s = (COSTS.reduce_s + COSTS.update_s) * 5 / 2
+    step = found.steps[0].time
+    assert step.predicted_s == pytest.approx(2 * step.measured_s - reduce_s)
+    assert found.steps[0].time.error == pytest.approx(1 - reduce_s / step.measured_s)
+    assert found.median_recovery is not None
+    assert found.median_recovery.error is not None
+    assert found.median_recovery.error > 0.5
+
+
+def test_times_that_the_simulator_has_nothing_like_are_not_predicted() -> None:
+    """A group lost when all survivors held the sum: nothing is patched, and the step is not reduced again."""
+    journal = journal_of((615.0, 1))
+    without_retry = tuple(
+        line
+        for line in journal.lines
+        if not (isinstance(r := line.record, EntryRecord) and r.entry["entry"] == "retry")
+    )
+    found = replay(Journal(lines=without_retry), COSTS)
+    assert [recovery.time.predicted_s for recovery in found.recoveries] == [None]
+    assert found.median_recovery is None
+
+
+def test_a_run_is_replayed_up_to_the_first_join_or_restart() -> None:
+    rejoined = journal_of((615.0, 1), repair_s=300.0)
+    found = replay(rejoined, COSTS)
+    admitted = [
+        r.entry["step"] for line in rejoined.lines if isinstance(r := line.record, EntryRecord) and r.entry.get("admit")
+    ]
+    assert sum(step.num_steps for step in found.steps) < admitted[0] < 40
+    assert [step.num_alive for step in found.steps] == [5, 4]
+    restarted = replay(journal_of((615.0, 1), redundancy=1, save_interval_s=400.0), COSTS)
+    assert [step.num_alive for step in restarted.steps] == [5]
+    assert restarted.recoveries == ()
+
+
+def test_a_simulated_recovery_adds_up_to_what_the_step_took_longer() -> None:
+    journal = journal_of((615.0, 1))
+    [recovery] = find_recoveries(journal)
+    assert (recovery.detect_s, recovery.agree_s) == (0.0, pytest.approx(1.0))  # the survivors computed meanwhile
+    records = journal.of(RecoveryRecord)
+    assert {record.group for record in records} == {0, 2, 3, 4}
+    assert recovery.num_patched == 4
+    # Two groups compute 2 of 4 microbatches each, 2.5 of 4.5 with the fill, at full speed.
+    assert recovery.patch_s == pytest.approx(40.0 * 2.5 / 4.5)
+    # 0.25 s and the reduction over four groups.
+    assert (recovery.rebuild_s, recovery.reduce_s) == (0.0, pytest.approx(0.25 + 2.0 * 2))
+
+
+@pytest.mark.parametrize(
+    "without", [lambda record: isinstance(record, RunRecord), lambda record: not isinstance(record, RunRecord)]
+)
+def test_a_journal_with_nothing_to_replay_says_so(without: Callable[[object], bool]) -> None:
+    lines = tuple(line for line in journal_of().lines if not without(line.record))
+    with pytest.raises(ValueError, match="no committed step to replay"):
+        replay(Journal(lines=lines), COSTS)

@@ -61,17 +61,21 @@ def least_makespans(num_groups: int, num_microbatches: int = 1) -> FloatArray:
     return -(-num_groups * num_microbatches // alive) / num_microbatches
 
 
-def patch_stacks(num_groups: int, redundancy: int, num_microbatches: int = 1) -> FloatArray:
+def patch_stacks(
+    num_groups: int, redundancy: int, num_microbatches: int = 1, *, last_resort: bool = False
+) -> FloatArray:
     """Expected makespan of a patch in stacks when a group is lost with k lost before it, for k from 0 to N - 1.
 
     E[ceil(m / H) | H >= 1] / m, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) the surviving other hosts of the lost
     group's home shard: they share its m microbatches. What the group had from other shards are smaller pieces on other
-    hosts and computed meanwhile. One stack for m = 1; 0 for r = 1, where no loss can be patched.
+    hosts and computed meanwhile. One stack for m = 1; 0 for r = 1, where no loss can be patched. With hosts of last
+    resort there is no condition H >= 1: for H = 0 all N - 1 - k survivors share the shard.
 
     Args:
         num_groups: N.
         redundancy: r.
         num_microbatches: m.
+        last_resort: Any survivor can compute any shard.
 
     Notes:
         Derived. H is binomial for hypergeometric. Against `core.reorder.patch_work` until wipe-out, N in
@@ -83,10 +87,14 @@ def patch_stacks(num_groups: int, redundancy: int, num_microbatches: int = 1) ->
     """
     patch = np.zeros(num_groups)
     other = redundancy - 1
-    if other == 0:
+    if other == 0 and not last_resort:
         return patch
     alive = 1 - np.arange(num_groups) / max(num_groups - 1, 1)
     some = np.zeros(num_groups)
+    if last_resort:
+        survivors = np.maximum(num_groups - 1 - np.arange(num_groups), 1)
+        some = (1 - alive) ** other
+        patch = some * -(-num_microbatches // survivors) / num_microbatches
     for h in range(1, other + 1):
         weight = comb(other, h) * alive**h * (1 - alive) ** (other - h)
         patch += weight * -(-num_microbatches // h) / num_microbatches
@@ -145,22 +153,25 @@ def mean_overhead(num_groups: int, redundancy: int, times: StepTimes | None = No
     return float((depths + patch_probabilities(depths, np.ones_like(depths), times)).mean())
 
 
-def mean_step_s(makespans: FloatArray, patch: FloatArray, times: StepTimes) -> FloatArray:
+def mean_step_s(
+    makespans: FloatArray, patch: FloatArray, times: StepTimes, pause_s: FloatArray | float = 0.0
+) -> FloatArray:
     """Mean seconds of a step, for each k: t + (1 - exp(-t / i)) exp(p / i) p.
 
-    t = makespan shard_s + reduce_s is the step without losses, p = patch shard_s one round of patches, i the mean
-    seconds between losses. A first round follows when anything is lost during t, a further one when anything is lost
+    t = pause + makespan shard_s + reduce_s is the step without losses, p = patch shard_s one round of patches, i the
+    mean seconds between losses. A first round follows when anything is lost during t, a further one when anything is lost
     during the round before, so rounds are geometric with mean 1 / exp(-p / i).
 
     Args:
         makespans: Stacks per step, for each k.
         patch: Stacks per patch, for each k.
         times: Times of a step.
+        pause_s: Mean seconds that pass before the step, in which groups may be lost, too.
 
     Notes:
         Derived. Takes k as fixed over a step, so it wants steps short beside k mean loss intervals.
     """
-    step_s = makespans * times.shard_s + times.reduce_s
+    step_s = pause_s + makespans * times.shard_s + times.reduce_s
     patch_s = patch * times.shard_s
     with np.errstate(over="ignore"):  # infinite: a patch never ends without a further loss
         rounds = -np.expm1(-step_s / times.loss_interval_s) * np.exp(patch_s / times.loss_interval_s)

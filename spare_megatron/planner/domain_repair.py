@@ -43,7 +43,7 @@ def num_down_in_domains(sizes: IntArray, of_one: dict[int, FloatArray]) -> Float
         of_one: For each size the probabilities of 0 to size groups down, of shape (..., size + 1).
     """
     num_groups = int(sizes.sum())
-    transformed: FloatArray | complex = 1.0
+    transformed = np.ones(1, dtype=np.complex128)
     for size, count in zip(*np.unique(sizes, return_counts=True), strict=True):
         transformed = transformed * np.fft.rfft(of_one[int(size)], num_groups + 1) ** int(count)
     pmf: FloatArray = np.maximum(np.fft.irfft(transformed, num_groups + 1), 0.0)

@@ -134,9 +134,15 @@ def wipe_out_probability(counts: IntArray, domain_of: IntArray, num_lost: int) -
 
 
 def time_to_wipe_out_s(counts: IntArray, intervals: LossIntervals) -> float:
-    """Mean seconds from all groups up to a wipe-out, with groups and whole domains lost for good.
+    """Mean seconds from all groups up to a wipe-out: the integral over time of `coverage_over_time`."""
+    times_s, covered = coverage_over_time(counts, intervals)
+    return float(trapezoid(covered, times_s))
 
-    integral over t of product over patterns of sum over h of P_h (1 - q_g^(r - h))^c, for the c shards with the same
+
+def coverage_over_time(counts: IntArray, intervals: LossIntervals) -> tuple[FloatArray, FloatArray]:
+    """Times, and P(no wipe-out by then), with groups and whole domains lost for good.
+
+    At time t: product over patterns of sum over h of P_h (1 - q_g^(r - h))^c, for the c shards with the same
     hosts per domain: h of their r hosts are gone with their domains, with probability P_h (each domain is lost with
     q_d = 1 - exp(-t / domain_s)), and each of the others by itself with q_g = 1 - exp(-t / group_s).
 
@@ -160,7 +166,7 @@ def time_to_wipe_out_s(counts: IntArray, intervals: LossIntervals) -> float:
     for shape, repeats in zip(*np.unique(shapes, axis=0, return_counts=True), strict=True):
         here = shape[1:][shape[1:] > 0].tolist()
         covered *= _pattern_coverage(here, int(shape[0]), lost_domain, lost_group) ** int(repeats)
-    return float(trapezoid(covered, times_s))
+    return times_s, covered
 
 
 def _pattern_coverage(

@@ -55,8 +55,8 @@ class ClusterFacts:
             )
         if self.has_domains and self.rejoin is not None and self.rejoin.num_spares > 0:
             raise ValueError(
-                f"num_spares={self.rejoin.num_spares}: a pool of spares is planned for groups that are lost one by one, "
-                f"not for domains of {self.groups_per_domain}; leave out one of them"
+                f"num_spares={self.rejoin.num_spares}: a pool of spares is planned for groups that are lost one "
+                f"by one, not for domains of {self.groups_per_domain}; leave out one of them"
             )
 
     @property

@@ -9,7 +9,12 @@ from math import comb, floor
 
 import numpy as np
 
-from spare_megatron.planner.endurance import FloatArray, asymptotic_endured_losses, coverage_probabilities
+from spare_megatron.planner.endurance import (
+    FloatArray,
+    asymptotic_endured_losses,
+    coverage_probabilities,
+    wiped_probabilities,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +142,7 @@ def mean_overhead(num_groups: int, redundancy: int, times: StepTimes | None = No
 
     Notes:
         arXiv 2603.00357; rho is our derivation. Every count of losses has the same weight, so this is the mean stretch
-        of a step per loss, not per step: long steps are fewer (`stretch` weighs them rightly and is smaller).
+        of a step per loss, not per step: long steps are fewer (`planner.outlook` weighs them rightly and is smaller).
         Without rho it is 0.7% off Monte Carlo on average over N in {200, 600, 1000}, r from 2 to 20, and 0.5% at the
         mu that Monte Carlo has (the paper states 0.60%); `mean_makespan` is 0.1% off.
 
@@ -159,8 +164,8 @@ def mean_step_s(
     """Mean seconds of a step, for each k: t + (1 - exp(-t / i)) exp(p / i) p.
 
     t = pause + makespan shard_s + reduce_s is the step without losses, p = patch shard_s one round of patches, i the
-    mean seconds between losses. A first round follows when anything is lost during t, a further one when anything is lost
-    during the round before, so rounds are geometric with mean 1 / exp(-p / i).
+    mean seconds between losses. A first round follows when anything is lost during t, a further one when anything is
+    lost during the round before, so rounds are geometric with mean 1 / exp(-p / i).
 
     Args:
         makespans: Stacks per step, for each k.
@@ -178,35 +183,37 @@ def mean_step_s(
     return step_s + np.where(patch_s > 0, rounds * patch_s, 0.0)
 
 
-def stretch(num_groups: int, redundancy: int, times: StepTimes, num_microbatches: int = 1) -> float:
-    """Mean time of a step from restart to wipe-out, over that of a step with nothing lost.
+def borrowed_shards(num_groups: int, redundancy: int, num_microbatches: int) -> FloatArray:
+    """Shards beyond its stack that the group with most of them reads, with k groups lost, k from 0 to N - 1.
 
-    1 / sum over k of w_k step_s / T_k, w_k = P(L > k) / sum of P(L > j): the share of time spent with k lost, as losses
-    come at a constant rate; T_k from `mean_step_s`.
+    For hosts of last resort. U = N p_k shards have no host left on average, P is the chance that any has none: then
+    U / P are shared out in single microbatches, of which a survivor has m U / P / (N - k), rounded up, each of another
+    shard; on average P min(U / P, ceil(m U / P / (N - k))).
 
     Args:
         num_groups: N.
         redundancy: r.
-        times: Times of a step.
-        num_microbatches: m; 1 for stack granularity.
+        num_microbatches: m.
 
     Notes:
-        Derived. A rate per surviving group, which falls with the losses, would spend longer with many lost and so far
-        longer until the wipe-out; stretch / availability then comes out 5 to 8% lower than here.
+        Derived; p_k from `planner.endurance.wiped_probabilities`, 1 - P from `coverage_probabilities`.
+
+    >>> borrowed_shards(4, 1, 3).tolist()
+    [0.0, 1.0, 2.0, 3.0]
     """
-    weights = coverage_probabilities(num_groups, redundancy)[:num_groups]
-    step_s = mean_step_s(
-        least_makespans(num_groups, num_microbatches), patch_stacks(num_groups, redundancy, num_microbatches), times
-    )
-    steps_per_s = float((weights / step_s).sum() / weights.sum())
-    return 1 / (steps_per_s * times.step_s) if steps_per_s > 0 else float("inf")
+    orphaned = 1 - coverage_probabilities(num_groups, redundancy)[:num_groups]
+    num_shards = num_groups * wiped_probabilities(num_groups, redundancy)[:num_groups]
+    given = np.divide(num_shards, orphaned, out=np.zeros(num_groups), where=orphaned > 1e-12)
+    given = np.where(orphaned > 1e-12, np.maximum(given, 1.0), 0.0)
+    each = np.ceil(given * num_microbatches / (num_groups - np.arange(num_groups)) - 1e-9)
+    return orphaned * np.minimum(given, each)
 
 
 def mean_makespan(num_groups: int, redundancy: int, num_microbatches: int = 1) -> float:
     """Mean stacks per step over the counts of losses until wipe-out, patches left out.
 
-    sum over k of w_k ceil(N m / (N - k)) / m, w_k as in `stretch`: the expectation of what `mean_overhead` takes at
-    floor(mu), and for any m.
+    sum over k of w_k ceil(N m / (N - k)) / m, w_k = P(L > k) / sum of P(L > j): the expectation of what `mean_overhead`
+    takes at floor(mu), and for any m.
 
     Args:
         num_groups: N.

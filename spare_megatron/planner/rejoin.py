@@ -1,8 +1,8 @@
 """Groups that come back through a pool of spares, and the pauses in which they are taken in.
 
 Symbols: N groups; F mean time from when a group is up until it is lost; hardware is repaired after R on average; n
-spares; X the transfer of the state to a group that has hardware again; J the pause in which all that are ready are taken
-in, at a commit. A lost group gets the hardware that is free first: a spare at once, else the next repaired.
+spares; X the transfer of the state to a group that has hardware again; J the pause in which all that are ready are
+taken in, at a commit. A lost group gets the hardware that is free first: a spare at once, else the next repaired.
 """
 
 from dataclasses import dataclass
@@ -74,8 +74,8 @@ def hardware_wait_s(num_spares: int, losses_per_s: float, repair_s: float) -> fl
     return max(float(wait_s), 0.0)
 
 
-def absence(num_groups: int, group_interval_s: float, rejoin: RejoinTimes, commit_wait_s: float) -> RepairTimes:
-    """F, and the mean time from a loss until the group takes part again: W + X + the wait for the next commit.
+def absence(num_groups: int, group_interval_s: float, rejoin: RejoinTimes) -> RepairTimes:
+    """F, and the mean time from a loss until the group is ready to be taken in: W + X.
 
     W from `hardware_wait_s` at the rate N / (F + absence) at which groups are lost while others are down.
 
@@ -83,9 +83,8 @@ def absence(num_groups: int, group_interval_s: float, rejoin: RejoinTimes, commi
         num_groups: N.
         group_interval_s: F.
         rejoin: R, X and n.
-        commit_wait_s: Mean seconds until the next commit: half of a step, for groups that are ready at any time.
     """
-    extra_s = rejoin.transfer_s + commit_wait_s
+    extra_s = rejoin.transfer_s
     if rejoin.num_spares == 0:
         return RepairTimes(group_interval_s=group_interval_s, repair_s=rejoin.repair_s + extra_s)
     low_s, high_s = 0.0, rejoin.repair_s
@@ -101,7 +100,7 @@ def num_down_with_spares(num_groups: int, away: RepairTimes, rejoin: RejoinTimes
     """P(k groups are down) in the steady state, k from 0 to N: (Q - n)+ wait for hardware, the others have it.
 
     Q ~ Poisson(l R) as in `hardware_wait_s`; those that have hardware fetch the state or wait for a commit, and are
-    Poisson with what is left of the mean. The two are taken as independent; more than N are N.
+    Poisson with what is left of the mean absence. The two are taken as independent; more than N are N.
 
     Args:
         num_groups: N.
@@ -143,17 +142,20 @@ def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: f
     return RepairTimes(group_interval_s=group_interval_s, repair_s=group_interval_s * share / (1 - share))
 
 
-def step_with_joins_s(makespans: FloatArray, patch: FloatArray, times: StepTimes, joins: "Joins") -> FloatArray:
-    """Mean seconds from commit to commit, for each k down: T = step + P J, P = 1 - exp(-k T / away).
+def step_with_joins_s(
+    makespans: FloatArray, patch: FloatArray, times: StepTimes, join_s: float, ready_per_s: FloatArray
+) -> FloatArray:
+    """Mean seconds from commit to commit, for each k down: T = step + P J, P = 1 - exp(-ready_per_s T).
 
-    Each of the k groups down is ready at rate 1 / away, and a commit with any ready pauses for J. The pause lengthens
-    the time in which others are lost and get ready: iterated from P = 0 it rises to the least solution.
+    A commit with any group ready pauses for J. The pause lengthens the time in which others are lost and get ready:
+    iterated from P = 0 it rises to the least solution.
 
     Args:
         makespans: Stacks per step.
         patch: Stacks per patch.
         times: Times of a step.
-        joins: J, and how often groups are ready.
+        join_s: J.
+        ready_per_s: How often groups get ready, k / away for k that are away on average; at once counted once.
 
     Notes:
         Derived. Exact for groups that get ready independently at a constant rate.
@@ -161,21 +163,8 @@ def step_with_joins_s(makespans: FloatArray, patch: FloatArray, times: StepTimes
     pause_s = np.zeros_like(makespans)
     for _ in range(_ROUNDS):
         step_s = mean_step_s(makespans, patch, times, pause_s)
-        pause_s = joins.pause_s * -np.expm1(-joins.per_s[: len(makespans)] * step_s)
+        pause_s = join_s * -np.expm1(-ready_per_s * step_s)
     return mean_step_s(makespans, patch, times, pause_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Joins:
-    """Pauses in which groups are taken in.
-
-    Attributes:
-        pause_s: J.
-        per_s: For each count of groups down, from 0: how often groups get ready together.
-    """
-
-    pause_s: float
-    per_s: FloatArray
 
 
 def num_down_over_time(num_groups: int, lived: Survival, away: RepairTimes) -> FloatArray:

@@ -12,11 +12,11 @@ from scipy.linalg import expm
 from scipy.stats import binom
 
 from spare_megatron.planner.endurance import FloatArray
-from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_step_s, patch_stacks
+from spare_megatron.planner.overhead import least_makespans
 
 _RARE = 1e3
 """Wipe-outs this many relaxation times apart find the groups in their steady state."""
-_LONGEST_S = 1e18
+LONGEST_S = 1e18
 """Longer times to a wipe-out mean nothing and would overflow."""
 _STEPS_PER_DOUBLING = 8
 
@@ -118,7 +118,7 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
         shards that share hosts fail together more often: against simulated events the mean is 0 to 9% low for N in
         {13, 31, 60, 200}, r in {2, 3, 4} and u from 0.01 to 0.3.
     """
-    rare_s = min(shard_time_to_wipe_out_s(redundancy, repair) / num_groups, _LONGEST_S)
+    rare_s = min(shard_time_to_wipe_out_s(redundancy, repair) / num_groups, LONGEST_S)
     if rare_s > _RARE * repair.relaxation_s:
         return Survival(times_s=np.array([np.inf]), shares_s=np.array([rare_s]))
     times_s, shares = _one_shard(redundancy, repair)
@@ -131,34 +131,6 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
         mean = np.where(rise > 1e-9, -np.expm1(-rise) / rise, 1 - rise / 2)
     mean = np.where(np.isfinite(rise), mean, 0.0)
     return Survival(times_s=times_s, shares_s=np.diff(times_s, prepend=0.0) * before * mean)
-
-
-def stretch_with_repair(
-    num_groups: int, redundancy: int, times: StepTimes, repair: RepairTimes, num_microbatches: int
-) -> float:
-    """Mean time of a step over that of a step with nothing lost, with groups that come back.
-
-    1 / mean of step_s / T_k over the time until wipe-out and over k ~ Binomial(N, u (1 - exp(-t / relaxation))) groups
-    down at time t since all were up; T_k from `mean_step_s`. Rejoining itself is taken to cost nothing.
-
-    Args:
-        num_groups: N.
-        redundancy: r.
-        times: Times of a step; its loss interval is that with all groups up.
-        repair: F and R.
-        num_microbatches: m; 1 for stack granularity.
-
-    Notes:
-        Derived. The chance of a wipe-out is taken not to depend on k, which at worst overstates k a little.
-    """
-    patch = patch_stacks(num_groups, redundancy, num_microbatches)
-    step_s = mean_step_s(least_makespans(num_groups, num_microbatches), patch, times)
-    lived = survival(num_groups, redundancy, repair)
-    down = repair.down_share * -np.expm1(-lived.times_s / repair.relaxation_s)
-    pmf = binom.pmf(np.arange(num_groups), num_groups, down[:, None])
-    # With none up there is no step; the little mass there counts as no progress.
-    steps_per_s = float(lived.shares_s @ (pmf / step_s).sum(axis=1)) / lived.mean_s
-    return 1 / (steps_per_s * times.step_s) if steps_per_s > 0 else float("inf")
 
 
 def steady_makespan(num_groups: int, repair: RepairTimes, num_microbatches: int) -> float:

@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spare_megatron.planner.plan import ClusterFacts, HoldingLimits, Plan
+    from spare_megatron.planner.facts import ClusterFacts, HoldingLimits
+    from spare_megatron.planner.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +45,16 @@ def as_figures(answer: Answer) -> dict[str, Any]:
         "stack_bytes": None if limits is None else plan.redundancy * limits.shard_bytes,
         "read_s_per_step": read_s(answer),
         "alternatives": {other.policy: asdict(other) for other in answer.alternatives},
-        "facts": asdict(answer.facts),
+        "facts": _as_facts(answer.facts),
         "assumed": sorted(answer.assumed),
     }
     return figures
+
+
+def _as_facts(facts: "ClusterFacts") -> dict[str, Any]:
+    """The cluster; JSON knows no infinity, so that what never happens is null."""
+    domain_interval_s = facts.domain_interval_s if facts.has_domains else None
+    return asdict(facts) | {"domain_interval_s": domain_interval_s}
 
 
 def read_s(answer: Answer) -> float | None:

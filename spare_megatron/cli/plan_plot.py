@@ -14,7 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from spare_megatron.cli.quantities import format_count, format_duration
 from spare_megatron.planner.availability import availability
 from spare_megatron.planner.endurance import coverage_probabilities
-from spare_megatron.planner.plan import ClusterFacts, Plan, candidates
+from spare_megatron.planner.facts import ClusterFacts
+from spare_megatron.planner.plan import Plan, candidates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

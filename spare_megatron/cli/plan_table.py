@@ -24,7 +24,7 @@ def print_answer(answer: Answer) -> None:
     console.print(_two_columns("plan", _plan_rows(answer)))
     console.print(_two_columns("for this cluster", _fact_rows(answer)))
     console.print(_alternatives(answer))
-    if answer.plan.redundancy == 1:
+    if answer.plan.redundancy == 1 and not answer.facts.last_resort:
         console.print("Restarting at every loss costs less here than going on without the lost groups.")
     if answer.plan.cadence_s > _LONG_CADENCE_S:
         console.print(
@@ -63,8 +63,19 @@ def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "compute of one shard", format_duration(facts.times.shard_s) + mark.get("step", "")
     yield "rest of a step", format_duration(facts.times.reduce_s) + mark.get("reduce", "")
     yield "microbatches per shard", str(facts.num_microbatches) + mark.get("microbatches", "")
-    if facts.repair_s is not None:
-        yield "a lost group is back after", format_duration(facts.repair_s)
+    rejoin = facts.rejoin
+    if rejoin is not None:
+        yield "lost hardware is repaired after", format_duration(rejoin.repair_s)
+        yield (
+            "state transfer, join",
+            (f"{format_duration(rejoin.transfer_s)}, {format_duration(rejoin.join_s)}" + mark.get("join", "")),
+        )
+        yield "spare groups", str(rejoin.num_spares)
+    if facts.has_domains:
+        yield "groups in a domain", str(facts.groups_per_domain)
+        yield "a domain is lost every", format_duration(facts.domain_interval_s)
+    if facts.last_resort:
+        yield "last resort", f"any group, reading a shard in {format_duration(facts.fetch_s)}"
 
 
 def _alternatives(answer: Answer) -> Table:

@@ -156,8 +156,7 @@ def coverage_over_time(counts: IntArray, intervals: LossIntervals) -> tuple[Floa
         simulated losses, N = 200 in domains of 4, r from 3 to 8: 4 to 6% low for Golomb offsets, 10 to 35% for
         consecutive ones. Trapezoids at 400 times evenly spaced in their logarithm.
     """
-    shortest_s = min(intervals.group_s, intervals.domain_s)
-    times_s = np.concatenate(([0.0], np.geomspace(1e-6, 1e2, 400) * shortest_s))
+    times_s = times_to_look_at_s(intervals)
     lost_domain = -np.expm1(-times_s / intervals.domain_s)
     lost_group = -np.expm1(-times_s / intervals.group_s)
     covered = np.ones_like(times_s)
@@ -167,6 +166,12 @@ def coverage_over_time(counts: IntArray, intervals: LossIntervals) -> tuple[Floa
         here = shape[1:][shape[1:] > 0].tolist()
         covered *= _pattern_coverage(here, int(shape[0]), lost_domain, lost_group) ** int(repeats)
     return times_s, covered
+
+
+def times_to_look_at_s(intervals: LossIntervals) -> FloatArray:
+    """Times from 0 on at which the run is looked at, evenly spaced in their logarithm."""
+    shortest_s = min(intervals.group_s, intervals.domain_s)
+    return np.concatenate(([0.0], np.geomspace(1e-6, 1e2, 400) * shortest_s))
 
 
 def _pattern_coverage(

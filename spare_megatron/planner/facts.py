@@ -18,8 +18,8 @@ class ClusterFacts:
 
     Attributes:
         num_groups: N, data-parallel groups, and shards of a batch.
-        times: Times of a step, and how often a single group is lost while all are up. Losses come from all groups
-            together at this constant rate; with the policy "rejoin" or with domains it is counted per group that is up.
+        times: Times of a step, and how often a single group is lost. Losses come from all groups together at this
+            constant rate; only the policy "rejoin" counts it per group that is up.
         checkpoint: What saves and restarts take.
         num_microbatches: m, microbatches per shard; not used by the policy "stack".
         rejoin: How lost groups come back; used by the policy "rejoin" alone.

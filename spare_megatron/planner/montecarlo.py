@@ -5,6 +5,7 @@ Every function takes its generator and returns samples, so that a caller can tel
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from spare_megatron.planner.domains import IntArray, LossIntervals
 from spare_megatron.planner.endurance import FloatArray
 from spare_megatron.planner.optimum import CheckpointTimes
 from spare_megatron.planner.overhead import StepTimes
+from spare_megatron.planner.rejoin import RejoinTimes
 from spare_megatron.planner.repair import RepairTimes
 
 Generator = np.random.Generator
@@ -96,6 +98,40 @@ def repair_samples_s(placement: Placement, repair: RepairTimes, num_samples: int
     return np.array([_repaired_until_wipe_out_s(placement, repair, rng) for _ in range(num_samples)])
 
 
+def spares_samples_s(
+    placement: Placement, group_interval_s: float, rejoin: RejoinTimes, num_samples: int, rng: Generator
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds from all groups up to a wipe-out with a pool of spares, and the mean absence of a lost group in each.
+
+    Repair times are exponential. Lost groups queue for hardware in the order of their losses.
+    """
+    found = [_with_spares_until_wipe_out(placement, group_interval_s, rejoin, rng) for _ in range(num_samples)]
+    lived_s, absences_s = zip(*found, strict=True)
+    return np.array(lived_s), np.concatenate(absences_s)
+
+
+def domain_repair_samples_s(
+    placement: Placement,
+    domain_of: IntArray,
+    intervals: LossIntervals,
+    absence_s: float,
+    samples: tuple[int, Generator],
+) -> FloatArray:
+    """Seconds from all groups up to a wipe-out with groups and domains that are lost and groups that come back.
+
+    Args:
+        placement: The hosts of every shard.
+        domain_of: For each group its domain.
+        intervals: Of one group and of one domain.
+        absence_s: Mean of the exponential time after which each lost group is back by itself.
+        samples: How many, and the source of all times.
+    """
+    num_samples, rng = samples
+    return np.array(
+        [_domains_until_wipe_out_s(placement, domain_of, intervals, absence_s, rng) for _ in range(num_samples)]
+    )
+
+
 def domain_samples_s(
     placement: Placement, domain_of: IntArray, intervals: LossIntervals, num_samples: int, rng: Generator
 ) -> FloatArray:
@@ -158,6 +194,51 @@ def _repaired_until_wipe_out_s(placement: Placement, repair: RepairTimes, rng: G
         if not is_up[group] and not is_up[hosts[stacks[group]]].any(axis=1).all():
             return now_s
         next_s[group] += rng.exponential(repair.group_interval_s if is_up[group] else repair.repair_s)
+
+
+def _with_spares_until_wipe_out(
+    placement: Placement, group_interval_s: float, rejoin: RejoinTimes, rng: Generator
+) -> tuple[float, FloatArray]:
+    is_up = np.ones(placement.num_groups, dtype=np.bool_)
+    hosts, stacks = placement.host_array, placement.stack_array
+    next_s = rng.exponential(group_interval_s, placement.num_groups)
+    hardware_s, absences_s = [0.0] * rejoin.num_spares, []
+    while True:
+        group = int(next_s.argmin())
+        now_s = float(next_s[group])
+        is_up[group] = not is_up[group]
+        if is_up[group]:
+            next_s[group] += rng.exponential(group_interval_s)
+            continue
+        heappush(hardware_s, now_s + rng.exponential(rejoin.repair_s))
+        next_s[group] = max(heappop(hardware_s), now_s) + rejoin.transfer_s
+        absences_s.append(float(next_s[group]) - now_s)
+        if not is_up[hosts[stacks[group]]].any(axis=1).all():
+            return now_s, np.array(absences_s)
+
+
+def _domains_until_wipe_out_s(
+    placement: Placement, domain_of: IntArray, intervals: LossIntervals, absence_s: float, rng: Generator
+) -> float:
+    is_up = np.ones(placement.num_groups, dtype=np.bool_)
+    next_s = rng.exponential(intervals.group_s, placement.num_groups)
+    domain_s = rng.exponential(intervals.domain_s, int(domain_of.max()) + 1)
+    while True:
+        group, domain = int(next_s.argmin()), int(domain_s.argmin())
+        if domain_s[domain] < next_s[group]:
+            now_s = float(domain_s[domain])
+            lost = np.flatnonzero((domain_of == domain) & is_up)
+            domain_s[domain] += rng.exponential(intervals.domain_s)
+        else:
+            now_s = float(next_s[group])
+            lost = np.array([group] if is_up[group] else [], dtype=np.int64)
+            if not is_up[group]:
+                is_up[group] = True
+                next_s[group] += rng.exponential(intervals.group_s)
+        is_up[lost] = False
+        next_s[lost] = now_s + rng.exponential(absence_s, len(lost))
+        if len(lost) and not is_up[placement.host_array].any(axis=1).all():
+            return now_s
 
 
 def simulated_time_to_train(

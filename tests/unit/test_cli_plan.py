@@ -22,7 +22,7 @@ def spare_plan(*options: str) -> Any:
 def figures(*options: str) -> dict[str, Any]:
     result = spare_plan(*EXAMPLE, "--json", *options)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(result.stdout, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
     assert isinstance(found, dict)
     return found
 
@@ -51,6 +51,57 @@ def test_facts_choose_the_policy() -> None:
     assert figures("--repair", "10m")["policy"] == "rejoin"
     assert figures("--repair", "10m", "--policy", "stack")["policy"] == "stack"
     assert set(figures("--repair", "10m")["alternatives"]) == {"stack", "microbatch", "rejoin"}
+
+
+def test_every_policy_has_its_figures_in_one_place() -> None:
+    """Whoever compares with the paper finds stack, whoever trains finds what `spare train` does, whichever is asked."""
+    contract = {"redundancy", "cadence_s", "endured_losses", "time_to_train_ratio", "availability"}
+    for options in ([], ["--microbatches", "16"], ["--repair", "10m"]):
+        found = figures(*options)
+        for name in ("stack", "microbatch"):
+            assert contract <= set(found["alternatives"][name])
+        own = found["alternatives"][found["policy"]]
+        assert {key: own[key] for key in contract} == {key: found[key] for key in contract}
+        assert found["alternatives"]["stack"]["redundancy"] == figures()["redundancy"]
+
+
+def test_pauses_spares_domains_and_a_last_resort_change_the_plan() -> None:
+    repair = ("--repair", "10m", "--redundancy", "8")
+    ratios = [
+        figures(*repair, *options)["time_to_train_ratio"]
+        for options in (
+            [],
+            ["--join", "30s"],
+            ["--join", "30s", "--transfer", "10m"],
+            ["--join", "30s", "--transfer", "10m", "--spares", "6"],
+        )
+    ]
+    assert ratios[0] < ratios[1] < ratios[2] > ratios[3]
+    assert ratios[1] == pytest.approx(1.186, abs=0.005)
+    racks = ("--groups-per-domain", "4", "--domain-mtbf", "1h", "--groups", "100")
+    with_racks, without = figures(*racks, "--redundancy", "8"), figures("--groups", "100", "--redundancy", "8")
+    assert with_racks["time_to_wipe_out_s"] < without["time_to_wipe_out_s"]
+    assert with_racks["time_to_train_ratio"] > without["time_to_train_ratio"]
+    found = figures("--last-resort", "--fetch", "1s", "--repair", "10m")
+    assert (found["policy"], set(found["alternatives"])) == ("rejoin", {"microbatch", "rejoin"})
+    assert found["facts"]["last_resort"]
+
+
+def test_the_table_tells_what_a_plan_rests_on() -> None:
+    options = ["--repair", "10m", "--join", "30s", "--groups", "100", "--redundancy", "5"]
+    result = spare_plan(*EXAMPLE, *options, "--groups-per-domain", "4", "--domain-mtbf", "7d")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "lost hardware is repaired after",
+        "0 ms, 30 s",
+        "groups in a domain",
+        "a domain is lost every",
+        "7 d",
+    ):
+        assert text in result.output
+    assert "(assumed)" in next(line for line in result.output.splitlines() if "compute of one shard" in line)
+    result = spare_plan(*EXAMPLE, "--repair", "10m", "--last-resort", "--fetch", "2s")
+    assert "any group, reading a shard in 2 s" in result.output
 
 
 def test_a_rate_per_node_and_day_says_the_same_as_a_time_between_losses() -> None:
@@ -96,6 +147,24 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
         ("--mtbf 300s --microbatches 0", "--microbatches 0 is below 1"),
         ("--mtbf 300s --policy other", "--policy other is unknown; known: stack, microbatch, rejoin"),
         ("--mtbf 300s --policy rejoin", "--policy rejoin needs --repair"),
+        ("--mtbf 300s --join 30s", "--join 30s needs --repair"),
+        ("--mtbf 300s --spares 2", "--spares 2 needs --repair"),
+        ("--mtbf 300s --repair 10m --spares -1", "--spares -1 is below 0"),
+        ("--mtbf 300s --repair 10m --join -3s", "--join -3s: a duration here has to be 0 or more"),
+        ("--mtbf 300s --repair -10m", "--repair -10m: a duration here has to be above 0"),
+        ("--mtbf 300s --groups-per-domain 4", "give --domain-mtbf, as in 30d"),
+        ("--mtbf 300s --domain-mtbf 30d", "give --groups-per-domain, as in 4"),
+        ("--mtbf 300s --groups-per-domain 601 --domain-mtbf 30d", "--groups-per-domain 601 has to be from 1 to 600"),
+        ("--mtbf 300s --groups-per-domain 4 --domain-mtbf 0d", "--domain-mtbf 0d: a duration here has to be above 0"),
+        (
+            "--mtbf 300s --repair 10m --spares 2 --groups-per-domain 4 --domain-mtbf 30d",
+            "--spares 2 plans for groups that are lost one by one",
+        ),
+        ("--mtbf 300s --fetch 1s", "--fetch 1s needs --last-resort"),
+        ("--mtbf 300s --last-resort --policy stack", "--policy stack moves whole shards"),
+        ("--mtbf nans", "--mtbf nans: not a duration"),
+        ("--mtbf 1e400s", "--mtbf 1e400s: a duration here has to be above 0"),
+        ("--mtbf 300s --save 1parsec", "--save 1parsec: unknown unit 'parsec'"),
         ("--mtbf 300s --memory 1GB", "--memory 1GB limits nothing without --shard-size"),
         ("--mtbf 300s --shard-size 5lb", "--shard-size 5lb: unknown unit 'lb'"),
         ("--mtbf 300s --shard-size 0GB", "--shard-size 0GB: a size has to be 1B or more"),

@@ -7,6 +7,7 @@ from scipy.optimize import minimize_scalar
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.placement import make_placement
 from spare_megatron.planner.availability import availability, best_availability
+from spare_megatron.planner.facts import ClusterFacts, HoldingLimits, Policy
 from spare_megatron.planner.montecarlo import (
     SimulatedRun,
     availability_sample,
@@ -19,8 +20,9 @@ from spare_megatron.planner.optimum import (
     numeric_redundancy,
     time_to_train,
 )
-from spare_megatron.planner.overhead import StepTimes, least_makespans, patch_stacks
-from spare_megatron.planner.plan import ClusterFacts, HoldingLimits, Policy, candidates, optimize, predict
+from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_overhead, patch_stacks
+from spare_megatron.planner.plan import candidates, optimize, predict
+from spare_megatron.planner.rejoin import RejoinTimes
 
 CHECKPOINT = CheckpointTimes(save_s=60.0, restart_s=3600.0)
 REDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}
@@ -28,7 +30,8 @@ REDUCE_S = {200: 2.0, 600: 6.0, 1000: 10.0}
 
 def paper_facts(n: int, repair_s: float | None = 600.0) -> ClusterFacts:
     times = StepTimes(shard_s=64.0, reduce_s=REDUCE_S[n], loss_interval_s=300.0)
-    return ClusterFacts(num_groups=n, times=times, checkpoint=CHECKPOINT, num_microbatches=16, repair_s=repair_s)
+    rejoin = None if repair_s is None else RejoinTimes(repair_s=repair_s)
+    return ClusterFacts(num_groups=n, times=times, checkpoint=CHECKPOINT, num_microbatches=16, rejoin=rejoin)
 
 
 @pytest.mark.parametrize("times", [(60.0, 9e4, 3600.0), (1.0, 50.0, 0.0), (0.01, 1e7, 30.0), (600.0, 700.0, 10.0)])
@@ -99,6 +102,13 @@ def test_plans_are_within_3_percent_of_simulated_runs(policy: Policy, n: int, r:
     assert plan.time_to_train_ratio == pytest.approx(simulated, rel=0.03)
 
 
+def test_stretch_is_below_the_mean_over_counts_and_above_1() -> None:
+    """Long steps are fewer in the same time, which the mean over counts of losses overlooks."""
+    facts = paper_facts(600)
+    stack, microbatch = predict(facts, "stack", 10).stretch, predict(facts, "microbatch", 10).stretch
+    assert 1 < microbatch < stack < mean_overhead(600, 10, facts.times)
+
+
 def test_finer_policies_train_faster() -> None:
     facts = paper_facts(600)
     ratios = [optimize(facts, policy).time_to_train_ratio for policy in ("stack", "microbatch", "rejoin")]
@@ -118,7 +128,8 @@ def test_the_optimum_is_the_least_redundancy_within_a_thousandth_of_the_least_ra
 @pytest.mark.parametrize("policy", ["stack", "microbatch", "rejoin"])
 def test_few_groups_have_a_plan(n: int, policy: Policy) -> None:
     times = StepTimes(shard_s=1.0, reduce_s=0.1, loss_interval_s=1000.0)
-    facts = ClusterFacts(num_groups=n, times=times, checkpoint=CHECKPOINT, num_microbatches=4, repair_s=100.0)
+    rejoin = RejoinTimes(repair_s=100.0)
+    facts = ClusterFacts(num_groups=n, times=times, checkpoint=CHECKPOINT, num_microbatches=4, rejoin=rejoin)
     plan = optimize(facts, policy)
     assert 1 <= plan.redundancy <= n
     assert 1 < plan.time_to_train_ratio < 1e3

@@ -15,7 +15,6 @@ from spare_megatron.planner.overhead import (
     mean_step_s,
     patch_probabilities,
     patch_stacks,
-    stretch,
 )
 
 PAPER = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
@@ -109,13 +108,6 @@ def test_mean_step_counts_rounds_of_patches_like_a_simulation() -> None:
 def test_a_patch_that_never_ends_is_infinite_and_does_not_warn() -> None:
     times = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=0.01)
     assert mean_step_s(np.array([1.0]), np.array([1.0]), times)[0] == np.inf
-
-
-def test_stretch_is_below_the_mean_over_counts_and_above_1() -> None:
-    """Long steps are fewer in the same time, which the mean over counts of losses overlooks."""
-    over_counts = mean_overhead(600, 10, PAPER)
-    assert 1 < stretch(600, 10, PAPER) < over_counts
-    assert stretch(600, 10, PAPER, 16) < stretch(600, 10, PAPER)
 
 
 @pytest.mark.parametrize("times", [(0.0, 1.0, 1.0), (1.0, -1.0, 1.0), (1.0, 1.0, 0.0)])

@@ -14,25 +14,38 @@ from spare_megatron.planner.domains import (
 )
 from spare_megatron.planner.endurance import coverage_probabilities, endured_losses
 from spare_megatron.planner.enumeration import covered_domain_shares
+from spare_megatron.planner.facts import ClusterFacts
 from spare_megatron.planner.montecarlo import (
     domain_samples_s,
     domain_wipe_out_samples,
     endured_samples,
     repair_samples_s,
 )
-from spare_megatron.planner.overhead import StepTimes, stretch
+from spare_megatron.planner.optimum import CheckpointTimes
+from spare_megatron.planner.overhead import StepTimes
+from spare_megatron.planner.plan import predict
+from spare_megatron.planner.rejoin import RejoinTimes
 from spare_megatron.planner.repair import (
     RepairTimes,
     num_down_probabilities,
     shard_time_to_wipe_out_s,
     steady_makespan,
-    stretch_with_repair,
     survival,
 )
 
 
 def repair_of(down_share: float) -> RepairTimes:
     return RepairTimes(group_interval_s=1.0, repair_s=down_share / (1 - down_share))
+
+
+def facts_of(n: int, repair: RepairTimes) -> ClusterFacts:
+    return ClusterFacts(
+        num_groups=n,
+        times=StepTimes(shard_s=1e-6, reduce_s=0.0, loss_interval_s=repair.group_interval_s / n),
+        checkpoint=CheckpointTimes(save_s=1.0, restart_s=1.0),
+        num_microbatches=16,
+        rejoin=RejoinTimes(repair_s=repair.repair_s),
+    )
 
 
 def test_the_share_of_groups_down_is_that_of_simulated_groups_with_fixed_repair_times() -> None:
@@ -82,14 +95,13 @@ def test_repairs_that_take_forever_are_none() -> None:
     shares = coverage_probabilities(n, r)[:n]
     without_s = float((shares / (n - np.arange(n))).sum())  # k lost: the next loss comes at rate N - k
     assert survival(n, r, repair).mean_s == pytest.approx(without_s, rel=0.05)
-    times = StepTimes(shard_s=1e-6, reduce_s=0.0, loss_interval_s=1 / n)
-    assert stretch_with_repair(n, r, times, repair, 16) == pytest.approx(stretch(n, r, times, 16), rel=0.05)
+    facts = facts_of(n, repair)
+    assert predict(facts, "rejoin", r).stretch == pytest.approx(predict(facts, "microbatch", r).stretch, rel=0.05)
 
 
 def test_fast_repairs_leave_hardly_any_stretch() -> None:
     repair = RepairTimes(group_interval_s=1.0, repair_s=1e-9)
-    times = StepTimes(shard_s=1e-6, reduce_s=0.0, loss_interval_s=1 / 60)
-    assert stretch_with_repair(60, 3, times, repair, 16) == pytest.approx(1.0, abs=1e-3)
+    assert predict(facts_of(60, repair), "rejoin", 3).stretch == pytest.approx(1.0, abs=1e-3)
     assert steady_makespan(60, repair, 16) == pytest.approx(1.0, abs=1e-3)
 
 

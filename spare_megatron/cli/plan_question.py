@@ -1,0 +1,251 @@
+"""What `spare plan` was asked, and the cluster that it describes."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from spare_megatron.cli.quantities import parse_bytes, parse_duration_s
+
+if TYPE_CHECKING:
+    from spare_megatron.planner.facts import ClusterFacts, HoldingLimits, Policy
+    from spare_megatron.planner.rejoin import RejoinTimes
+
+ASSUMED_STEP = "64s"
+ASSUMED_REDUCE_S_PER_GROUP = 0.01
+ASSUMED_MICROBATCHES = 16
+SECONDS_PER_DAY = 86400.0
+
+
+class LossRate(NamedTuple):
+    """How often groups are lost: the first, or the others."""
+
+    mtbf: str | None
+    failures_per_node_day: float | None
+    gpus_per_node: int | None
+    gpus_per_group: int | None
+
+
+class Holding(NamedTuple):
+    """What a stack costs and may cost."""
+
+    shard_size: str | None
+    memory: str | None
+    read_rate: str | None
+
+
+class Returning(NamedTuple):
+    """How lost groups come back."""
+
+    repair: str | None
+    transfer: str | None
+    join: str | None
+    spares: int | None
+
+
+class Domains(NamedTuple):
+    """What is lost together, and how often."""
+
+    groups_per_domain: int | None
+    mtbf: str | None
+
+
+class LastResort(NamedTuple):
+    """Whether any survivor can compute any shard, and how long it reads one that is not in its stack."""
+
+    is_wanted: bool
+    fetch: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the user asked: the options as they were written, None where absent."""
+
+    groups: int
+    losses: LossRate
+    restart: str
+    save: str
+    step: str | None
+    reduce: str | None
+    returning: Returning
+    microbatches: int | None
+    policy: str | None
+    redundancy: int | None
+    holding: Holding
+    domains: Domains
+    last_resort: LastResort
+
+
+def facts_of(question: Question) -> "ClusterFacts":
+    """The cluster that was described.
+
+    Raises:
+        ValueError: A value is out of range, or it is not clear how often groups are lost.
+    """
+    from spare_megatron.planner.facts import ClusterFacts
+    from spare_megatron.planner.optimum import CheckpointTimes
+    from spare_megatron.planner.overhead import StepTimes
+
+    for option, value in (("--groups", question.groups), ("--microbatches", question.microbatches)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} {value} is below 1")
+    reduce_s = (
+        ASSUMED_REDUCE_S_PER_GROUP * question.groups
+        if question.reduce is None
+        else parse_duration_s("--reduce", question.reduce, is_zero_fine=True)
+    )
+    groups_per_domain, domain_mtbf = _domains(question.domains, question.groups)
+    if domain_mtbf is not None and question.returning.spares:
+        raise ValueError(
+            f"--spares {question.returning.spares} plans for groups that are lost one by one, --groups-per-domain "
+            f"{groups_per_domain} for groups lost together; leave out one of them"
+        )
+    return ClusterFacts(
+        num_groups=question.groups,
+        times=StepTimes(
+            shard_s=parse_duration_s("--step", question.step or ASSUMED_STEP),
+            reduce_s=reduce_s,
+            loss_interval_s=_loss_interval_s(question.losses, question.groups),
+        ),
+        checkpoint=CheckpointTimes(
+            save_s=parse_duration_s("--save", question.save),
+            restart_s=parse_duration_s("--restart", question.restart, is_zero_fine=True),
+        ),
+        num_microbatches=question.microbatches or ASSUMED_MICROBATCHES,
+        rejoin=_rejoin(question.returning),
+        groups_per_domain=groups_per_domain,
+        domain_interval_s=math.inf if domain_mtbf is None else parse_duration_s("--domain-mtbf", domain_mtbf),
+        last_resort=question.last_resort.is_wanted,
+        fetch_s=_fetch_s(question.last_resort),
+    )
+
+
+def _rejoin(returning: Returning) -> "RejoinTimes | None":
+    from spare_megatron.planner.rejoin import RejoinTimes
+
+    if returning.repair is None:
+        for option, value in (("transfer", returning.transfer), ("join", returning.join), ("spares", returning.spares)):
+            if value is not None:
+                raise ValueError(f"--{option} {value} needs --repair: after which time is a lost group repaired?")
+        return None
+    if returning.spares is not None and returning.spares < 0:
+        raise ValueError(f"--spares {returning.spares} is below 0")
+    return RejoinTimes(
+        repair_s=parse_duration_s("--repair", returning.repair),
+        transfer_s=_duration_or_0("--transfer", returning.transfer),
+        join_s=_duration_or_0("--join", returning.join),
+        num_spares=returning.spares or 0,
+    )
+
+
+def _domains(domains: Domains, num_groups: int) -> tuple[int, str | None]:
+    """Groups per domain, and the time between losses of domains; 1 and None without domains."""
+    size, mtbf = domains
+    if (size is None) != (mtbf is None):
+        missing = "--domain-mtbf, as in 30d" if mtbf is None else "--groups-per-domain, as in 4"
+        raise ValueError(f"domains that are lost together need both: give {missing}")
+    if size is not None and not 1 <= size <= num_groups:
+        raise ValueError(f"--groups-per-domain {size} has to be from 1 to {num_groups} (--groups)")
+    return size or 1, mtbf
+
+
+def _fetch_s(last_resort: LastResort) -> float:
+    if last_resort.fetch is not None and not last_resort.is_wanted:
+        raise ValueError(f"--fetch {last_resort.fetch} needs --last-resort: without it no group reads other shards")
+    return _duration_or_0("--fetch", last_resort.fetch)
+
+
+def _duration_or_0(option: str, text: str | None) -> float:
+    return 0.0 if text is None else parse_duration_s(option, text, is_zero_fine=True)
+
+
+def _loss_interval_s(losses: LossRate, num_groups: int) -> float:
+    """Mean seconds between losses of groups, from either way to say it."""
+    rate = losses.failures_per_node_day
+    if losses.mtbf is not None and rate is not None:
+        raise ValueError(
+            f"--mtbf {losses.mtbf} and --failures-per-node-day {rate} both say how often groups are lost; give one"
+        )
+    if losses.mtbf is not None:
+        return parse_duration_s("--mtbf", losses.mtbf)
+    if rate is None:
+        raise ValueError("how often are groups lost? give --mtbf, as in 300s, or --failures-per-node-day")
+    if not (rate > 0 and math.isfinite(rate)):
+        raise ValueError(f"--failures-per-node-day {rate} has to be above 0")
+    per_node = _gpus("--gpus-per-node", losses.gpus_per_node)
+    num_nodes = num_groups * _gpus("--gpus-per-group", losses.gpus_per_group) / per_node
+    return SECONDS_PER_DAY / (rate * num_nodes)
+
+
+def _gpus(option: str, count: int | None) -> int:
+    if count is None or count < 1:
+        said = "is missing" if count is None else f"{count} is below 1"
+        raise ValueError(f"{option} {said}; --failures-per-node-day needs it to count the nodes of a group")
+    return count
+
+
+def policy_of(question: Question) -> "Policy":
+    """The policy asked for; without one that of what was said: rejoin, microbatch, else SPARe's own, stack.
+
+    Raises:
+        ValueError: It is unknown, or contradicts what was said.
+    """
+    repair, is_last_resort = question.returning.repair, question.last_resort.is_wanted
+    if question.policy is None:
+        return "rejoin" if repair else "microbatch" if question.microbatches or is_last_resort else "stack"
+    match question.policy:
+        case "stack" if is_last_resort:
+            raise ValueError("--last-resort shares out single microbatches, --policy stack moves whole shards")
+        case "rejoin" if repair is None:
+            raise ValueError("--policy rejoin needs --repair: after which time is a lost group back, as in 10m?")
+        case "stack" | "microbatch" | "rejoin":
+            return question.policy
+        case _:
+            raise ValueError(f"--policy {question.policy} is unknown; known: stack, microbatch, rejoin")
+
+
+def policies_of(question: Question) -> "tuple[Policy, ...]":
+    """All policies that what was said allows, in the order of the tables."""
+    found: list[Policy] = [] if question.last_resort.is_wanted else ["stack"]
+    found.append("microbatch")
+    if question.returning.repair is not None:
+        found.append("rejoin")
+    return tuple(found)
+
+
+def limits_of(holding: Holding) -> "HoldingLimits | None":
+    """What stacks may cost; None when nothing was said about it.
+
+    Raises:
+        ValueError: A size cannot be read, or a limit has nothing to limit.
+    """
+    from spare_megatron.planner.facts import HoldingLimits
+
+    if holding.shard_size is None:
+        for option, value in (("--memory", holding.memory), ("--read-rate", holding.read_rate)):
+            if value is not None:
+                raise ValueError(f"{option} {value} limits nothing without --shard-size, as in 64MiB")
+        return None
+    return HoldingLimits(
+        shard_bytes=parse_bytes("--shard-size", holding.shard_size),
+        memory_bytes=None if holding.memory is None else parse_bytes("--memory", holding.memory),
+        read_bytes_per_s=None if holding.read_rate is None else parse_bytes("--read-rate", holding.read_rate),
+    )
+
+
+def check_redundancy_asked(question: Question, facts: "ClusterFacts", limits: "HoldingLimits | None") -> None:
+    """The redundancy asked for against groups and limits; with none asked for, whether one shard can be held.
+
+    Raises:
+        ValueError: It cannot be.
+    """
+    wanted, num_groups, holding = question.redundancy, question.groups, question.holding
+    if wanted is not None and not 1 <= wanted <= num_groups:
+        raise ValueError(
+            f"--redundancy {wanted} has to be from 1 to {num_groups} (--groups): hosts are different groups"
+        )
+    largest = num_groups if limits is None else limits.largest_redundancy(num_groups, facts.times)
+    if largest < (wanted or 1):
+        raise ValueError(
+            f"--redundancy {wanted or 1}: shards of {holding.shard_size} allow at most {largest} with "
+            f"--memory {holding.memory or 'unlimited'} and --read-rate {holding.read_rate or 'unlimited'}"
+        )

@@ -90,8 +90,8 @@ def equivalent_domain_repair(counts: IntArray, intervals: LossIntervals, absence
     With a share u down they do so N r u^r / A times per second.
 
     Notes:
-        Derived. With `planner.repair.survival` the time to a wipe-out is 6 to 15% low against simulated events, N = 60 in
-        domains of 3, r from 2 to 4, hosts apart or not (benchmarks/planner_formulas.py).
+        Derived. With `planner.repair.survival` the time to a wipe-out is 6 to 15% low against simulated events, N = 60
+        in domains of 3, r from 2 to 4, hosts apart or not (benchmarks/planner_formulas.py).
     """
     num_shards, redundancy = counts.shape[0], int(counts[0].sum())
     rate = wipe_outs_per_s(counts, intervals, absence_s)

@@ -107,8 +107,8 @@ def outlook_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches: 
         rejoin: How groups come back.
 
     Notes:
-        Derived. Against simulated runs (tests/unit/test_planner_outlook.py) the stretch is 0.3% low to 4% high. It tends
-        to be high because groups that came back have work of all their shards, so that more hosts share a patch.
+        Derived. Against simulated runs (tests/unit/test_planner_outlook.py) the stretch is 0.3% low to 4% high. It is
+        rather high because groups that came back have work of all their shards, so that more hosts share a patch.
     """
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
     away = absence(facts.num_groups, facts.group_interval_s, rejoin)

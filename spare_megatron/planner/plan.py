@@ -104,6 +104,8 @@ def optimize(facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None =
     Raises:
         ValueError: As for `candidates`.
 
+    >>> from spare_megatron.planner.optimum import CheckpointTimes
+    >>> from spare_megatron.planner.overhead import StepTimes
     >>> times = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
     >>> facts = ClusterFacts(
     ...     num_groups=600, times=times, checkpoint=CheckpointTimes(save_s=60.0, restart_s=3600.0), num_microbatches=16

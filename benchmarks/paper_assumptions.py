@@ -215,13 +215,14 @@ def simulate_assumed(point: PublishedPoint, assumption: Assumption, num_steps: i
     scenario = load_scenario(f"paper_n{point.num_groups}", {**base, **assumption.settings(point)})
     world = AssumedWorld(scenario, seed, assumption)
     if point.policy == "replication":
-        run_replication(world, _coverage(scenario, assumption))
+        run_replication(world, coverage(scenario, assumption))
     else:
         SpareRun(world, None, None).run()
     return world.result(decision_s=0.0)
 
 
-def _coverage(scenario: Scenario, assumption: Assumption) -> IsWhole:
+def coverage(scenario: Scenario, assumption: Assumption) -> IsWhole:
+    """What replication needs to go on."""
     if not assumption.hosts_overlap:
         return disjoint_sets(scenario)
     hosts: IntArray = make_placement(scenario.placement, scenario.num_groups, scenario.redundancy).host_array

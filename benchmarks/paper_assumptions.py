@@ -254,6 +254,8 @@ def wanted() -> Iterator[tuple[PublishedPoint, Assumption]]:
             effect = replace(assumption, name="")
             if point.policy != "replication":
                 effect = replace(effect, hosts_overlap=False, loss_costs_shard=False)
+            elif effect.settings is _consecutive and not effect.hosts_overlap:
+                continue
             if effect not in seen:
                 seen.add(effect)
                 yield point, assumption

@@ -5,13 +5,13 @@ from math import inf
 from typing import Literal
 
 import numpy as np
-from scipy.stats import poisson
 
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import PlacementKind, make_placement
 from spare_megatron.planner.domains import consecutive_domains, domain_coverage_probabilities, hosts_per_domain
 from spare_megatron.planner.endurance import coverage_probabilities, wiped_probabilities
+from spare_megatron.planner.rejoin import hardware_wait_s
 from spare_megatron.planner.repair import RepairTimes, shard_time_to_wipe_out_s, survival
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.failures import FailureSpec
@@ -134,19 +134,13 @@ class Scenario:
     def mean_absence_s(self) -> float | None:
         """Mean seconds from a loss until the group can be taken in; None if hardware is never repaired.
 
-        Broken hardware is Poisson distributed with mean a = R / (interval of losses), the limit of many groups of
-        M/G/infinity. What exceeds the S spares are groups that wait: E max(B - S, 0) = a P(B >= S) - S P(B > S) of
-        them, by Little's law for that number of intervals each.
+        `planner.rejoin.hardware_wait_s` at the rate of losses with all groups up, and the state transfer.
         """
         repair_s = self.failures.mean_repair_s(self.repair_s)
         if repair_s is None:
             return None
-        interval_s, num_spares = self.failures.mean_interval_s(self.num_groups), self.num_spares
-        if num_spares and interval_s < inf:
-            broken = repair_s / interval_s
-            waiting = broken * poisson.sf(num_spares - 1, broken) - num_spares * poisson.sf(num_spares, broken)
-            repair_s = float(waiting) * interval_s
-        return repair_s + self.costs.state_transfer_s
+        losses_per_s = 1 / self.failures.mean_interval_s(self.num_groups)
+        return hardware_wait_s(self.num_spares, losses_per_s, repair_s) + self.costs.state_transfer_s
 
 
 def _problems(scenario: Scenario) -> list[str]:

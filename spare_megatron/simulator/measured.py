@@ -163,16 +163,24 @@ def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
 
 
 def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime, ...]:
-    """The first loss of each group during these steps, in the order of their times."""
+    """The losses during these steps, in the order of their times."""
+    if not steps:
+        return ()
+    end_s = steps[-1].began_at_s + steps[-1].step_s
     struck_at_s: dict[int, float] = {}
     for line in journal.lines:
-        if isinstance(line.record, FaultRecord | LossRecord):
-            struck_at_s.setdefault(line.record.group, line.at_s)
+        match line.record:
+            case _ if line.at_s >= end_s:
+                break
+            case UpdateRecord(group=group):
+                struck_at_s.pop(group, None)  # a fault that it survived
+            case FaultRecord(group=group) | LossRecord(group=group):
+                struck_at_s.setdefault(group, line.at_s)
     fenced = {record.entry["group"] for record in journal.of(EntryRecord) if record.entry["entry"] == "fence"}
     losses = []
     for group, at_s in struck_at_s.items():
         begun = [step for step in steps if step.began_at_s <= at_s]
-        if group in fenced and begun and at_s < steps[-1].began_at_s + steps[-1].step_s:
+        if group in fenced and begun:
             losses.append(LossTime(group=group, step=begun[-1].step, into_s=at_s - begun[-1].began_at_s))
     return tuple(sorted(losses, key=lambda loss: (loss.step, loss.into_s, loss.group)))
 

@@ -1,0 +1,36 @@
+"""A real run's own costs predict times for all it went through. How well is a matter of the machine: benchmarks/."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.simulator.calibrate import calibrate
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.measured import WARM_UP_STEPS
+from spare_megatron.simulator.replay import replay
+from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 14
+
+
+def test_every_state_of_a_run_and_every_recovery_is_predicted(text_corpus: Path, tmp_path: Path) -> None:
+    faults = [kill(Phase.BACKWARD, 6, 1), kill(Phase.IN_REDUCE, 10, 2)]
+    layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
+    run = complete_run(tiny_config(text_corpus, layout, steps=STEPS, faults=faults), tmp_path / "run")
+    assert_masked(run)
+    found = calibrate(run.journal)
+    assert found.full_speed_groups == len(os.sched_getaffinity(0)) / 2
+    assert 0 <= found.pipeline_fill <= 1  # two stages
+    assert found.num_steps == STEPS - WARM_UP_STEPS - len(faults)
+    assert None not in (found.detect_s, found.agree_s, found.retry_s)
+    predicted = replay(run.journal, CostModel(**found.costs))
+    assert [(step.num_alive, step.num_steps) for step in predicted.steps] == [(4, 3), (3, 3), (2, 3)]
+    assert [recovery.step for recovery in predicted.recoveries] == [6, 10]
+    for time in [one.time for one in (*predicted.steps, *predicted.recoveries)]:
+        assert time.predicted_s is not None
+        assert 0 < time.predicted_s < 10 * time.measured_s

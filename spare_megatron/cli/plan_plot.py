@@ -89,7 +89,7 @@ def _time_to_train(axes: "Axes", facts: ClusterFacts, plan: Plan, alternatives: 
 
 
 def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
-    """Distribution of the losses endured with nobody coming back: the wipe-out is loss k + 1."""
+    """Distribution of the losses endured by hosts of single groups that stay away: the wipe-out is loss k + 1."""
     covered = coverage_probabilities(facts.num_groups, plan.redundancy)
     chance = 100 * (covered[:-1] - covered[1:])
     mean = float(covered[1:].sum())
@@ -112,6 +112,8 @@ def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
     axes.set_ylim(0, 1.15 * float(chance.max()))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     title = "Losses endured" if plan.policy != "rejoin" else "Losses endured if no group came back"
+    if facts.has_domains or facts.last_resort:
+        title = "Losses endured one by one, by hosts alone"
     axes.set(title=title, xlabel="losses before a wipe-out (groups)", ylabel="probability of exactly so many (%)")
     axes.grid(alpha=0.25)
 

@@ -1,13 +1,17 @@
 """The append-only log of decisions, and the votes that lead to one.
 
-Keys: `log/{index}` holds entry `index`, written once by compare-and-set. `vote/{attempt}/{group}` holds a
-group's vote on an attempt, `votes/{attempt}` counts them. Entries and votes are text here; their meaning
-belongs to `core.messages`.
+Keys: `log/{index}` holds entry `index`, written once by compare-and-set. `vote/{attempt}/{group}/{incarnation}` holds
+a group's vote on an attempt, `votes/{attempt}` counts them. Nobody asks for the vote of an incarnation that is no
+member, so it cannot stand for that of another. Entries and votes are text here; their meaning belongs to
+`core.messages`.
 """
 
 from collections.abc import Sequence
 
 from spare_megatron.control.store import ControlStore
+
+Voter = tuple[int, int]
+"""A group and its incarnation."""
 
 
 class DecisionLog:
@@ -32,13 +36,18 @@ class DecisionLog:
         """
         return self._store.wait(f"log/{index}", timeout_s)
 
-    def vote(self, attempt: int, group: int, vote: str) -> int:
-        """Casts the group's only vote on the attempt; returns how many groups have voted on it so far."""
+    def vote(self, attempt: int, voter: Voter, vote: str) -> int:
+        """Casts the voter's only vote on the attempt; returns how many votes have been cast on it so far."""
         # Everybody voted on the attempt before this one, so nobody is still reading the votes before that.
-        obsolete = (f"vote/{attempt - 2}/{group}", f"votes/{attempt - 2}")
-        return self._store.put_counted(f"vote/{attempt}/{group}", vote, f"votes/{attempt}", obsolete)
+        obsolete = (_vote_key(attempt - 2, voter), f"votes/{attempt - 2}")
+        return self._store.put_counted(_vote_key(attempt, voter), vote, f"votes/{attempt}", obsolete)
 
-    def votes(self, attempt: int, groups: Sequence[int]) -> dict[int, str]:
-        """The votes that these groups have cast on the attempt so far."""
-        found = self._store.get([f"vote/{attempt}/{group}" for group in groups])
-        return {group: vote for group, vote in zip(groups, found, strict=True) if vote is not None}
+    def votes(self, attempt: int, voters: Sequence[Voter]) -> dict[int, str]:
+        """The votes that these voters have cast on the attempt so far, by group."""
+        found = self._store.get([_vote_key(attempt, voter) for voter in voters])
+        return {group: vote for (group, _), vote in zip(voters, found, strict=True) if vote is not None}
+
+
+def _vote_key(attempt: int, voter: Voter) -> str:
+    group, incarnation = voter
+    return f"vote/{attempt}/{group}/{incarnation}"

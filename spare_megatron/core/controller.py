@@ -20,10 +20,14 @@ wrong gradients to the sum: the fence that puts it out discards the attempt, whi
 
 Whoever writes the commit also decides by its own clock whether a checkpoint is due, and which waiting groups to take
 in; the entry tells everybody, so that no two groups need the same clock.
+
+A group that comes back is another member: the same group in its next incarnation. It folds the log from the start and
+carries out nothing until a commit admits it. Its fence is its own: one that is written late for an earlier incarnation
+hits nobody, and one for a later incarnation hits the earlier as well, which somebody must have found lost before.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.core.messages import (
@@ -56,7 +60,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.order import Granularity, Order, initial_order
 from spare_megatron.core.placement import Placement, WipeOut
 from spare_megatron.core.stepplan import Microbatch, StepPlan, Work, make_plan
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without any group being lost, before the run halts.
@@ -85,12 +89,14 @@ class Controller:
     def __init__(self, setup: ControllerSetup) -> None:
         self._setup = setup
         self.members: tuple[GroupId, ...] = tuple(GroupId(g) for g in range(setup.placement.num_groups))
+        self.voters: tuple[Member, ...] = tuple(Member(group) for group in self.members)
         self.epoch = 0
         self.head = 0
         self.step = 0
         self.attempt = 0
-        self.attempted_by = self.members  # of this attempt, also those that were lost since it began
+        self._attempted_by = self.voters  # of this attempt, also those that were lost since it began
         self._everybody = self.members
+        self._last_fenced: dict[GroupId, int] = {}  # incarnation
         self._first_order = initial_order(
             setup.placement, setup.microbatches_per_shard, setup.granularity, last_resort=setup.last_resort
         )
@@ -131,9 +137,9 @@ class Controller:
 
     def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
         match entry:
-            case Fence(group=group, error=error, discard=discard):
-                self._is_discarded |= discard
-                return self._lose(group, error)
+            case Fence():
+                self._is_discarded |= entry.discard
+                return self._lose(entry)
             case Commit(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 if self._is_discarded:
@@ -151,22 +157,25 @@ class Controller:
         if (step, attempt) != (self.step, self.attempt):
             raise ValueError(f"log entry {entry} does not belong to step {self.step}, attempt {self.attempt}")
 
-    def _lose(self, group: GroupId, error: str) -> tuple[Action, ...]:
-        if group not in self.members:
-            # Two who saw the same loss both wrote it. The second may stand where a decision was to stand.
-            return (ReadVotes(attempt=self.attempt), ReadEntry(index=self.head))
-        if error and error == self._last_error:
+    def _lose(self, fence: Fence) -> tuple[Action, ...]:
+        group = fence.group
+        self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
+        left = tuple(voter for voter in self.voters if not fence.hits(voter))
+        if len(left) == len(self.voters):
+            # Two who saw the same loss both wrote it, or who is lost was not taken in yet. The entry may stand where a
+            # decision was to stand.
+            return (ReadVotes(attempt=self.attempt, voters=self._attempted_by), ReadEntry(index=self.head))
+        if fence.error and fence.error == self._last_error:
             # Whoever computes that microbatch next would meet it too, until no group is left.
-            reason = f"two groups raised the same in one step, which no redundancy masks: {error}"
+            reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
             return (StopHalted(step=self.step, reason=reason),)
-        self._last_error = error or self._last_error
-        self.members = tuple(member for member in self.members if member != group)
-        self.epoch += 1
+        self._last_error = fence.error or self._last_error
+        self._change_voters(left)
         self._retries_without_loss = 0
         self._orphans += [item for work in self._assigned for item in work.of(group)]
         return (
             self._build_communicator(),
-            ReadVotes(attempt=self.attempt),
+            ReadVotes(attempt=self.attempt, voters=self._attempted_by),
             ReadEntry(index=self.head),
         )
 
@@ -181,17 +190,16 @@ class Controller:
             actions.append(SaveCheckpoint(step=self.step))
         if self.step == self._setup.num_steps:
             return (*actions, FinishRun(step=self.step))
-        # A group that asked twice, or was lost again meanwhile and never fenced as a member, counts once.
-        admitted = tuple(group for group in commit.admit if group not in self.members)
+        # Whoever wrote the commit may have heard of two for one group, of one lost meanwhile, or of one too early.
+        asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
+        admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
         if admitted:
-            self.members = tuple(sorted((*self.members, *admitted)))
-            self.epoch += 1
-            actions += [AdmitGroups(step=self.step, groups=admitted), self._build_communicator()]
+            self._change_voters((*self.voters, *admitted))
+            actions += [AdmitGroups(step=self.step, members=admitted), self._build_communicator()]
         return (*actions, *self._begin_step())
 
-    def _restart(self, step: int, members: tuple[GroupId, ...], now_s: float) -> tuple[Action, ...]:
-        self.members = tuple(sorted(members))
-        self.epoch += 1
+    def _restart(self, step: int, members: tuple[Member, ...], now_s: float) -> tuple[Action, ...]:
+        self._change_voters(self._not_fenced(members))
         self.step = step
         self.attempt += 1
         self._is_discarded = False
@@ -216,6 +224,15 @@ class Controller:
             return (StopWipeOut(step=self.step, shards=wipe_out.shards),)
         compute = (ComputePatch(plan=patch),) if patch.work.num_microbatches else ()
         return (*build, *compute, self._attempt_reduce(), ReadEntry(index=self.head))
+
+    def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
+        """Those in whose place no fence stands yet, in ascending order."""
+        return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
+
+    def _change_voters(self, voters: Iterable[Member]) -> None:
+        self.voters = tuple(sorted(voters))
+        self.members = tuple(voter.group for voter in self.voters)
+        self.epoch += 1
 
     # ------------------------------------------------------------------------------------------------- deciding
 
@@ -254,7 +271,8 @@ class Controller:
         if not wrong:
             return None
         reason = f"its parameters before step {self.step} differ from those of {num_agreeing} groups"
-        return Fence(group=min(wrong), reason=reason, discard=True)
+        group = min(wrong)
+        return Fence(group=group, incarnation=dict(self._attempted_by)[group], reason=reason, discard=True)
 
     def _is_save_due(self, now_s: float) -> bool:
         interval_s = self._setup.save_interval_s
@@ -293,12 +311,13 @@ class Controller:
 
     def _attempt_reduce(self) -> AttemptReduce:
         self._is_communicator_unused = False
-        self.attempted_by = self.members
+        self._attempted_by = self.voters
         return AttemptReduce(
             step=self.step,
             attempt=self.attempt,
             epoch=self.epoch,
             members=self.members,
+            voters=self.voters,
             plan_digest=self._plan_digest,
         )
 

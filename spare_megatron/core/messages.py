@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from spare_megatron.core.stepplan import StepPlan
-from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.core.topology import GroupId, Member, ShardId
 
 # ---------------------------------------------------------------------------------- entries of the decision log
 
@@ -22,26 +22,40 @@ class Commit:
         step: The step.
         attempt: The attempt.
         save: A checkpoint is taken of the parameters after this step.
-        admit: Groups that take part from the next step on. They are named here and not in an entry of their own, for
-            any entry between two commits makes groups abandon the reduction they are in.
+        admit: Who takes part from the next step on. They are named here and not in an entry of their own, for
+            any entry between two commits makes groups abandon the reduction they are in. Void for those who are
+            fenced by then, and where the group takes part already.
     """
 
     step: int
     attempt: int
     save: bool = False
-    admit: tuple[GroupId, ...] = ()
+    admit: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """The group is lost: it can neither vote nor reduce from here on."""
+    """The group is lost, in this and every earlier incarnation: it can neither vote nor reduce from here on.
+
+    A later incarnation is not meant, however late the entry is written. One that waits to be admitted can be fenced,
+    too: its admission is void from then on.
+    """
 
     group: GroupId
+    incarnation: int = 0
     reason: str = ""
     error: str = ""
     """The exception that ended it, if a program's or the data's fault may be behind it: others may meet it too."""
     discard: bool = False
     """What it contributed to the attempt under way is wrong, so that the attempt cannot be committed."""
+
+    def hits(self, member: Member) -> bool:
+        """Whether this is the loss of the member.
+
+        >>> Fence(group=GroupId(3), incarnation=1).hits(Member(GroupId(3), 2))
+        False
+        """
+        return self.group == member.group and member.incarnation <= self.incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +68,11 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Training starts again from a checkpoint, with these groups."""
+    """Training starts again from a checkpoint, with these members but for those who are fenced."""
 
     step: int
     """Committed steps that the checkpoint holds: the next step to train."""
-    members: tuple[GroupId, ...]
+    members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +110,7 @@ def decode_entry(text: str) -> Entry:
         raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
     for name in ("admit", "members"):  # JSON knows no tuples
         if name in fields:
-            fields[name] = tuple(fields[name])
+            fields[name] = tuple(Member(*pair) for pair in fields[name])
     return _ENTRY_KINDS[kind](**fields)
 
 
@@ -149,12 +163,12 @@ class VotesRead:
     Attributes:
         attempt: The attempt.
         votes: The votes, also of groups that took part in the attempt and were lost since.
-        waiting: Groups that are up, hold a copy of the model, and wait to be taken in.
+        waiting: Who is up, holds a copy of the model, and waits to be taken in.
     """
 
     attempt: int
     votes: Mapping[GroupId, Vote]
-    waiting: tuple[GroupId, ...] = ()
+    waiting: tuple[Member, ...] = ()
 
 
 Event = RunStarted | EntryRead | VotesRead
@@ -194,20 +208,31 @@ class BuildCommunicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptReduce:
-    """Reduce over these groups, out of place, and vote on it."""
+    """Reduce over these groups, out of place, and vote on it.
+
+    Attributes:
+        step: The step.
+        attempt: The attempt.
+        epoch: Number of the set of groups.
+        members: The groups, ascending.
+        voters: The same, each with its incarnation.
+        plan_digest: Digest of all the work that the step consists of, for the vote.
+    """
 
     step: int
     attempt: int
     epoch: int
     members: tuple[GroupId, ...]
+    voters: tuple[Member, ...]
     plan_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadVotes:
-    """Leaders: report the votes on this attempt, for the set of voters has changed."""
+    """Leaders: report the votes of those who began this attempt, for some of them may have been lost."""
 
     attempt: int
+    voters: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +267,10 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitGroups:
-    """These groups take part from this step on: give them the present state."""
+    """These take part from this step on: give them the present state."""
 
     step: int
-    groups: tuple[GroupId, ...]
+    members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,24 @@
 """Ids, and the position of a rank inside its group."""
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 GroupId = NewType("GroupId", int)
 """Index of a data-parallel group, 0 to num_groups - 1. Never reused within a run."""
+
+
+class Member(NamedTuple):
+    """A group in one of its lives. The placement knows groups; votes, fences and admissions name members.
+
+    Attributes:
+        group: The group.
+        incarnation: 0 for the processes with which the run began. Whatever takes their place after a loss has a higher
+            number, which nobody else has had.
+    """
+
+    group: GroupId
+    incarnation: int = 0
+
 
 ShardId = NewType("ShardId", int)
 """Index of a shard of every global batch. There are as many shards as groups."""

@@ -80,7 +80,8 @@ def _fold(journal: Journal, run: RunRecord) -> Fold:
     for loss in journal.of(LossRecord):
         # Groups that have finished do not read what is written after; the supervisor tells of it.
         if loss.entry_index > last_read:
-            entries.setdefault(loss.entry_index, {"entry": "fence", "group": loss.group})
+            fence = {"entry": "fence", "group": loss.group, "incarnation": loss.incarnation}
+            entries.setdefault(loss.entry_index, fence)
     return fold_log(entries, run)
 
 
@@ -142,8 +143,16 @@ def _check_contributions(journal: Journal, run: RunRecord, fold: Fold) -> Iterat
         counted = Counter(_microbatches(records))
         if records and not (members - set(senders)) and (set(counted) != expected or set(counted.values()) != {1}):
             yield Finding(severity="invalid", reason=f"step {step}: {_miscount(counted, expected)}")
-        for group in sorted(set(senders) - fold.opened.get(attempt, frozenset(senders))):
-            yield Finding(severity="invalid", reason=f"step {step}: group {group} contributed after it was fenced")
+        for record in records:
+            if _was_fenced(record, fold):
+                reason = f"step {step}: group {record.group} contributed after it was fenced"
+                yield Finding(severity="invalid", reason=reason)
+
+
+def _was_fenced(record: ContributionRecord | VoteRecord, fold: Fold) -> bool:
+    """Whether the group, in this incarnation, had no part in the attempt when it began."""
+    opened = fold.opened.get(record.attempt)
+    return opened is not None and opened.get(record.group) != record.incarnation
 
 
 def _microbatches(records: list[ContributionRecord]) -> Iterator[tuple[int, int]]:
@@ -178,6 +187,9 @@ def _check_votes(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Findi
     votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for record in journal.of(VoteRecord):
         votes[record.attempt, record.group].append(record.is_complete)
+        if _was_fenced(record, fold):
+            reason = f"step {record.step}: group {record.group} voted after it was fenced"
+            yield Finding(severity="invalid", reason=reason)
     for (attempt, group), cast in sorted(votes.items()):
         if len(cast) > 1:
             yield Finding(severity="invalid", reason=f"group {group} voted {len(cast)} times on attempt {attempt}")

@@ -1,6 +1,6 @@
 """The decision log as a journal has it, folded: who took part when, what was committed, what a restart undid."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ class Fold:
         commits: The commits in the order of the log.
         last_fenced_at: Group -> index of the last entry that fenced it.
         discarded: Restarts and committed steps before it -> the groups whose part in a step was discarded.
-        opened: Attempt -> the groups that took part when it began; attempts that no entry tells of are absent.
+        opened: Attempt -> the groups that took part when it began, each with its incarnation; attempts that no entry
+            tells of are absent.
         members: The groups that take part after the last entry.
         num_restarts: Restarts from a checkpoint.
         errors: What makes the log contradict itself.
@@ -49,7 +50,7 @@ class Fold:
     commits: tuple[Committed, ...]
     last_fenced_at: Mapping[int, int]
     discarded: Mapping[tuple[int, int], Members]
-    opened: Mapping[int, Members]
+    opened: Mapping[int, Mapping[int, int]]
     members: Members
     num_restarts: int
     errors: tuple[str, ...]
@@ -65,7 +66,8 @@ class _Folding:
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
-        self.members: Members = frozenset(range(run.num_groups))
+        self.incarnations = dict.fromkeys(range(run.num_groups), 0)  # of those that take part
+        self.last_fenced: dict[int, int] = {}  # incarnation
         self.step = 0
         self.attempt = 0
         self.is_discarded = False
@@ -73,15 +75,14 @@ class _Folding:
         self.commits: list[Committed] = []
         self.undone: set[int] = set()
         self.last_fenced_at: dict[int, int] = {}
-        self.opened: dict[int, Members] = {0: self.members}
+        self.opened: dict[int, Mapping[int, int]] = {0: dict(self.incarnations)}
         self.num_restarts = 0
         self.errors: list[str] = []
 
     def take(self, index: int, entry: Mapping[str, Any]) -> None:
         match entry["entry"]:
             case "fence":
-                self.last_fenced_at[entry["group"]] = index
-                self.members -= {entry["group"]}
+                self._fence(index, entry["group"], entry.get("incarnation", 0))
                 if entry.get("discard", False):
                     self._discard(entry["group"])
             case "commit":
@@ -93,10 +94,21 @@ class _Folding:
                 self._restart(entry)
                 self._open(self.attempt + 1)
 
+    def _fence(self, index: int, group: int, incarnation: int) -> None:
+        """It stands for this and every earlier incarnation, whether they took part or waited to."""
+        self.last_fenced[group] = max(incarnation, self.last_fenced.get(group, -1))
+        if self.incarnations.get(group, incarnation + 1) <= incarnation:
+            self.last_fenced_at[group] = index
+            del self.incarnations[group]
+
+    def _not_fenced(self, members: Sequence[tuple[int, int]]) -> dict[int, int]:
+        """Group -> incarnation, the highest where a group is named twice."""
+        return {group: number for group, number in sorted(members) if number > self.last_fenced.get(group, -1)}
+
     def _open(self, attempt: int) -> None:
         self.attempt = attempt
         self.is_discarded = False
-        self.opened[attempt] = self.members
+        self.opened[attempt] = dict(self.incarnations)
 
     def _discard(self, group: int) -> None:
         self.is_discarded = True
@@ -108,7 +120,7 @@ class _Folding:
             index=index,
             step=entry["step"],
             attempt=entry["attempt"],
-            members=self.members,
+            members=frozenset(self.incarnations),
             saved=bool(entry.get("save", False)),
             is_undone=False,
         )
@@ -117,7 +129,7 @@ class _Folding:
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps:  # the last commit takes nobody in
-            self.members |= frozenset(entry.get("admit", ()))
+            self.incarnations = self._not_fenced(entry.get("admit", ())) | self.incarnations
 
     def _restart(self, entry: Mapping[str, Any]) -> None:
         kept = [commit for commit in self.commits if commit.index not in self.undone]
@@ -125,7 +137,7 @@ class _Folding:
         if entry["step"] not in saved:
             self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}
-        self.members = frozenset(entry["members"])
+        self.incarnations = self._not_fenced(entry["members"])
         self.step = entry["step"]
         self.num_restarts += 1
 
@@ -152,7 +164,7 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
         last_fenced_at=folding.last_fenced_at,
         discarded=folding.discarded,
         opened=folding.opened,
-        members=folding.members,
+        members=frozenset(folding.incarnations),
         num_restarts=folding.num_restarts,
         errors=tuple(folding.errors),
     )

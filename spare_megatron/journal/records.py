@@ -51,6 +51,7 @@ class ContributionRecord:
     members: list[int]
     microbatches: dict[str, list[int]]
     """Shard -> indices of all microbatches this group has computed in this step."""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class VoteRecord:
     """`digest_of_work` of what the group's ranks agree to have computed in the step."""
     evidence: str = ""
     """Why the leader lacks the sum; empty where it has it, or another rank of the group lacks it."""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,7 @@ class LossRecord:
     """Index of the log entry that fences the group."""
     pending: list[dict[str, Any]] = field(default_factory=list)
     """What each of its ranks was about when it was found lost: rank, operation, step."""
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

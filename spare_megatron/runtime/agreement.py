@@ -22,7 +22,7 @@ from spare_megatron.core.messages import (
     encode_entry,
     encode_vote,
 )
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 
 
 class GroupBroken(Exception):
@@ -46,15 +46,15 @@ class GroupAgreement:
     """One rank's part in its group's agreement.
 
     Args:
-        group: The group.
+        member: The group, in its incarnation.
         ranks: Process group of the group's ranks for CPU tensors; its timeout bounds how long ranks wait for their
             leader, so it is longer than decision_timeout_s.
         log: The decision log, on this rank's own connection.
         decision_timeout_s: Longest wait for an entry.
     """
 
-    def __init__(self, group: GroupId, ranks: dist.ProcessGroup, log: DecisionLog, decision_timeout_s: float) -> None:
-        self._group = group
+    def __init__(self, member: Member, ranks: dist.ProcessGroup, log: DecisionLog, decision_timeout_s: float) -> None:
+        self.member = member
         self._ranks = ranks
         self._log = log
         self._decision_timeout_s = decision_timeout_s
@@ -84,7 +84,7 @@ class GroupAgreement:
         self._collective(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ranks))
         has_failed, highest, negated_lowest, loss = mine.tolist()
         if highest != -negated_lowest:
-            raise RuntimeError(f"the ranks of group {self._group} computed different work in one step")
+            raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
         return GroupOpinion(is_complete=not has_failed, loss_sum=math.nan if has_failed else loss)
 
     def combine_digests(self, digest: str) -> str:
@@ -97,14 +97,14 @@ class GroupAgreement:
         self._collective(lambda: dist.all_gather(all_digests, mine, group=self._ranks))
         return hashlib.sha256(b"".join(bytes(part.tolist()) for part in all_digests)).hexdigest()
 
-    def vote(self, attempt: int, vote: Vote, members: Sequence[GroupId]) -> VotesRead | None:
+    def vote(self, attempt: int, vote: Vote, voters: Sequence[Member]) -> VotesRead | None:
         """Leader: casts the group's vote. Returns all votes if it was the last one, for the leader to decide."""
-        num_votes = self._log.vote(attempt, self._group, encode_vote(vote))
-        return self.read_votes(attempt, members) if num_votes >= len(members) else None
+        num_votes = self._log.vote(attempt, self.member, encode_vote(vote))
+        return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
 
-    def read_votes(self, attempt: int, members: Sequence[GroupId]) -> VotesRead:
-        """Leader: the votes cast so far."""
-        votes = self._log.votes(attempt, members)
+    def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
+        """Leader: the votes that these have cast so far."""
+        votes = self._log.votes(attempt, voters)
         return VotesRead(attempt=attempt, votes={GroupId(g): decode_vote(text) for g, text in votes.items()})
 
     def append(self, index: int, entry: Entry) -> None:
@@ -132,4 +132,4 @@ class GroupAgreement:
         try:
             run()
         except RuntimeError as error:
-            raise GroupBroken(f"a rank of group {self._group} is gone: {error}") from error
+            raise GroupBroken(f"a rank of group {self.member.group} is gone: {error}") from error

@@ -8,7 +8,7 @@ import re
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Fence, decode_entry, encode_entry
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import Member
 
 _CONNECTION_ERROR = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|"
@@ -25,20 +25,22 @@ def is_connection_error(error: RuntimeError) -> bool:
     return _CONNECTION_ERROR.search(str(error)) is not None
 
 
-def fence(log: DecisionLog, group: GroupId, reason: str, from_index: int, error: str = "") -> int:
-    """Makes sure that the log fences the group; returns the index of the entry that does.
+def fence(log: DecisionLog, member: Member, reason: str, from_index: int, error: str = "") -> int:
+    """Makes sure that the log fences the member; returns the index of the entry that does.
 
     Args:
         log: The log.
-        group: The lost group.
+        member: The lost group, in the incarnation that was lost.
         reason: For people.
         from_index: An index at or before the head; entries from there on are read.
         error: The last line of the exception that ended it, if that was its own.
     """
-    text = encode_entry(Fence(group=group, reason=reason[:200], error=error[:200]))
+    text = encode_entry(
+        Fence(group=member.group, incarnation=member.incarnation, reason=reason[:200], error=error[:200])
+    )
     index = from_index
     while True:
         standing = decode_entry(log.append(index, text))
-        if isinstance(standing, Fence) and standing.group == group:
+        if isinstance(standing, Fence) and standing.hits(member):
             return index
         index += 1

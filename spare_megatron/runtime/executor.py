@@ -11,7 +11,7 @@ from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Entry, EntryRead, Event, Fence, Vote
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch, StepPlan
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import (
     ContributionRecord,
@@ -155,6 +155,7 @@ class GroupExecutor:
                 is_complete=opinion.is_complete,
                 work_digest=work_digest,
                 evidence=self._communicator.evidence,
+                incarnation=self._agreement.member.incarnation,
             )
             self._journal.write(record)
             vote = Vote(
@@ -163,7 +164,7 @@ class GroupExecutor:
                 params_digest=self._params_digest,
             )
             with self._probe.during(Operation.VOTE):
-                last_votes = self._agreement.vote(action.attempt, vote, action.members)
+                last_votes = self._agreement.vote(action.attempt, vote, action.voters)
         self._probe(Phase.AFTER_VOTE)
         return [] if last_votes is None else [last_votes]
 
@@ -180,15 +181,16 @@ class GroupExecutor:
             epoch=action.epoch,
             members=[int(member) for member in action.members],
             microbatches=dict(microbatches),
+            incarnation=self._agreement.member.incarnation,
         )
         self._journal.write(record)
 
     # --------------------------------------------------------------------------------------------------- the log
 
-    def read_votes(self, attempt: int, members: Sequence[GroupId]) -> list[Event]:
+    def read_votes(self, attempt: int, voters: Sequence[Member]) -> list[Event]:
         """On the leader, the votes cast so far."""
         with self._probe.during(Operation.VOTE):
-            return [self._agreement.read_votes(attempt, members)] if self._agreement.is_leader else []
+            return [self._agreement.read_votes(attempt, voters)] if self._agreement.is_leader else []
 
     def append_entry(self, index: int, entry: Entry) -> None:
         """On the leader, writes the entry unless another stands there."""
@@ -208,7 +210,7 @@ class GroupExecutor:
         if self._agreement.is_leader:
             self._journal.write(EntryRecord(group=self._group, index=index, entry=_as_fields(entry)))
         if isinstance(entry, Fence):
-            if entry.group == self._group:
+            if entry.hits(self._agreement.member):
                 raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")
             self._clock.lost(self._now.step, entry.group)
             self._has_lost = True

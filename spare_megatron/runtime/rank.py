@@ -12,6 +12,7 @@ from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import Member
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
@@ -110,7 +111,7 @@ class _Rank:
         device = choose_device(spec)
         ranks = join_group(spec, self._store, device)
         trainer = GroupTrainer(config, device, self._probe)
-        agreement = GroupAgreement(spec.group, ranks, self._log, config.control.decision_timeout_s)
+        agreement = GroupAgreement(Member(spec.group), ranks, self._log, config.control.decision_timeout_s)
         communicator = CrossGroupCommunicator(
             group=spec.group,
             position=spec.rank,
@@ -148,7 +149,8 @@ class _Rank:
     def _broken(self, error: Exception) -> ExitCode:
         """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""
         print(error, file=sys.stderr)
-        fence(self._log, self._spec.group, f"rank {self._spec.rank} lost a peer in its group", self._controller.head)
+        reason = f"rank {self._spec.rank} lost a peer in its group"
+        fence(self._log, Member(self._spec.group), reason, self._controller.head)
         return ExitCode.GROUP_BROKEN
 
     def _request_fault(self, fault: Fault) -> None:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import ControlStore, StoreLost
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Absence
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
 
 NUM_WATCHED = 3
@@ -126,7 +126,7 @@ class StoreLink:
         if wanted is None:
             store.put(f"beat/{self._node}", _ENDED)
             return False
-        index = fence(log, wanted.group, wanted.cause, wanted.from_index, error=wanted.error)
+        index = fence(log, Member(wanted.group), wanted.cause, wanted.from_index, error=wanted.error)
         self._outbox.send(FenceWritten(wanted=wanted, entry_index=index))
         return True
 

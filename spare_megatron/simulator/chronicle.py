@@ -8,7 +8,7 @@ from math import inf
 
 from spare_megatron.core.messages import AttemptReduce, Entry
 from spare_megatron.core.stepplan import Microbatch, StepPlan
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
@@ -101,6 +101,7 @@ class Chronicle:
 
     def attempted(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
         """What the voters brought into an attempt, and their votes."""
+        incarnations = dict(action.voters)
         for group in voters:
             work = self._computed(group)
             microbatches: dict[str, list[int]] = defaultdict(list)
@@ -113,6 +114,7 @@ class Chronicle:
                 epoch=action.epoch,
                 members=list(action.members),
                 microbatches=dict(microbatches),
+                incarnation=incarnations[group],
             )
             self._write(contribution, self._computed_at_s.get(group))
             vote = VoteRecord(
@@ -121,17 +123,19 @@ class Chronicle:
                 attempt=action.attempt,
                 is_complete=is_complete,
                 work_digest=digest_of_work(work),
+                incarnation=incarnations[group],
             )
             self._write(vote)
         if is_complete:
             self._recovered(action, voters)
 
-    def lost(self, group: GroupId, entry_index: int) -> None:
+    def lost(self, member: Member, entry_index: int) -> None:
         """The survivors have agreed that a group is lost."""
-        world = self._world
+        world, (group, incarnation) = self._world, member
         at_s = world.lost_at_s[group]
         cause = world.fleet.cause_of[group]
-        self._write(LossRecord(group=group, rank=0, cause=cause, entry_index=entry_index), at_s)
+        record = LossRecord(group=group, rank=0, cause=cause, entry_index=entry_index, incarnation=incarnation)
+        self._write(record, at_s)
         if self._recovery is None:
             computed_at_s = max(self._computed_at_s.values(), default=at_s)
             self._recovery = _Recovery(computed_at_s, world.fenced_at_s, lap_from_s=world.fenced_at_s)

@@ -10,7 +10,7 @@ One controller stands for those of all groups, which are equal after the same en
 - With no group left there is nobody to decide, and all restart.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -41,7 +41,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.simulator.chronicle import Chronicle
 from spare_megatron.simulator.sharing import stacks_of
 from spare_megatron.simulator.world import World
@@ -77,6 +77,7 @@ class SpareRun:
         self.decision_s = 0.0
         self._controller = Controller(setup)
         self._log: list[Entry] = []
+        self._incarnations: Counter[GroupId] = Counter()
         self._votes: dict[GroupId, Vote] = {}
         self._members: tuple[GroupId, ...] = ()  # that take part in the attempt
         self._has_to_rebuild = False
@@ -128,8 +129,8 @@ class SpareRun:
                 self._world.save(step)
                 if self._chronicle:
                     self._chronicle.compared(step, self._members)
-            case AdmitGroups(groups=groups):
-                self._world.take_in(groups)
+            case AdmitGroups(members=members):
+                self._world.take_in(tuple(member.group for member in members))
             case StopWipeOut():
                 self._restart()
                 return (self._read(len(self._log) - 1),)
@@ -163,7 +164,7 @@ class SpareRun:
         if self._chronicle:
             self._chronicle.attempted(action, tuple(self._votes), is_complete=not lost)
         if not lost:
-            waiting = self._world.fleet.ready(self._world.now_s)
+            waiting = self._present(self._world.fleet.ready(self._world.now_s))
             return (VotesRead(attempt=action.attempt, votes=self._votes, waiting=waiting),)
         self._fence(lost)
         return ()
@@ -184,16 +185,20 @@ class SpareRun:
         return stacks_of(work, scenario.microbatches_per_shard, scenario.costs)
 
     def _fence(self, lost: Sequence[GroupId]) -> None:
-        for group in lost:
+        for member in self._present(lost):
             if self._chronicle:
-                self._chronicle.lost(group, len(self._log))
-            self._log.append(Fence(group=group))
+                self._chronicle.lost(member, len(self._log))
+            self._log.append(Fence(group=member.group, incarnation=member.incarnation))
+            self._incarnations[member.group] += 1
         if not self._votes:  # nobody is left
             self._restart()
 
     def _restart(self) -> None:
         self._world.restart()
-        self._log.append(Restart(step=self._world.saved_step, members=self._everybody))
+        self._log.append(Restart(step=self._world.saved_step, members=self._present(self._everybody)))
+
+    def _present(self, groups: Sequence[GroupId]) -> tuple[Member, ...]:
+        return tuple(Member(group, self._incarnations[group]) for group in groups)
 
     def _read(self, index: int) -> EntryRead:
         entry = self._log[index]

@@ -17,7 +17,7 @@ from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
 from spare_megatron.control.store import ControlStore, StoreLost, StoreTimeout
 from spare_megatron.core.messages import Commit, Fence, encode_entry
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
 from spare_megatron.runtime.processes import Child, end_child, fork_server, start_embedded_store
 from tests.integration.etcd_cluster import EtcdCluster
@@ -105,32 +105,32 @@ def test_who_polls_hears_of_an_entry_that_another_writes(spec: StoreSpec) -> Non
 
 def test_votes_are_counted_and_read_without_waiting_for_those_not_cast(store: ControlStore) -> None:
     log = DecisionLog(store)
-    assert [log.vote(4, group, f"vote of {group}") for group in (0, 2)] == [1, 2]
-    assert log.votes(4, [0, 1, 2]) == {0: "vote of 0", 2: "vote of 2"}
-    assert log.votes(4, [0, 2]) == {0: "vote of 0", 2: "vote of 2"}
+    assert [log.vote(4, (group, 0), f"vote of {group}") for group in (0, 2)] == [1, 2]
+    assert log.votes(4, [(0, 0), (1, 0), (2, 0)]) == {0: "vote of 0", 2: "vote of 2"}
+    assert log.votes(4, [(0, 0), (2, 0)]) == {0: "vote of 0", 2: "vote of 2"}
     assert log.votes(4, []) == {}
 
 
 def test_a_vote_that_is_cast_twice_counts_once(store: ControlStore) -> None:
     log = DecisionLog(store)
-    assert [log.vote(1, 0, "ok"), log.vote(1, 0, "ok"), log.vote(1, 1, "ok")] == [1, 1, 2]
+    assert [log.vote(1, (0, 0), "ok"), log.vote(1, (0, 0), "ok"), log.vote(1, (1, 0), "ok")] == [1, 1, 2]
 
 
 def test_the_votes_on_the_attempt_before_the_last_are_removed(store: ControlStore) -> None:
     log = DecisionLog(store)
     for attempt in (0, 1):
         for group in (0, 1):
-            log.vote(attempt, group, f"{attempt} by {group}")
-    assert log.vote(2, 0, "2 by 0") == 1
-    assert log.votes(0, [0, 1]) == {1: "0 by 1"}
-    assert log.votes(1, [0, 1]) == {0: "1 by 0", 1: "1 by 1"}
+            log.vote(attempt, (group, 0), f"{attempt} by {group}")
+    assert log.vote(2, (0, 0), "2 by 0") == 1
+    assert log.votes(0, [(0, 0), (1, 0)]) == {1: "0 by 1"}
+    assert log.votes(1, [(0, 0), (1, 0)]) == {0: "1 by 0", 1: "1 by 1"}
 
 
 def test_as_many_votes_are_counted_as_groups_vote_at_once(spec: StoreSpec) -> None:
     counts: list[int] = []
 
     def vote(group: int) -> None:
-        counts.append(DecisionLog(open_store(spec)).vote(0, group, "ok"))
+        counts.append(DecisionLog(open_store(spec)).vote(0, (group, 0), "ok"))
 
     at_once(vote, 16)
     assert sorted(counts) == list(range(1, 17))
@@ -139,9 +139,9 @@ def test_as_many_votes_are_counted_as_groups_vote_at_once(spec: StoreSpec) -> No
 def test_a_fence_finds_the_head_and_is_written_once(store: ControlStore) -> None:
     log = DecisionLog(store)
     log.append(0, encode_entry(Commit(step=0, attempt=0)))
-    assert fence(log, GroupId(2), "dead", from_index=0) == 1
-    assert fence(log, GroupId(2), "dead, says another", from_index=0) == 1
-    assert fence(log, GroupId(1), "dead", from_index=1) == 2
+    assert fence(log, Member(GroupId(2)), "dead", from_index=0) == 1
+    assert fence(log, Member(GroupId(2)), "dead, says another", from_index=0) == 1
+    assert fence(log, Member(GroupId(1)), "dead", from_index=1) == 2
     assert log.wait(1, 1.0) == encode_entry(Fence(group=GroupId(2), reason="dead"))
 
 

@@ -138,7 +138,7 @@ class _Now:
             TimeoutError: They did not in time; then the fault never strikes, and the test that wants it fails.
         """
         assert self.action is not None
-        others = [group for group in self.action.members if group != self.spec.group]
+        others = [voter for voter in self.action.voters if voter.group != self.spec.group]
         log = DecisionLog(open_store(self.spec.store))
         end_s = time.monotonic() + _TIMEOUT_S
         while len(log.votes(self.action.attempt, others)) < len(others):

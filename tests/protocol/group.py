@@ -5,14 +5,15 @@ elsewhere, or the process may die.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
+    AdmitGroups,
     AppendEntry,
     AttemptReduce,
     BuildCommunicator,
@@ -30,11 +31,13 @@ from spare_megatron.core.messages import (
     StopWipeOut,
     UpdateModel,
     Vote,
+    VotesRead,
     decode_entry,
 )
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.detect import fence
 from tests.protocol.communicators import Communicator, Communicators, Sums
 from tests.protocol.invariants import Invariants
 from tests.protocol.store import Request, conversation
@@ -57,6 +60,8 @@ class Surroundings(Protocol):
     log_type: type[DecisionLog]
     communicators: Communicators
     invariants: Invariants
+    groups: tuple[GroupId, ...]
+    states: dict[int, dict[Member, str]]
 
     def now_s(self, process: str) -> float: ...
 
@@ -66,9 +71,26 @@ class Surroundings(Protocol):
 
     def start_in_background(self, name: str, steps: Steps) -> None: ...
 
+    def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool: ...
+
+    def observe(self, member: Member) -> None: ...
+
 
 class _Fenced(Exception):
     pass
+
+
+def _waiting_key(group: GroupId) -> str:
+    """Where the latest incarnation of a group says that it waits."""
+    return f"waiting/{group}"
+
+
+def _majority(given: Mapping[Member, str], num_donors: int) -> Member | None:
+    """One of more than half of the donors, who have given the same."""
+    for donor, params in given.items():
+        if 2 * sum(other == params for other in given.values()) > num_donors:
+            return donor
+    return None
 
 
 class _LoneRank:
@@ -81,9 +103,10 @@ class _LoneRank:
 class Group:
     """One process of one group."""
 
-    def __init__(self, name: str, group: GroupId, controller: Controller, world: Surroundings) -> None:
-        self.name = name
-        self.group = group
+    def __init__(self, member: Member, controller: Controller, world: Surroundings) -> None:
+        self.member = member
+        self.group = member.group
+        self.name = f"{member.group}.{member.incarnation}"
         self._controller = controller
         self._world = world
         self._local: list[Microbatch] = []
@@ -94,9 +117,12 @@ class Group:
 
     def run(self) -> Steps:
         """From the start to the end, whatever that is."""
-        pending: deque[Action] = deque(self._handle(RunStarted()))
+        actions = self._handle(RunStarted())
         try:
-            while True:
+            if self.member.incarnation:
+                actions = yield from self._come_back()
+            pending = deque(actions)
+            while pending:
                 action = pending.popleft()
                 if isinstance(action, FinishRun | StopWipeOut | StopHalted):
                     self._world.invariants.stopped(self.name, action)
@@ -130,9 +156,9 @@ class Group:
                 self._world.start_in_background(f"{self.name} builds {key}", self._build(self._communicator))
             case AttemptReduce():
                 return (yield from self._attempt(action))
-            case ReadVotes(attempt=attempt):
-                members = self._controller.attempted_by
-                return [(yield from self._speak(lambda voice: voice.read_votes(attempt, members)))]
+            case ReadVotes(attempt=attempt, voters=voters):
+                votes = yield from self._speak(lambda voice: voice.read_votes(attempt, voters))
+                return [(yield from self._with_waiting(votes))]
             case AppendEntry(index=index, entry=entry):
                 self._world.invariants.counts["decisions"] += 1
                 yield from self._speak(lambda voice: voice.append(index, entry))
@@ -142,12 +168,59 @@ class Group:
                 yield None
                 invariants = self._world.invariants
                 self._params = invariants.updated(self.name, step, attempt, self._sums, self._params)
+            case AdmitGroups(step=step):
+                yield None
+                self._world.states.setdefault(step, {})[self.member] = self._params
             case SaveCheckpoint(step=step):
                 yield None
                 self._world.invariants.has_params(self.name, step, self._params)
             case _:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
+
+    # ------------------------------------------------------------------------------------------------- coming back
+
+    def _come_back(self) -> Steps:
+        """Waits to be admitted. Returns the actions of the step that it is admitted to, none if the run ends before."""
+        log_type, before = self._world.log_type, Member(self.group, self.member.incarnation - 1)
+        # Two lives of a group would wait for each other: only this fence makes room for the admission.
+        yield from conversation(lambda store: fence(log_type(store), before, "replaced", 0))
+        while True:
+            # Again after every entry: an earlier incarnation may have written the key since.
+            yield from conversation(lambda store: store.put(_waiting_key(self.group), str(self.member.incarnation)))
+            [event] = yield from self._read_entry(self._head)
+            actions = self._handle(event)
+            for index, action in enumerate(actions):
+                if isinstance(action, FinishRun | StopWipeOut | StopHalted):
+                    return ()
+                if isinstance(action, AdmitGroups) and self.member in action.members:
+                    return actions[index + 1 :] if (yield from self._take_state(action)) else ()
+
+    def _take_state(self, admission: AdmitGroups) -> Steps:
+        """Whether there is a state to go on with: one that more than half of the members of before agree on.
+
+        One donor is not enough: its parameters may be wrong, and the next comparison would count them twice.
+        """
+        donors = [voter for voter in self._controller.voters if voter not in admission.members]
+        given = self._world.states.setdefault(admission.step, {})
+        yield Until(lambda: _majority(given, len(donors)) is not None or not self._world.has_more(donors, given))
+        donor = _majority(given, len(donors))
+        if donor is None:
+            self._world.invariants.counts["admission without a state"] += 1
+            self._world.observe(self.member)
+            return False
+        self._params = given[donor]
+        self._world.invariants.took_state(self.name, donor)
+        return True
+
+    def _with_waiting(self, event: VotesRead) -> Steps:
+        """The votes, with those who wait to be taken in."""
+        groups = [group for group in self._world.groups if group not in self._controller.members]
+        if not groups:
+            return event
+        found = yield from conversation(lambda store: store.get([_waiting_key(group) for group in groups]))
+        waiting = [Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
+        return replace(event, waiting=tuple(waiting))
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
@@ -162,8 +235,8 @@ class Group:
         )
         yield None
         self._world.invariants.voted(self.name, action.attempt, vote)
-        last_votes = yield from self._speak(lambda voice: voice.vote(action.attempt, vote, action.members))
-        return [] if last_votes is None else [last_votes]
+        last_votes = yield from self._speak(lambda voice: voice.vote(action.attempt, vote, action.voters))
+        return [] if last_votes is None else [(yield from self._with_waiting(last_votes))]
 
     def _reduce(self, action: AttemptReduce) -> Steps:
         """The sum, or None as soon as it cannot be had or nobody needs it."""
@@ -211,7 +284,7 @@ class Group:
         """A call of the group's voice, with a log of the world's kind."""
         log_type = self._world.log_type
         return (
-            yield from conversation(lambda store: call(GroupAgreement(self.group, _LoneRank(), log_type(store), 1.0)))
+            yield from conversation(lambda store: call(GroupAgreement(self.member, _LoneRank(), log_type(store), 1.0)))
         )
 
     def _is_decided(self) -> Steps:
@@ -221,6 +294,6 @@ class Group:
         log_type = self._world.log_type
         entry = decode_entry((yield from conversation(lambda store: log_type(store).wait(index, 1.0))))
         self._head = index + 1
-        if isinstance(entry, Fence) and entry.group == self.group:
+        if isinstance(entry, Fence) and entry.hits(self.member):
             raise _Fenced
         return [EntryRead(index=index, entry=entry)]

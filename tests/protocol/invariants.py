@@ -5,6 +5,8 @@
 3. A decision is written by a member, needs the vote of every member of that moment, and follows from their votes
    alone. So nothing that a fenced group does later can change one. A fenced group may still apply the commits that
    stand before its fence in the log, never one behind it.
+   The same holds for a group that came back and its earlier incarnations. A fence ends the life that it names and those
+   before it, none after.
 4. When the faults stop, all steps are committed, unless a shard has no host left, or there is no group.
 5. Where members that voted on an attempt have compared parameters and differ, it is never committed; whoever is put out
    for it does have wrong ones; the run halts only if there is no majority.
@@ -33,13 +35,16 @@ from spare_megatron.core.placement import Placement
 from spare_megatron.core.stepplan import Microbatch
 from tests.protocol.violation import Violation
 
+Life = tuple[int, int]
+"""A group and its incarnation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:
     """The state in which an attempt begins."""
 
     step: int
-    members: frozenset[int]
+    members: frozenset[Life]
     epoch: int
 
 
@@ -53,13 +58,15 @@ class Invariants:
         )
         self._num_steps = num_steps
         self.entries: list[Entry] = []
-        self.members = frozenset(range(placement.num_groups))
+        self.members: frozenset[Life] = frozenset((group, 0) for group in range(placement.num_groups))
+        self._fenced: set[Life] = set()
+        self._admitted: set[Life] = set(self.members)
         self.epoch = 0
         self.step = 0
         self.attempt = 0
         self._opened = {0: Opening(0, self.members, 0)}
-        self._commits: dict[int, tuple[int, frozenset[int]]] = {}
-        self._votes: dict[tuple[int, int], Vote] = {}
+        self._commits: dict[int, tuple[int, frozenset[Life]]] = {}
+        self._votes: dict[tuple[Life, int], Vote] = {}
         self._params: dict[int, str] = {}
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
@@ -76,45 +83,65 @@ class Invariants:
         self.entries.append(entry)
         self.counts[type(entry).__name__] += 1
         match entry:
-            case Fence(group=group, discard=discard):
+            case Fence(group=group, incarnation=incarnation, discard=discard):
                 if discard:
-                    self._discarded(group, writer)
-                if group in self.members:
-                    self.members -= {group}
-                    self.epoch += 1
-                else:
-                    self.counts["fence of a fenced group"] += 1
+                    self._discarded(f"{group}.{incarnation}", writer)
+                self._lost(group, incarnation)
             case Commit() | Retry():
                 self._decided(entry, writer)
             case Halt(reason=reason):
                 self._halted(reason, writer)
 
-    def _discarded(self, group: int, writer: str) -> None:
-        if all(group_of(process) != group for process in self._corrupted):
-            raise Violation(f"{writer} puts out group {group}, whose parameters are right")
+    def _discarded(self, process: str, writer: str) -> None:
+        if process not in self._corrupted:
+            raise Violation(f"{writer} puts out {process}, whose parameters are right")
         self._is_discarded = True
         self.counts["discard"] += 1
 
     def _halted(self, reason: str, writer: str) -> None:
         digests = {
-            group: vote.params_digest
-            for (group, attempt), vote in self._votes.items()
+            life: vote.params_digest
+            for (life, attempt), vote in self._votes.items()
             if attempt == self.attempt and vote.params_digest
         }
         # Whoever halts has seen the votes of all members, and of those that were lost at most these.
         [(digest, num_agreeing)] = Counter(digests.values()).most_common(1) or [("", 0)]
-        num_seen = sum(group in self.members for group, other in digests.items() if other == digest)
+        num_seen = sum(life in self.members for life, other in digests.items() if other == digest)
         if num_seen > len(digests) - num_agreeing:
             raise Violation(f"{writer} halts the run: {reason}")
         self._is_halted = True
 
+    def _lost(self, group: int, incarnation: int) -> None:
+        """A life ends with its own fence, or with that of a later one."""
+        ended = {(group, life) for life in range(incarnation + 1)}
+        present = [life for of, life in self.members if of == group]
+        what = "a member" if ended & self.members else "a fenced group"
+        if present and present[0] > incarnation:
+            what = "an earlier incarnation"
+        elif (group, incarnation) not in self._fenced and not ended & self.members:
+            what = "a waiting group"
+        self.counts[f"fence of {what}"] += 1
+        self.epoch += bool(ended & self.members)
+        self.members -= ended
+        self._fenced |= ended
+
+    def _admit(self, asked: tuple[Life, ...]) -> None:
+        present = {group for group, _ in self.members}
+        able = {member for member in asked if member not in self._fenced and member[0] not in present}
+        latest = {max(member for member in able if member[0] == group) for group, _ in able}
+        self.counts["admission"] += len(latest)
+        self.counts["void admission"] += len(set(asked) - latest)
+        self.epoch += bool(latest)
+        self.members |= latest
+        self._admitted |= latest
+
     def _decided(self, entry: Commit | Retry, writer: str) -> None:
         if (entry.step, entry.attempt) != (self.step, self.attempt):
             raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
-        if group_of(writer) not in self.members:
+        if life_of(writer) not in self.members:
             raise Violation(f"{writer} is fenced and writes {entry}")
-        votes = {group: self._votes.get((group, entry.attempt)) for group in sorted(self.members)}
-        silent = [group for group, vote in votes.items() if vote is None]
+        votes = {life: self._votes.get((life, entry.attempt)) for life in sorted(self.members)}
+        silent = [life for life, vote in votes.items() if vote is None]
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
         digests = {vote.params_digest for vote in votes.values() if vote is not None} - {""}
@@ -131,6 +158,8 @@ class Invariants:
             if self.members != self._opened[self.attempt].members:
                 self.counts["commit with the sum of a fenced group"] += 1
             self.step += 1
+            if self.step < self._num_steps:
+                self._admit(entry.admit)
         self._is_discarded = False
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
@@ -140,18 +169,18 @@ class Invariants:
     def attempted(self, process: str, action: AttemptReduce) -> None:
         """A process starts an attempt."""
         opening = self._opened.get(action.attempt)
-        if opening != Opening(action.step, frozenset(action.members), action.epoch):
+        if opening != Opening(action.step, frozenset(action.voters), action.epoch):
             raise Violation(f"{process} starts {action}, but the log says {opening}")
-        if group_of(process) not in action.members:
-            raise Violation(f"{process} reduces among {action.members}")
+        if life_of(process) not in action.voters:
+            raise Violation(f"{process} reduces among {action.voters}")
 
     def voted(self, process: str, attempt: int, vote: Vote) -> None:
         """A process sends its vote."""
-        key = (group_of(process), attempt)
+        key = (life_of(process), attempt)
         if key in self._votes:
             raise Violation(f"{process} votes again on attempt {attempt}")
         self._votes[key] = vote
-        if group_of(process) not in self.members:
+        if life_of(process) not in self.members:
             self.counts["vote of a fenced group"] += 1
 
     def updated(
@@ -161,7 +190,7 @@ class Invariants:
         committed, members = self._commits.get(step, (None, frozenset()))
         if attempt != committed:
             raise Violation(f"{process} applies attempt {attempt} of step {step}, committed is {committed}")
-        if group_of(process) not in members:
+        if life_of(process) not in members:
             raise Violation(f"{process} was fenced before the commit of step {step}, and applies it")
         if sums is None:
             raise Violation(f"{process} has no sum of attempt {attempt}, which is committed")
@@ -177,6 +206,11 @@ class Invariants:
     def corrupted(self, process: str) -> None:
         """The parameters of a process have changed behind its back."""
         self._corrupted.add(process)
+
+    def took_state(self, process: str, donor: Life) -> None:
+        """A process goes on with the parameters of another, be they right or wrong."""
+        if "{}.{}".format(*donor) in self._corrupted:
+            self._corrupted.add(process)
 
     def has_params(self, process: str, step: int, params: str) -> None:
         """A process has these parameters after this many steps."""
@@ -202,15 +236,18 @@ class Invariants:
         Args:
             running: Processes of groups that have neither ended nor died.
         """
-        if running:
-            raise Violation(f"no progress: {running} wait for ever; the log ends with {self.entries[-3:]}")
+        stuck = [process for process in running if life_of(process) in self._admitted]
+        if stuck:
+            raise Violation(f"no progress: {stuck} wait for ever; the log ends with {self.entries[-3:]}")
         if self.step < self._num_steps and not self._is_wiped_out() and not self._is_halted:
             raise Violation(f"only {self.step} steps are committed, and every shard has a host")
 
     def _is_wiped_out(self) -> bool:
-        return any(not (hosts & self.members) for hosts in self._hosts.values())
+        groups = {group for group, _ in self.members}
+        return any(not (hosts & groups) for hosts in self._hosts.values())
 
 
-def group_of(process: str) -> int:
-    """The group of a process, whose name begins with it."""
-    return int(process.partition(".")[0])
+def life_of(process: str) -> Life:
+    """The group and the incarnation of a process, which is named after them."""
+    group, _, incarnation = process.partition(".")
+    return int(group), int(incarnation)

@@ -1,12 +1,15 @@
 """Protocols with a planted bug each: what the invariants must find."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.decision_log import DecisionLog, Voter
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import Action, BuildCommunicator, ReadEntry, ReadVotes, VotesRead
+from spare_megatron.core.messages import Action, BuildCommunicator, Fence, ReadEntry, ReadVotes, VotesRead
 from spare_megatron.core.stepplan import StepPlan
+from spare_megatron.core.topology import Member
+
+NO_LIFE_IS_LATER = 10**6
 
 
 class CommitsWithoutAllVotes(Controller):
@@ -39,8 +42,22 @@ class PatchesTwice(Controller):
 class IgnoresFences(Controller):
     """Keeps a fenced group as a member."""
 
-    def _lose(self, *args: object) -> tuple[Action, ...]:
-        return (ReadVotes(attempt=self.attempt), ReadEntry(index=self.head))
+    def _lose(self, fence: Fence) -> tuple[Action, ...]:
+        return (ReadVotes(attempt=self.attempt, voters=self.voters), ReadEntry(index=self.head))
+
+
+class FencesLaterLives(Controller):
+    """Takes a fence for one of the group, whichever incarnation it names."""
+
+    def _lose(self, fence: Fence) -> tuple[Action, ...]:
+        return super()._lose(replace(fence, incarnation=NO_LIFE_IS_LATER))
+
+
+class AdmitsTheFenced(Controller):
+    """Forgets that a waiting group has been fenced."""
+
+    def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
+        return sorted(members)
 
 
 class IgnoresDiscards(Controller):
@@ -62,8 +79,8 @@ class ComparesNothing(Controller):
 class CountsOldVotes(DecisionLog):
     """Takes a group's vote on an earlier attempt where it has not voted on this one."""
 
-    def votes(self, attempt: int, groups: Sequence[int]) -> dict[int, str]:
-        return {**super().votes(attempt - 1, groups), **super().votes(attempt, groups)}
+    def votes(self, attempt: int, voters: Sequence[Voter]) -> dict[int, str]:
+        return {**super().votes(attempt - 1, voters), **super().votes(attempt, voters)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +99,7 @@ MUTATIONS = {
     "ignores fences": Protocol(controller_type=IgnoresFences),
     "commits what was discarded": Protocol(controller_type=IgnoresDiscards),
     "goes on with different parameters": Protocol(controller_type=ComparesNothing),
+    "lets a fence hit a later incarnation": Protocol(controller_type=FencesLaterLives),
+    "admits a group that was fenced while it waited": Protocol(controller_type=AdmitsTheFenced),
     "counts votes on an earlier attempt": Protocol(log_type=CountsOldVotes),
 }

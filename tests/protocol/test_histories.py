@@ -17,12 +17,16 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
     assert sample.violations == {}
     assert sample.num_histories == NUM_HISTORIES
     least = {
-        "Commit": 1000,
+        "Commit": 700,
         "Retry": 300,
         "StopWipeOut": 50,
         "FinishRun": 500,
         "save": 100,
-        "fence of a fenced group": 100,
+        "fence of a fenced group": 50,
+        "fence of an earlier incarnation": 3,
+        "fence of a waiting group": 20,
+        "admission": 100,
+        "void admission": 5,
         "fenced while alive": 100,
         "vote of a fenced group": 100,
         "commit with the sum of a fenced group": 30,

@@ -20,6 +20,8 @@ FOUND_AS = {
     "ignores fences": "but the log says|no progress|is fenced",
     "commits what was discarded": "the sum of a group that was put out",
     "goes on with different parameters": "have different parameters",
+    "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
+    "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
     "counts votes on an earlier attempt": "without the votes|different plans|though the members voted",
 }
 

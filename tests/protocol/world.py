@@ -5,14 +5,15 @@ answer reaches it. Between any two moves a fault may strike. After a while the f
 """
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
 from tests.protocol.communicators import Communicators
 from tests.protocol.group import Group, Steps, Until
@@ -25,10 +26,10 @@ MAX_MOVES_AFTER_FAULTS = 5_000
 MAX_BREAKS = 4
 """Reductions that break between living groups; the controller halts a run at more than five in a row."""
 
-FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "break", "corrupt")
+FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "replace", "break", "corrupt")
 """What may happen: a process dies; a living group is suspected; a suspected one is suspected by one more; a process
-stands still; the store stops answering, or also forgets the answers on their way; a reduction breaks; the parameters of
-a process change.
+stands still; the store stops answering, or also forgets the answers on their way; a group starts again, whether it was
+lost or not; a reduction breaks; the parameters of a process change.
 """
 
 
@@ -37,7 +38,7 @@ class Process:
     """A group's process, an observer, or a request whose sender died.
 
     Attributes:
-        group: The group whose process it is; None for others.
+        member: The group whose process it is; None for others.
         steps: What it does.
         weight: How often it moves, beside the others.
         waits_for: What it yielded last.
@@ -45,7 +46,7 @@ class Process:
     """
 
     name: str
-    group: GroupId | None
+    member: Member | None
     steps: Steps | None
     weight: float
     waits_for: Request | Until | None = None
@@ -82,10 +83,11 @@ class Scene:
             fault_budget={
                 "crash": min(random.randint(0, num_groups), random.randint(0, num_groups)),
                 "suspect": random.choice((0, 0, 1, 2)),
-                "fence again": random.choice((0, 1, 3)),
+                "fence again": random.choice((0, 2, 4)),
                 "pause": random.choice((0, 1, 3)),
                 "outage": random.choice((0, 1, 2)),
                 "store restart": random.choice((0, 1, 2)),
+                "replace": random.choice((0, 1, 3)),
                 "break": random.choice((0, 1, MAX_BREAKS)),
                 "corrupt": random.choice((0, 0, 1, 2)),
             },
@@ -115,26 +117,33 @@ class World:
         self._store = Store(self.invariants.entry_written)
         self._processes: list[Process] = []
         self._groups: dict[str, Group] = {}
-        self._suspected: list[GroupId] = []
+        self._suspected: list[Member] = []
+        self._num_lives: Counter[GroupId] = Counter()
         self._clock_skew_s: dict[str, float] = {}
-        setup = ControllerSetup(
+        self.groups = tuple(GroupId(group) for group in range(scene.num_groups))
+        self.states: dict[int, dict[Member, str]] = {}  # by step: what donors give to those who come back
+        self._controller_type = protocol.controller_type
+        self._setup = ControllerSetup(
             placement=placement,
             microbatches_per_shard=scene.microbatches_per_shard,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
             save_interval_s=scene.save_interval_s,
         )
-        for group in map(GroupId, range(scene.num_groups)):
-            self._start_group(group, protocol.controller_type(setup))
+        for group in self.groups:
+            self._start_group(group)
 
-    def _start_group(self, group: GroupId, controller: Controller) -> None:
-        name = f"{group}.0"
-        self._clock_skew_s[name] = self._random.uniform(0.0, 300.0)
-        self._groups[name] = Group(name, group, controller, self)
-        self._start(name, group, self._groups[name].run())
+    def _start_group(self, group: GroupId) -> None:
+        """A group begins its next life."""
+        member = Member(group, self._num_lives[group])
+        self._num_lives[group] += 1
+        runner = Group(member, self._controller_type(self._setup), self)
+        self._groups[runner.name] = runner
+        self._clock_skew_s[runner.name] = self._random.uniform(0.0, 300.0)
+        self._start(runner.name, member, runner.run())
 
-    def _start(self, name: str, group: GroupId | None, steps: Steps) -> None:
-        self._processes.append(Process(name, group, steps, weight=10 ** self._random.uniform(-1.0, 0.0)))
+    def _start(self, name: str, member: Member | None, steps: Steps) -> None:
+        self._processes.append(Process(name, member, steps, weight=10 ** self._random.uniform(-1.0, 0.0)))
 
     # ----------------------------------------------------------------------------------------------- for the groups
 
@@ -146,6 +155,10 @@ class World:
 
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)
+
+    def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool:
+        """Whether a donor lives that has given no state yet."""
+        return any(process.member in donors and process.member not in given for process in self._processes)
 
     def choose(self, *outcomes: str) -> str:
         """How a reduction goes on for a process, of what is possible; connections may break at any time."""
@@ -177,7 +190,7 @@ class World:
                 self._end_a_fault()
             if self.num_moves > self._scene.fault_moves + MAX_MOVES_AFTER_FAULTS:
                 raise Violation(f"no end {MAX_MOVES_AFTER_FAULTS} moves after the last fault")
-        self.invariants.ended([process.name for process in self._processes if process.group is not None])
+        self.invariants.ended([process.name for process in self._processes if process.member is not None])
 
     def _can_move(self, process: Process) -> bool:
         if process.is_paused:
@@ -205,8 +218,8 @@ class World:
 
     def _gone(self, process: Process) -> None:
         self._processes.remove(process)
-        if process.group is not None:
-            self.communicators.died(process.group, process.name)
+        if process.member is not None:
+            self.communicators.died(process.member.group, process.name)
 
     # ------------------------------------------------------------------------------------------------------- faults
 
@@ -214,18 +227,21 @@ class World:
         left = [fault for fault, num in self._budget.items() if num and fault != "break"]
         if not left:
             return
-        alive = [process for process in self._processes if process.group is not None]
+        alive = [process for process in self._processes if process.member is not None]
         match fault := self._random.choice(left):
             case "crash" if alive:
                 self._crash(self._random.choice(alive))
             case "suspect" if alive:
-                self._observe(self._random.choice(alive).group)
+                self.observe(self._random.choice(alive).member)
             case "fence again" if self._suspected:
-                self._observe(self._random.choice(self._suspected))
+                gone = [member for member in self._suspected if member.incarnation + 1 < self._num_lives[member.group]]
+                self.observe(self._random.choice(gone or self._suspected), is_late=True)
             case "pause" if alive:
                 self._random.choice(alive).is_paused = True
             case "outage" if self._store.is_up:
                 self._store.is_up = False
+            case "replace":
+                self._start_group(self._random.choice(self.groups))
             case "store restart":
                 self._restart_store()
             case "corrupt" if alive:
@@ -246,17 +262,19 @@ class World:
         is_sent = isinstance(process.waits_for, Request) and process.waits_for.operation != "wait"
         if is_sent and not process.answer and self._random.random() < 0.5:
             self._processes.append(Process(process.name, None, None, process.weight, process.waits_for))
-        self._observe(process.group)
+        self.observe(process.member)
 
-    def _observe(self, group: GroupId | None) -> None:
-        """Somebody takes the group for lost, for good reason or not, and sooner or later writes its fence."""
-        assert group is not None, "only groups are fenced"
-        self._suspected.append(group)
+    def observe(self, member: Member | None, *, is_late: bool = False) -> None:
+        """Somebody takes the member for lost, for good reason or not, and sooner or later writes its fence."""
+        assert member is not None, "only groups are fenced"
+        self._suspected.append(member)
         # A supervisor reads on from the last entry that its ranks told of; others know of none.
         from_index = self._random.choice((0, len(self.invariants.entries)))
         log_type = self.log_type
-        steps = conversation(lambda store: fence(log_type(store), group, "suspected", from_index))
-        self._start(f"{group}.observer", None, steps)
+        steps = conversation(lambda store: fence(log_type(store), member, "suspected", from_index))
+        self._start(f"observer of {member}", None, steps)
+        if is_late:
+            self._processes[-1].weight /= 100
 
     def _restart_store(self) -> None:
         """Nothing is lost but answers on their way: those requests are sent, and carried out, again."""

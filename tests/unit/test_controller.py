@@ -33,7 +33,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 
 
 def make_controller(
@@ -48,8 +48,13 @@ def make_controller(
     return Controller(setup)
 
 
-def fence(group: int) -> Fence:
-    return Fence(group=GroupId(group))
+def fence(group: int, incarnation: int = 0) -> Fence:
+    return Fence(group=GroupId(group), incarnation=incarnation)
+
+
+def members(*groups: int) -> tuple[Member, ...]:
+    """These groups in their first incarnation."""
+    return tuple(Member(GroupId(group)) for group in groups)
 
 
 def fold(controller: Controller, *entries: Entry) -> list[object]:
@@ -104,7 +109,7 @@ def test_a_fence_decides_nothing_but_asks_for_votes_and_a_new_communicator() -> 
     controller.handle(RunStarted(), now_s=0.0)
     assert fold(controller, fence(1)) == [
         BuildCommunicator(key=0, epoch=1, members=(0, 2, 3)),
-        ReadVotes(attempt=0),
+        ReadVotes(attempt=0, voters=members(0, 1, 2, 3)),
         ReadEntry(index=1),
     ]
 
@@ -112,7 +117,10 @@ def test_a_fence_decides_nothing_but_asks_for_votes_and_a_new_communicator() -> 
 def test_the_same_fence_twice_changes_nothing() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
-    assert fold(controller, fence(1), fence(1)) == [ReadVotes(attempt=0), ReadEntry(index=2)]
+    assert fold(controller, fence(1), fence(1)) == [
+        ReadVotes(attempt=0, voters=members(0, 1, 2, 3)),
+        ReadEntry(index=2),
+    ]
     assert controller.epoch == 1
 
 
@@ -231,11 +239,12 @@ def test_an_entry_that_does_not_fit_the_state_is_refused() -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        Commit(step=1, attempt=2, save=True, admit=(GroupId(4), GroupId(5))),
+        Commit(step=1, attempt=2, save=True, admit=(Member(GroupId(4), 1), Member(GroupId(5)))),
         fence(3),
         Fence(group=GroupId(3), reason="r", error="e", discard=True),
         Retry(step=0, attempt=1),
-        Restart(step=7, members=(GroupId(0), GroupId(2))),
+        Restart(step=7, members=(Member(GroupId(0)), Member(GroupId(2), 1))),
+        Fence(group=GroupId(1), incarnation=2, reason="x"),
         Halt(step=0, reason="x"),
     ],
 )
@@ -248,12 +257,12 @@ def test_a_waiting_group_is_taken_in_by_the_commit_and_works_from_the_next_step_
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1), Commit(step=0, attempt=0))
     cast = {GroupId(g): Vote(is_complete=True, plan_digest="a") for g in (0, 2, 3)}
-    event = VotesRead(attempt=1, votes=cast, waiting=(GroupId(1),))
+    event = VotesRead(attempt=1, votes=cast, waiting=(Member(GroupId(1), 1),))
     [append] = controller.handle(event, now_s=0.0)
-    assert append == AppendEntry(index=2, entry=Commit(step=1, attempt=1, admit=(GroupId(1),)))
+    assert append == AppendEntry(index=2, entry=Commit(step=1, attempt=1, admit=(Member(GroupId(1), 1),)))
     update, admit, build, compute, reduce, _ = fold(controller, append.entry)
     assert update == UpdateModel(step=1, attempt=1)
-    assert admit == AdmitGroups(step=2, groups=(1,))
+    assert admit == AdmitGroups(step=2, members=(Member(GroupId(1), 1),))
     assert build == BuildCommunicator(key=2, epoch=2, members=(0, 1, 2, 3))
     assert isinstance(compute, ComputeStep)
     assert (compute.plan.work.makespan, len(compute.plan.work.of(GroupId(1)))) == (4, 4)
@@ -264,8 +273,51 @@ def test_a_waiting_group_is_taken_in_by_the_commit_and_works_from_the_next_step_
 def test_a_group_that_is_a_member_already_is_not_taken_in_again() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
-    actions = fold(controller, Commit(step=0, attempt=0, admit=(GroupId(1),)))
+    actions = fold(controller, Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),)))
     assert not any(isinstance(action, AdmitGroups | BuildCommunicator) for action in actions)
+
+
+def test_a_late_fence_of_an_earlier_incarnation_hits_nobody() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    fold(controller, fence(1), Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),)))
+    voters = (Member(GroupId(0)), Member(GroupId(1), 1), Member(GroupId(2)), Member(GroupId(3)))
+    assert fold(controller, fence(1)) == [ReadVotes(attempt=1, voters=voters), ReadEntry(index=3)]
+    assert (controller.voters, controller.epoch) == (voters, 2)
+    fold(controller, fence(1, incarnation=1))
+    assert (controller.voters, controller.epoch) == (members(0, 2, 3), 3)
+
+
+def test_a_fence_of_a_waiting_group_makes_its_admission_void() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    fold(controller, fence(1), fence(1, incarnation=1), Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),)))
+    assert controller.voters == members(0, 2, 3)
+    fold(controller, Commit(step=1, attempt=1, admit=(Member(GroupId(1), 2),)))
+    assert Member(GroupId(1), 2) in controller.voters
+
+
+def test_a_fence_of_a_later_incarnation_hits_the_earlier_one() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    fold(controller, fence(1, incarnation=1))
+    assert controller.voters == members(0, 2, 3)
+
+
+def test_of_two_incarnations_of_a_group_the_later_is_taken_in() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    both = (Member(GroupId(1), 2), Member(GroupId(1), 1))
+    update, admit, *_ = fold(controller, fence(1), Commit(step=0, attempt=0, admit=both))
+    assert update == UpdateModel(step=0, attempt=0)
+    assert admit == AdmitGroups(step=1, members=(Member(GroupId(1), 2),))
+
+
+def test_a_restart_leaves_out_those_who_are_fenced() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    fold(controller, fence(1), Restart(step=0, members=members(0, 1, 2, 3)))
+    assert controller.members == (0, 2, 3)
 
 
 def test_whoever_writes_the_commit_decides_when_a_checkpoint_is_due() -> None:
@@ -288,12 +340,12 @@ def test_a_restart_begins_the_step_after_the_checkpoint_in_the_first_order() -> 
     controller = make_controller(redundancy=1)
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, Commit(step=0, attempt=0), Commit(step=1, attempt=1), fence(1), Retry(step=2, attempt=2))
-    everybody = tuple(GroupId(g) for g in range(4))
+    everybody = (Member(GroupId(0)), Member(GroupId(1), 1), Member(GroupId(2)), Member(GroupId(3)))
     build, compute, reduce, read = fold(controller, Restart(step=1, members=everybody))
-    assert build == BuildCommunicator(key=4, epoch=2, members=everybody)
+    assert build == BuildCommunicator(key=4, epoch=2, members=(0, 1, 2, 3))
     assert isinstance(compute, ComputeStep)
     assert compute.plan.step == 1
     assert compute.plan.work.of(GroupId(1)) == tuple(Microbatch(1, k) for k in range(4))
     assert isinstance(reduce, AttemptReduce)
-    assert (reduce.attempt, reduce.members) == (4, everybody)
+    assert (reduce.attempt, reduce.members) == (4, (0, 1, 2, 3))
     assert read == ReadEntry(index=5)

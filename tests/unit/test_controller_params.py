@@ -20,8 +20,8 @@ from spare_megatron.core.messages import (
     VotesRead,
 )
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId
-from tests.unit.test_controller import fence, fold, halted, make_controller
+from spare_megatron.core.topology import GroupId, Member
+from tests.unit.test_controller import fence, fold, halted, make_controller, members
 
 
 def with_params(digests: str, incomplete: str = "") -> dict[GroupId, Vote]:
@@ -52,7 +52,7 @@ def test_a_group_whose_parameters_differ_from_the_majority_is_put_out_and_its_pa
     assert "differ from those of 3 groups" in entry.reason
     build, read_votes, _ = fold(controller, entry)
     assert build == BuildCommunicator(key=0, epoch=1, members=(0, 1, 3))
-    assert read_votes == ReadVotes(attempt=0)
+    assert read_votes == ReadVotes(attempt=0, voters=members(0, 1, 2, 3))
     assert decided(controller, cast) == Retry(step=0, attempt=0), "though all survivors hold the sum"
     compute, reduce, _ = fold(controller, Retry(step=0, attempt=0))
     assert isinstance(compute, ComputePatch)
@@ -92,17 +92,18 @@ def test_a_group_lost_for_another_reason_after_it_voted_still_discards_the_sum_t
     """Its supervisor was faster than whoever compared the votes. Everybody holds the sum, with its part in it."""
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
-    assert controller.attempted_by == (0, 1, 2, 3)
-    fold(controller, fence(2))
-    assert (controller.members, controller.attempted_by) == ((0, 1, 3), (0, 1, 2, 3))
+    _, read_votes, _ = fold(controller, fence(2))
+    assert controller.members == (0, 1, 3)
+    assert read_votes == ReadVotes(attempt=0, voters=members(0, 1, 2, 3))
     cast = with_params("aaba")
     entry = decided(controller, cast)
     assert isinstance(entry, Fence)
     assert (entry.group, entry.discard) == (2, True)
-    assert fold(controller, entry) == [ReadVotes(attempt=0), ReadEntry(index=2)]
+    assert fold(controller, entry) == [read_votes, ReadEntry(index=2)]
     assert decided(controller, cast) == Retry(step=0, attempt=0)
-    fold(controller, Retry(step=0, attempt=0))
-    assert controller.attempted_by == (0, 1, 3)
+    *_, reduce, _ = fold(controller, Retry(step=0, attempt=0))
+    assert isinstance(reduce, AttemptReduce)
+    assert reduce.voters == members(0, 1, 3)
 
 
 def test_a_lost_group_counts_among_those_who_say_which_parameters_are_right() -> None:
@@ -131,6 +132,6 @@ def test_a_commit_of_a_discarded_sum_is_refused() -> None:
 def test_what_was_discarded_before_a_restart_is_over_with_it() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
-    everybody = tuple(GroupId(g) for g in range(4))
+    everybody = (*members(0, 1, 3), Member(GroupId(2), 1))
     fold(controller, Fence(group=GroupId(2), discard=True), Restart(step=0, members=everybody))
     assert decided(controller, with_params("aaaa")) == Commit(step=0, attempt=1)

@@ -1,11 +1,28 @@
 """Journal lines, files, and the figures drawn from them. Whole runs are checked in tests/integration."""
 
+import json
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.messages import (
+    Commit,
+    Entry,
+    EntryRead,
+    Fence,
+    Restart,
+    RunStarted,
+    decode_entry,
+    encode_entry,
+)
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal, JournalWriter, read_journal
+from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.records import (
     FaultRecord,
     Line,
@@ -19,6 +36,18 @@ from spare_megatron.journal.records import (
 )
 from spare_megatron.journal.summary import find_recoveries, summarize
 
+RUN = RunRecord(
+    name="test",
+    num_groups=5,
+    ranks_per_group=1,
+    redundancy=5,
+    microbatches_per_shard=1,
+    num_steps=99,
+    placement="golomb",
+    granularity="microbatch",
+    reduce_mode="fast",
+    faults=[],
+)
 VOTE = VoteRecord(group=1, step=2, attempt=3, is_complete=True, work_digest="")
 
 
@@ -88,6 +117,36 @@ def test_a_run_of_before_there_were_domains_had_none() -> None:
     record = decode_line(text).record
     assert isinstance(record, RunRecord)
     assert record.groups_per_domain == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_fold_of_the_check_and_the_controller_agree_on_who_takes_part(seed: int) -> None:
+    """Two that share no code read the same random log of fences, admissions and restarts of all incarnations."""
+    random = Random(seed)
+    setup = ControllerSetup(placement=make_placement("golomb", 5, 5), microbatches_per_shard=1, num_steps=99)
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+    entries: dict[int, dict[str, Any]] = {}
+    changes = set()
+    for _ in range(40):
+        some = tuple(Member(GroupId(random.randrange(5)), random.randrange(5)) for _ in range(3))
+        entry: Entry = random.choice(
+            (
+                Fence(group=some[0].group, incarnation=some[0].incarnation),
+                Commit(step=controller.step, attempt=controller.attempt, admit=some),
+                Restart(step=0, members=tuple(dict(sorted(some)).items())),
+            )
+        )
+        if len(controller.voters) < 2 and isinstance(entry, Fence):
+            continue
+        controller.handle(EntryRead(index=controller.head, entry=decode_entry(encode_entry(entry))), now_s=0.0)
+        entries[len(entries)] = json.loads(encode_entry(entry))
+        fold = fold_log(entries, RUN)
+        assert fold.members == set(controller.members)
+        if isinstance(entry, Commit | Restart):
+            assert fold.opened[controller.attempt] == dict(controller.voters)
+        changes.add(controller.voters)
+    assert len(changes) > 5
 
 
 def test_a_journal_without_a_run_proves_nothing() -> None:

@@ -8,7 +8,15 @@ import pytest
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.check import Verdict, check_journal
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import ContributionRecord, EntryRecord, Line, LossRecord, ParamsRecord, encode_line
+from spare_megatron.journal.records import (
+    ContributionRecord,
+    EntryRecord,
+    Line,
+    LossRecord,
+    ParamsRecord,
+    VoteRecord,
+    encode_line,
+)
 from spare_megatron.journal.summary import summarize
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
@@ -91,6 +99,27 @@ def test_a_group_that_contributes_between_its_fence_and_its_return_is_found() ->
     answer = verdict_of(replaced(lines, entry, nobody))
     assert answer.verdict == "invalid"
     assert any("contributed after it was fenced" in reason for reason in answer.reasons)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(ContributionRecord, "contributed"), (VoteRecord, "voted")], ids=["contribution", "vote"]
+)
+def test_an_earlier_incarnation_that_acts_in_the_place_of_the_later_is_found(kind: type, what: str) -> None:
+    one_loss = FailureSpec(kind="trace", trace=(Loss(at_s=10.0, groups=(GroupId(1),)),))
+    lines = journal_of(dataclasses.replace(SCENARIO, repair_s=50.0, failures=one_loss))
+    later = next(r for line in lines if isinstance(r := line.record, kind) and r.incarnation == 1)
+    answer = verdict_of(replaced(lines, later, dataclasses.replace(later, incarnation=0)))
+    assert answer.verdict == "invalid"
+    assert any(f"group 1 {what} after it was fenced" in reason for reason in answer.reasons)
+
+
+def test_a_fence_of_another_incarnation_than_the_one_that_left_is_found() -> None:
+    one_loss = FailureSpec(kind="trace", trace=(Loss(at_s=10.0, groups=(GroupId(1),)),))
+    lines = journal_of(dataclasses.replace(SCENARIO, repair_s=50.0, failures=one_loss))
+    records = [line.record for line in lines if isinstance(line.record, EntryRecord)]
+    fence = next(record for record in records if record.entry["entry"] == "fence")
+    later = dataclasses.replace(fence, entry={**fence.entry, "incarnation": 1})
+    assert verdict_of(replaced(lines, fence, later)).verdict == "invalid"  # the admission of (1, 1) is void
 
 
 def test_a_restart_to_a_step_that_was_never_saved_is_found() -> None:

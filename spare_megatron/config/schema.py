@@ -201,6 +201,8 @@ class TrainConfig:
     """Seed of the parameters, the order of the data and the dropout."""
     params_check_every_steps: int = 10
     """Steps between comparisons of the parameters of all groups; 0 compares only after recoveries and at the end."""
+    gradient_outlier_factor: float = 1000.0
+    """A group is lost whose gradient exceeds this many times the median of its own last steps; 0 judges no sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

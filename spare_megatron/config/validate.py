@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from spare_megatron.config.schema import FaultConfig, RunConfig
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate_faults import fault_problems
 from spare_megatron.config.validate_store import store_problems, store_warnings
-from spare_megatron.core.phases import Phase
 from spare_megatron.core.placement import make_placement
 
 OURS_IN_MEGATRON_WORDS = {
@@ -84,7 +84,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_timeouts(config),
         *store_problems(config.control),
         *_megatron(config),
-        *_faults(config),
+        *fault_problems(config),
         *_device(config, machine),
         *_data(config, machine),
     ]
@@ -130,6 +130,9 @@ def _too_small(config: RunConfig) -> Iterator[str]:
         for key, value in settings.items():
             if value < least:
                 yield f"{key}={value} must be at least {least}; raise it"
+    factor = train.gradient_outlier_factor
+    if not (factor == 0.0 or factor > 1.0):
+        yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to judge no sizes; change it"
 
 
 def _outside_interval(config: RunConfig) -> Iterator[str]:
@@ -276,45 +279,6 @@ def _megatron(config: RunConfig) -> Iterator[str]:
             yield f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead"
         elif key in FIXED_IN_MEGATRON:
             yield f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it"
-
-
-# ------------------------------------------------------------------------------------------------------ faults
-
-
-def _faults(config: RunConfig) -> Iterator[str]:
-    trace, num_groups = config.faults.trace, config.layout.num_groups
-    if len(trace) > num_groups:
-        yield (
-            f"faults.trace has {len(trace)} faults for layout.num_groups={num_groups}; each hits a group of its own, "
-            f"so shorten it or raise layout.num_groups"
-        )
-    hit_by: dict[int, int] = {}
-    for index, fault in enumerate(trace):
-        yield from _fault_out_of_range(config, index, fault)
-        if fault.group is not None and hit_by.setdefault(fault.group, index) != index:
-            yield (
-                f"faults.trace[{index}].group={fault.group} is the group that faults.trace[{hit_by[fault.group]}] "
-                f"hits; a group is lost once, so name another"
-            )
-
-
-def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
-    limits = (
-        ("step", fault.step, config.train.steps, "train.steps"),
-        ("group", fault.group, config.parallel.num_groups, "layout.num_groups"),
-        ("rank", fault.rank, config.parallel.ranks_per_group, "the ranks of a group"),
-    )
-    where = f"faults.trace[{index}]"
-    for name, value, limit, limit_text in limits:
-        if value is not None and not 0 <= value < limit:
-            yield f"{where}.{name}={value} lies outside 0 to {limit - 1}; {limit_text} is {limit}"
-    if fault.phase in (Phase.SEND, Phase.RECEIVE) and config.layout.pipeline_parallel == 1:
-        yield (
-            f"{where}.phase={fault.phase} is never reached with layout.pipeline_parallel=1; "
-            f"choose another phase or raise layout.pipeline_parallel"
-        )
-    if fault.phase is Phase.PATCH and index == 0:
-        yield f"{where}.phase=patch is never reached: no group is lost before it; put a fault before it"
 
 
 # ----------------------------------------------------------------------------------------------------- machine

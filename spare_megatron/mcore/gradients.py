@@ -19,6 +19,9 @@ from spare_megatron.mcore.model import Chunk
 _NUM_EXTRAS = 2
 _COUNT, _LOSS = -2, -1
 
+_PIECE = 1 << 20
+"""Elements that are converted at a time."""
+
 _LARGEST_PER_TOKEN_BITS = 12
 """Fixed point holds mean gradients per token of a microbatch up to 2^12 in every element, and such a loss."""
 
@@ -52,10 +55,12 @@ class GradientSums(Protocol):
         """A flat tensor, uninitialized, for all gradients and the extras."""
 
     def pack_into(self, buffer: Tensor) -> None:
-        """Copy the local sums into a buffer; they stay as they are.
+        """Copy the local sums into a buffer; they stay as they are."""
 
-        Raises:
-            OverflowError: They do not fit the buffer's numbers.
+    def norm_of(self, buffer: Tensor) -> float:
+        """L2 norm of the local gradient sums, just packed into this buffer. Waits for the device.
+
+        Not finite where an element or the loss is not, or does not fit the buffer's numbers.
         """
 
     def read_totals(self, buffer: Tensor) -> Totals:
@@ -110,6 +115,11 @@ class FloatSums:
         buffer[_COUNT] = self._count
         buffer[_LOSS] = self._loss
 
+    def norm_of(self, buffer: Tensor) -> float:
+        # One pass without a copy, at the speed of memory. A norm beyond fp32 counts as not finite.
+        norm, loss = torch.stack([torch.linalg.vector_norm(buffer[:-_NUM_EXTRAS]), buffer[_LOSS]]).tolist()
+        return norm if math.isfinite(loss) else math.inf
+
     def read_totals(self, buffer: Tensor) -> Totals:
         count, loss = buffer[-_NUM_EXTRAS:].tolist()
         return Totals(num_microbatches=round(count), loss_sum=loss)
@@ -163,7 +173,7 @@ class FixedPointSums:
         self._segments = list(_segments(chunks))
         self._fixed = fixed
         self._sums = torch.zeros(_size(self._segments) + _NUM_EXTRAS, dtype=torch.int64, device=device)
-        # Kept on the device, so that looking for an overflow waits for it once per step and not per parameter.
+        # Of single microbatches. Kept on the device, so that looking for an overflow waits for it once per attempt.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
         for parameter, start, end in _parameters(chunks):
             self._watch(parameter, self._sums[start:end].view(parameter.shape))
@@ -184,15 +194,15 @@ class FixedPointSums:
         return torch.empty_like(self._sums)
 
     def pack_into(self, buffer: Tensor) -> None:
-        largest = float(self._largest)
-        if not largest <= self._fixed.largest:  # in this form it catches NaN too
-            raise OverflowError(
-                f"a gradient or loss of one microbatch, summed over its tokens, reached "
-                f"{largest / self._fixed.scale:g} and fixed point holds "
-                f"{self._fixed.largest / self._fixed.scale:g}: the training diverged; "
-                f"lower optimizer.learning_rate, or set reduce.mode=fast to let it"
-            )
         buffer.copy_(self._sums)
+
+    def norm_of(self, buffer: Tensor) -> float:
+        if not float(self._largest) <= self._fixed.largest:  # in this form it catches NaN too
+            return math.inf
+        # Whole numbers have no norm in torch; piece by piece, floats of them stay in the cache.
+        pieces = buffer[:-_NUM_EXTRAS].split(_PIECE)
+        squares = [torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]
+        return math.sqrt(torch.stack(squares).sum().item()) / self._fixed.scale
 
     def read_totals(self, buffer: Tensor) -> Totals:
         count, loss = buffer[-_NUM_EXTRAS:].tolist()

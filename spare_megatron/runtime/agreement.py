@@ -64,6 +64,18 @@ class GroupAgreement:
         """Whether the log entry is written, asked of the store by this rank alone."""
         return self._log.has(index)
 
+    def highest(self, value: int) -> int:
+        """The highest of what the group's ranks say.
+
+        Collective over: all ranks of the group.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+        """
+        values = torch.tensor([value])
+        self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks))
+        return int(values)
+
     def settle(self, *, is_complete: bool, work_digest: str, loss_sum: float | None) -> GroupOpinion:
         """The group's opinion of an attempt.
 

@@ -9,14 +9,17 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.control.store import StoreLost
+from spare_megatron.core.messages import StopHalted
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord, Outcome
 from spare_megatron.runtime.agenda import Agenda
+from spare_megatron.runtime.fold import controller_setup, stop_in
 from spare_megatron.runtime.processes import (
     Child,
     describe_exit,
@@ -85,6 +88,7 @@ class Driver:
         self._stop_reason = ""
         self._last_cause = ""
         self._has_raised = False
+        self._is_halted = False
 
     def run(self) -> EndRecord:
         """Runs to the end, whatever that is; leaves no process behind.
@@ -240,7 +244,9 @@ class Driver:
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         codes = {code for (group, _), code in exits.items() if group not in self._lost}
         outcome: Outcome = "failed"
-        if ExitCode.HALTED in codes:
+        if not codes:
+            self._hear_the_log()
+        if ExitCode.HALTED in codes or self._is_halted:
             outcome = "halted"
         elif ExitCode.WIPE_OUT in codes or (not codes and not self._has_raised):
             outcome = "wipe_out"
@@ -250,3 +256,10 @@ class Driver:
             f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
         )
         return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
+
+    def _hear_the_log(self) -> None:
+        """Nobody is left. If all went for one reason, as when the training diverged, the log says so."""
+        setup = controller_setup(self._config)
+        stop = stop_in(DecisionLog(self._store), setup, self._config.control.store_timeout_s)
+        if isinstance(stop, StopHalted):
+            self._is_halted, self._stop_reason = True, stop.reason

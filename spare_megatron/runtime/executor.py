@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Entry, EntryRead, Event, Fence, Vote
 from spare_megatron.core.phases import Phase
@@ -57,6 +58,7 @@ class GroupExecutor:
         journal: The rank's journal; only leaders write here.
         report: Tells the supervisor of a committed step.
         probe: Told what the rank is about.
+        guard: Judges this rank's gradients before they are summed with those of others.
         params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for those after a
             recovery and at the end only.
     """
@@ -71,6 +73,7 @@ class GroupExecutor:
         journal: JournalWriter,
         report: Callable[[StepCommitted], None],
         probe: RankProbe,
+        guard: GradientGuard,
         params_check_every_steps: int,
     ) -> None:
         self._group = group
@@ -80,6 +83,7 @@ class GroupExecutor:
         self._journal = journal
         self._report = report
         self._probe = probe
+        self._guard = guard
         self._params_check_every_steps = params_check_every_steps
         self._clock = RecoveryClock(group)
         self._buffer: torch.Tensor | None = None
@@ -126,12 +130,16 @@ class GroupExecutor:
 
         Returns:
             On the leader whose vote was the last, all votes; else nothing.
+
+        Raises:
+            UnsoundGradient: What this group would add must not be added.
         """
         buffer = self._trainer.gradients.new_buffer() if self._buffer is None else self._buffer
         self._buffer = None
-        self._trainer.gradients.pack_into(buffer)
-        self._write_contribution(action)
         self._probe(Phase.BEFORE_REDUCE)
+        self._trainer.gradients.pack_into(buffer)
+        self._judge(action.step, buffer)
+        self._write_contribution(action)
         with self._probe.during(Operation.REDUCE):
             is_complete = self._communicator.reduce(buffer, lambda: self._agreement.is_written(self._head))
         self._clock.reduced(self._communicator.ready_at_s)
@@ -139,6 +147,21 @@ class GroupExecutor:
             self._buffer = buffer
             self._probe(Phase.AFTER_REDUCE)
         return self._vote(action, is_complete)
+
+    def _judge(self, step: int, buffer: torch.Tensor) -> None:
+        """Lets nothing into the sum that would spoil it for all groups.
+
+        Collective over: all ranks of the group, so that all of them raise the same, whoever found it.
+
+        Raises:
+            UnsoundGradient: A rank of this group has gradients that are not finite, or far larger than usual.
+        """
+        norm = self._trainer.gradients.norm_of(buffer)
+        finding = self._guard.judge(step, norm, len(self._now.computed))
+        with self._probe.during(Operation.SETTLE):
+            finding = Finding(self._agreement.highest(finding))
+        if finding is not Finding.SOUND:
+            raise self._guard.error(finding, step)
 
     def _vote(self, action: AttemptReduce, is_complete: bool) -> list[Event]:
         work_digest = digest_of_work(self._now.computed)

@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import StoreLost
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.guard import GradientGuard
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import Member
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
@@ -29,10 +29,11 @@ from spare_megatron.runtime.bootstrap import (
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import Fenced, GroupExecutor
+from spare_megatron.runtime.fold import Stop, controller_setup
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.reports import ExitCode, FaultWanted, RankRaised, RanksReady, RunStopped
 from spare_megatron.runtime.spec import RankSpec
-from spare_megatron.runtime.train import Stop, train
+from spare_megatron.runtime.train import train
 
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
@@ -68,16 +69,7 @@ class _Rank:
         self._journal = JournalWriter(spec.run_dir, spec.name)
         self._beacon = Beacon(spec.page)
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
-        spare, config = spec.config.spare, spec.config
-        setup = ControllerSetup(
-            placement=make_placement(
-                spare.placement, config.layout.num_groups, spare.redundancy, spare.groups_per_domain
-            ),
-            microbatches_per_shard=spare.microbatches_per_shard,
-            num_steps=config.train.steps,
-            granularity=spare.granularity,
-        )
-        self._controller = Controller(setup)
+        self._controller = Controller(controller_setup(spec.config))
 
     def run(self) -> ExitCode:
         """Trains, and turns the ways in which a run may end for this rank into exit codes."""
@@ -128,6 +120,7 @@ class _Rank:
             journal=self._journal,
             report=self._reports.send,
             probe=self._probe,
+            guard=GradientGuard(config.train.gradient_outlier_factor),
             params_check_every_steps=config.train.params_check_every_steps,
         )
         wait_for_all_groups(spec, self._store, ranks)

@@ -12,17 +12,13 @@ from spare_megatron.core.messages import (
     ComputePatch,
     ComputeStep,
     Event,
-    FinishRun,
     ReadEntry,
     ReadVotes,
     RunStarted,
-    StopHalted,
-    StopWipeOut,
     UpdateModel,
 )
 from spare_megatron.runtime.executor import GroupExecutor
-
-Stop = FinishRun | StopWipeOut | StopHalted
+from spare_megatron.runtime.fold import Stop
 
 
 def train(controller: Controller, executor: GroupExecutor) -> Stop:

@@ -225,18 +225,18 @@ def refusal_of_a_larger_layout(config: RunConfig) -> str:
     return ""
 
 
-def overflow_of(config: RunConfig, factor: float) -> str:
-    """What packing raised after every parameter was multiplied by a factor."""
+def norm_and_buffer(config: RunConfig, factor: float) -> tuple[float, np.ndarray]:
+    """The norm of the local sums, and the sums, after every parameter was multiplied by a factor."""
     trainer = GroupTrainer(config, CPU)
     for named in trainer.parameters_named():
         named.parameter.data.mul_(factor)
     trainer.begin_step(0)
-    trainer.compute(work_of((0, 0)))
-    try:
-        trainer.gradients.pack_into(trainer.gradients.new_buffer())
-    except OverflowError as error:
-        return str(error)
-    return ""
+    trainer.compute(work_of((0, 0), (1, 0)))
+    buffer = trainer.gradients.new_buffer()
+    trainer.gradients.pack_into(buffer)
+    norm = trainer.gradients.norm_of(buffer)
+    trainer.gradients.unpack(buffer)
+    return norm, np.concatenate([named.main_grad.numpy().ravel() for named in trainer.parameters_named()])
 
 
 def read_tokens(config: RunConfig, step: int, work: Sequence[Microbatch]) -> Arrays:

@@ -145,10 +145,17 @@ def test_fixed_point_is_close_to_floating_point(make_config: MakeConfig) -> None
     assert relative_distance(fixed, floating) < 1e-6
 
 
-@pytest.mark.parametrize(("factor", "is_refused"), [(1.0, False), (1e6, True), (float("nan"), True)])
-def test_values_too_large_for_fixed_point_are_refused(make_config: MakeConfig, factor: float, is_refused: bool) -> None:
-    message = run_group(group.overflow_of, make_config("reproducible"), factor)[0]
-    assert ("reduce.mode=fast" in message) == is_refused
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_the_norm_of_local_sums_is_that_of_all_their_elements(make_config: MakeConfig, mode: str) -> None:
+    norm, sums = run_group(group.norm_and_buffer, make_config(mode), 1.0)[0]
+    assert norm == pytest.approx(np.linalg.norm(sums.astype(np.float64)), rel=1e-5)
+    assert norm > 1.0
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("fast", np.nan), ("reproducible", np.nan), ("reproducible", 1e6)])
+def test_sums_that_are_not_finite_or_do_not_fit_have_no_norm(make_config: MakeConfig, mode: str, factor: float) -> None:
+    norm, _ = run_group(group.norm_and_buffer, make_config(mode), factor)[0]
+    assert not np.isfinite(norm)
 
 
 def test_tensor_ranks_draw_different_masks_and_stay_in_step(make_config: MakeConfig) -> None:

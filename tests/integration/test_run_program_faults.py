@@ -1,11 +1,12 @@
 """Faults of the program, of the data and at the very end: masked where that is right, told where it is not."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.config.schema import LayoutConfig, OptimizerConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal, read_journal
@@ -61,6 +62,24 @@ def test_two_groups_with_different_parameters_cannot_tell_who_is_right_and_halt(
     assert f"groups [{BROKEN_GROUP}]" in summary.outcome_reason
     assert summary.verdict == "invalid"
     assert any("after 2 steps the groups hold different parameters" in reason for reason in summary.reasons)
+
+
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+@pytest.mark.parametrize("layout", [LAYOUT, LayoutConfig(num_groups=3, pipeline_parallel=2)], ids=["one", "stages"])
+def test_training_that_diverges_halts_and_says_so_instead_of_losing_group_after_group(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig, mode: str
+) -> None:
+    """The first update makes all parameters useless, and every group finds it out by itself."""
+    config = tiny_config(text_corpus, layout, mode=mode)
+    config = replace(config, optimizer=OptimizerConfig(learning_rate=1e30))
+    events: list[Any] = []
+    summary = start_run(config, tmp_path / "run", events.append)
+    assert summary.outcome == "halted", summary.outcome_reason
+    assert "two groups raised the same in one step" in summary.outcome_reason
+    assert "the gradient of step 1 is not finite" in summary.outcome_reason
+    assert "the training diverged" in summary.outcome_reason
+    assert (summary.verdict, summary.steps_committed) == ("unknown", 1)
+    assert all("the gradient of step 1" in event.cause for event in events if isinstance(event, GroupLost))
 
 
 @pytest.mark.parametrize("num_groups", [4, 12])

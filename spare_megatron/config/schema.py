@@ -157,6 +157,9 @@ FaultKind = Literal[
     "kill_supervisor",
     "stop_store",
     "kill_store",
+    "nan",
+    "bit_flip",
+    "param_flip",
 ]
 """What a fault does. `README.md` has what becomes of each."""
 
@@ -177,6 +180,8 @@ class FaultConfig:
     """What happens to the rank, to its node or to the control store."""
     seconds: float | None = None
     """How long it lasts, or how far the clock jumps; for good when absent."""
+    bit: int | None = None
+    """Bit that a flip inverts, from 0, the lowest; the second highest, of a float's exponent the top, when absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.phases import Phase
 
+_WHILE_SUMS_GROW = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
+"""Phases at which the local gradient sums have yet to enter the reduction."""
+
 
 def fault_problems(config: RunConfig) -> Iterator[str]:
     """Why the faults of the trace cannot be injected."""
@@ -41,3 +44,19 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
         )
     if fault.phase is Phase.PATCH and index == 0:
         yield f"{where}.phase=patch is never reached: no group is lost before it; put a fault before it"
+    yield from _impossible_corruption(config, where, fault)
+
+
+def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
+    if fault.kind in ("nan", "bit_flip") and fault.phase not in _WHILE_SUMS_GROW:
+        yield (
+            f"{where}.kind={fault.kind} strikes the local gradient sums, which nobody reads any more at "
+            f"phase={fault.phase}; choose one of {', '.join(_WHILE_SUMS_GROW)}"
+        )
+    if fault.bit is None:
+        return
+    if fault.kind not in ("bit_flip", "param_flip"):
+        yield f"{where}.bit={fault.bit} means nothing for kind={fault.kind}; remove it"
+    num_bits = 64 if fault.kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
+    if not 0 <= fault.bit < num_bits:
+        yield f"{where}.bit={fault.bit} lies outside 0 to {num_bits - 1}; the number has {num_bits} bits"

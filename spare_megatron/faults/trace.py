@@ -29,6 +29,7 @@ class Fault:
         kind: What happens.
         seconds: How long it lasts, or how far the clock jumps; None for good.
         ordinal: How often the rank has reached the phase in this step when it is hit, from 1.
+        bit: The bit that a flip inverts, from 0, the lowest; None for the second highest.
     """
 
     step: int
@@ -38,15 +39,17 @@ class Fault:
     kind: FaultKind
     ordinal: int = 1
     seconds: float | None = None
+    bit: int | None = None
 
 
 def groups_hit(config: RunConfig, kind: FaultKind, seconds: float | None, group: int) -> frozenset[GroupId]:
     """The groups that a fault costs the run for sure.
 
-    A rank or node that comes back before it is missed costs nothing, nor does what hits no group at all.
+    A rank or node that comes back before it is missed costs nothing, nor does what hits no group at all; a flipped bit
+    may go unnoticed.
     """
     found_s = 2 * config.control.heartbeat_interval_s
-    if kind in ("kill", "raise") or (kind in ("hang", "stop") and (seconds is None or seconds >= found_s)):
+    if kind in ("kill", "raise", "nan") or (kind in ("hang", "stop") and (seconds is None or seconds >= found_s)):
         return frozenset({GroupId(group)})
     if kind == "kill_supervisor" or (kind in ("cut", "stop_node") and (seconds is None or seconds >= found_s)):
         layout = config.parallel
@@ -80,6 +83,7 @@ def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
             phase=fault.phase,
             kind=fault.kind,
             seconds=fault.seconds,
+            bit=fault.bit,
             ordinal=_choose_ordinal(config, fault, share[3]),
         )
         for fault, step, group, share in zip(trace, steps, groups, shares, strict=True)

@@ -72,6 +72,12 @@ class GradientSums(Protocol):
     def local_totals(self) -> Totals:
         """What has been computed here since `reset`. Waits for the device."""
 
+    def local_sums(self) -> Sequence[Tensor]:
+        """The local gradient sums themselves, flat. Whoever changes them changes what is packed."""
+
+    def poison(self) -> None:
+        """Add a gradient that is not a number."""
+
 
 def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch.device) -> GradientSums:
     """The kind of sums that `reduce.mode` asks for."""
@@ -131,6 +137,12 @@ class FloatSums:
 
     def local_totals(self) -> Totals:
         return Totals(num_microbatches=self._count, loss_sum=float(self._loss))
+
+    def local_sums(self) -> Sequence[Tensor]:
+        return [gradients for gradients, _, _ in self._segments]
+
+    def poison(self) -> None:
+        self.local_sums()[0][0] += math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +227,12 @@ class FixedPointSums:
 
     def local_totals(self) -> Totals:
         return self.read_totals(self._sums)
+
+    def local_sums(self) -> Sequence[Tensor]:
+        return [self._sums[:-_NUM_EXTRAS]]
+
+    def poison(self) -> None:
+        self._add(self._sums[:1], torch.full((1,), math.nan, device=self._sums.device))
 
     def _watch(self, parameter: torch.nn.Parameter, sums: Tensor) -> None:
         # A hook on a leaf runs once per backward pass, with the sum over all uses of the parameter.

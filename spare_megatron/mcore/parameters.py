@@ -50,12 +50,12 @@ def parameters_sha256(chunks: Sequence[Chunk]) -> str:
     """The SHA-256 of this rank's parameters, bit for bit: of the fp32 copies where the model computes in bf16."""
     digest = sha256()
     for named in named_parameters(chunks):
-        values = _optimized(named.parameter).detach().cpu().contiguous()
+        values = optimized(named.parameter).detach().cpu().contiguous()
         digest.update(named.name.encode())
         digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _optimized(parameter: torch.nn.Parameter) -> torch.Tensor:
+def optimized(parameter: torch.nn.Parameter) -> torch.Tensor:
     """What the optimizer updates: the fp32 copy that Megatron keeps of a bf16 parameter, or the parameter."""
     return getattr(parameter, "main_param", parameter)

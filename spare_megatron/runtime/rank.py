@@ -17,6 +17,7 @@ from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
+from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupAgreement, GroupBroken
 from spare_megatron.runtime.beacon import Beacon
@@ -102,7 +103,7 @@ class _Rank:
         spec, config = self._spec, self._spec.config
         device = choose_device(spec)
         ranks = join_group(spec, self._store, device)
-        trainer = GroupTrainer(config, device, self._probe)
+        self._trainer = GroupTrainer(config, device, self._probe)
         agreement = GroupAgreement(Member(spec.group), ranks, self._log, config.control.decision_timeout_s)
         communicator = CrossGroupCommunicator(
             group=spec.group,
@@ -114,7 +115,7 @@ class _Rank:
         )
         executor = GroupExecutor(
             group=spec.group,
-            trainer=trainer,
+            trainer=self._trainer,
             agreement=agreement,
             communicator=communicator,
             journal=self._journal,
@@ -147,7 +148,10 @@ class _Rank:
         return ExitCode.GROUP_BROKEN
 
     def _request_fault(self, fault: Fault) -> None:
-        """Has others inflict the fault, and waits until it has struck."""
+        """Inflicts the fault with what this rank is made of, or has others do it and waits until it has struck."""
+        if fault.kind in CORRUPTIONS:
+            corrupt(self._trainer, fault.kind, fault.bit)
+            return
         if fault.kind == "disk_full":
             fill_disk(self._journal.fileno(), fault.seconds)
             return

@@ -95,6 +95,24 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["layout.num_groups=1", "spare.redundancy=1", "faults.trace=[{phase='forward'}, {phase='forward'}]"],
             "faults.trace has 2 faults for layout.num_groups=1",
         ),
+        (
+            ["faults.trace=[{phase='in_reduce', kind='nan'}]"],
+            "faults.trace[0].kind=nan strikes the local gradient sums, which nobody reads any more at phase=in_reduce",
+        ),
+        (
+            ["faults.trace=[{phase='backward', kind='kill', bit=3}]"],
+            "faults.trace[0].bit=3 means nothing for kind=kill",
+        ),
+        (
+            ["faults.trace=[{phase='backward', kind='bit_flip', bit=32}]"],
+            "faults.trace[0].bit=32 lies outside 0 to 31",
+        ),
+        (
+            ["reduce.mode=reproducible", "faults.trace=[{phase='backward', kind='bit_flip', bit=64}]"],
+            "faults.trace[0].bit=64 lies outside 0 to 63",
+        ),
+        (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
+        (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),
         (["data.corpus="], "data.corpus is empty"),
     ],
 )

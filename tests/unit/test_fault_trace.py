@@ -12,7 +12,7 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.injection import InjectedFault, Injector
-from spare_megatron.faults.trace import Fault, resolve_trace
+from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 
 SEEDS = range(200)
 
@@ -44,6 +44,14 @@ def test_what_is_stated_stays() -> None:
     text = "[{phase='forward', step=5, group=2, rank=1, kind='raise'}]"
     for (fault,) in traces(text):
         assert (fault.step, fault.group, fault.rank, fault.phase, fault.kind) == (5, 2, 1, Phase.FORWARD, "raise")
+
+
+def test_a_flip_keeps_its_bit_and_costs_no_group_for_sure() -> None:
+    config = configured("[{phase='backward', kind='bit_flip', bit=0}, {phase='backward', kind='nan'}]")
+    flip, nan = resolve_trace(config)
+    assert (flip.bit, nan.bit) == (0, None)
+    assert groups_hit(config, flip.kind, None, flip.group) == frozenset()
+    assert groups_hit(config, nan.kind, None, nan.group) == {nan.group}
 
 
 def test_stating_one_field_leaves_the_others_as_drawn() -> None:
@@ -184,7 +192,7 @@ def test_a_kill_is_reported_before_the_signal(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "kill", kill)
     report: Callable[[Fault], None] = story.append
     fault = make_fault(kind="kill")
-    probe = Injector([fault], report)
+    probe = Injector([fault], report, story.append)
     probe.step = 3
     with pytest.raises(SystemExit):
         probe(Phase.BACKWARD)

@@ -1,0 +1,44 @@
+"""Faults of memory and arithmetic, inflicted on purpose: numbers that change behind the program's back."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from spare_megatron.config.schema import FaultKind
+from spare_megatron.mcore.parameters import named_parameters, optimized
+from spare_megatron.mcore.trainer import GroupTrainer
+
+CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip"})
+"""The kinds of fault that `corrupt` inflicts."""
+
+_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
+    """Changes one number of a rank: in its local gradient sums, or a parameter as the optimizer keeps it.
+
+    Args:
+        trainer: The rank.
+        kind: One of CORRUPTIONS.
+        bit: The bit that a flip inverts, from 0, the lowest; None for the second highest, which is the top of a
+            float's exponent.
+    """
+    match kind:
+        case "nan":
+            trainer.gradients.poison()
+        case "bit_flip":
+            flip_bit(trainer.gradients.local_sums(), bit)
+        case "param_flip":
+            flip_bit((optimized(named.parameter).detach() for named in named_parameters(trainer.chunks)), bit)
+
+
+def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:
+    """Inverts a bit of the largest element of the first tensor in which it is clear, so that the element grows."""
+    values = next(iter(tensors)).view(-1)
+    patterns = values.view(_WHOLE_NUMBERS[values.element_size()])
+    num_bits = 8 * values.element_size()
+    bit = num_bits - 2 if bit is None else bit
+    mask = -(1 << bit) if bit == num_bits - 1 else 1 << bit
+    sizes = torch.where((patterns & mask) == 0, values.abs(), -1)
+    patterns[sizes.argmax()] ^= mask

@@ -1,0 +1,162 @@
+"""Groups that compute wrongly: what is found before it is counted, what costs its group, and what goes unnoticed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import FaultConfig, LayoutConfig
+from spare_megatron.core.guard import LEAST_STEPS
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.records import FaultRecord
+from tests.integration.reference import assert_exact
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+STAGES = LayoutConfig(num_groups=4, pipeline_parallel=2)
+ONE_RANK = LayoutConfig(num_groups=4)
+JUDGED = LEAST_STEPS + 1
+
+
+def wrong(kind: Any, phase: Phase, step: int, group: int, rank: int = 0, bit: int | None = None) -> FaultConfig:
+    return FaultConfig(phase=phase, step=step, group=group, rank=rank, kind=kind, bit=bit)
+
+
+def finished(
+    corpus: Path,
+    run_dir: Path,
+    faults: Sequence[FaultConfig],
+    layout: LayoutConfig = ONE_RANK,
+    *,
+    steps: int = 4,
+    mode: str = "fast",
+    watch: Watch | None = None,
+) -> Run:
+    """A run that finishes, with a valid journal, and in which every fault struck."""
+    config = tiny_config(corpus, layout, steps=steps, faults=faults, mode=mode)
+    run = complete_run(config, run_dir, watch)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert run.summary.steps_committed == steps
+    struck = sorted((r.step, r.group, r.rank, r.phase, r.kind) for r in run.journal.of(FaultRecord))
+    assert struck == sorted((f.step, f.group, f.rank, str(f.phase), f.kind) for f in faults)
+    assert all(len(applied) == 1 for applied in losses_of(run.journal).values())
+    return run
+
+
+def fences_of(run: Run) -> dict[int, dict[str, Any]]:
+    """Group -> the first fence that names it."""
+    fences: dict[int, dict[str, Any]] = {}
+    for entry in entries_of(run.journal):
+        if entry["entry"] == "fence":
+            fences.setdefault(entry["group"], entry)
+    return fences
+
+
+# ------------------------------------------------------------------------------------------------ local gradients
+
+
+@pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD, Phase.BEFORE_REDUCE])
+def test_a_gradient_that_is_not_a_number_costs_its_group_and_nobody_else(
+    text_corpus: Path, tmp_path: Path, phase: Phase, layout: LayoutConfig
+) -> None:
+    fault = wrong("nan", phase, 1, 2, layout.pipeline_parallel - 1)
+    watch = Watch(dump_steps=frozenset(range(4)))
+    run = finished(text_corpus, tmp_path / "run", [fault], layout, watch=watch)
+    assert_exact(run, range(4))
+    [(group, fence)] = fences_of(run).items()
+    assert group == 2
+    assert "the gradient of step 1 is not finite" in fence["error"]
+    assert not fence["discard"]
+
+
+def test_a_patch_that_is_not_a_number_costs_its_group_too(text_corpus: Path, tmp_path: Path) -> None:
+    faults = [kill(Phase.FORWARD, 1, 0), wrong("nan", Phase.PATCH, 1, 2)]
+    run = finished(text_corpus, tmp_path / "run", faults, watch=Watch(dump_steps=frozenset(range(4))))
+    assert_exact(run, range(4))
+    assert "the gradient of step 1 is not finite" in fences_of(run)[2]["error"]
+
+
+@pytest.mark.parametrize(("bit", "found"), [(None, "is not finite"), (28, "exceeds train.gradient_outlier_factor")])
+def test_a_flipped_high_bit_of_a_gradient_costs_its_group(
+    text_corpus: Path, tmp_path: Path, bit: int | None, found: str
+) -> None:
+    fault = wrong("bit_flip", Phase.BEFORE_REDUCE, JUDGED, 1, 1, bit)
+    watch = Watch(dump_steps=frozenset({JUDGED, JUDGED + 1}))
+    run = finished(text_corpus, tmp_path / "run", [fault], STAGES, steps=JUDGED + 2, watch=watch)
+    assert_exact(run, [JUDGED, JUDGED + 1])
+    [(group, fence)] = fences_of(run).items()
+    assert group == 1
+    assert f"the gradient of step {JUDGED} {found}" in fence["error"]
+
+
+def test_a_flipped_low_bit_of_a_gradient_goes_unnoticed_and_all_groups_stay_alike(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    expected = finished(text_corpus, tmp_path / "none", [], steps=JUDGED + 2)
+    fault = wrong("bit_flip", Phase.BEFORE_REDUCE, JUDGED, 1, bit=12)
+    run = finished(text_corpus, tmp_path / "run", [fault], steps=JUDGED + 2)
+    assert fences_of(run) == {}
+    assert run.summary.params_sha256 != expected.summary.params_sha256
+
+
+def test_two_groups_that_find_the_same_in_one_step_halt_the_run(text_corpus: Path, tmp_path: Path) -> None:
+    faults = [wrong("nan", Phase.BEFORE_REDUCE, 1, group) for group in (0, 2)]
+    run = complete_run(tiny_config(text_corpus, ONE_RANK, faults=faults), tmp_path / "run")
+    assert run.summary.outcome == "halted"
+    assert "the training diverged" in run.summary.outcome_reason
+    assert run.summary.steps_committed == 1
+
+
+# ----------------------------------------------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
+def test_a_flipped_bit_of_a_parameter_is_found_by_the_next_comparison(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
+) -> None:
+    fault = wrong("param_flip", Phase.AFTER_COMMIT, 1, 3, layout.pipeline_parallel - 1, bit=10)
+    run = finished(text_corpus, tmp_path / "run", [fault], layout, watch=Watch(dump_steps=frozenset({2, 3})))
+    assert_exact(run, [2, 3])
+    fence = fences_of(run)[3]
+    assert (fence["discard"], fence["error"]) == (True, "")
+    assert "its parameters before step 2 differ from those of 3 groups" in fence["reason"]
+
+
+def test_parameters_are_compared_after_a_recovery_whatever_the_setting(text_corpus: Path, tmp_path: Path) -> None:
+    faults = [wrong("param_flip", Phase.AFTER_COMMIT, 1, 3, bit=10), kill(Phase.BACKWARD, 2, 0)]
+    config = tiny_config(text_corpus, ONE_RANK, steps=5, faults=faults)
+    config = replace(config, train=replace(config.train, params_check_every_steps=0))
+    run = complete_run(config, tmp_path / "run")
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    assert "its parameters before step 3 differ from those of 2 groups" in fences_of(run)[3]["reason"]
+
+
+def test_a_flipped_high_bit_of_a_parameter_costs_its_group_by_what_it_computes(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    fault = wrong("param_flip", Phase.FORWARD, 1, 3)
+    run = finished(text_corpus, tmp_path / "run", [fault], watch=Watch(dump_steps=frozenset(range(4))))
+    assert_exact(run, range(4))
+    assert "the gradient of step 1 is not finite" in fences_of(run)[3]["error"]
+
+
+# ---------------------------------------------------------------------------------------------------- to the bit
+
+
+def test_whatever_is_found_leaves_the_bits_of_the_run_without_faults(text_corpus: Path, tmp_path: Path) -> None:
+    layout, steps = LayoutConfig(num_groups=5), JUDGED + 3
+    expected = finished(text_corpus, tmp_path / "none", [], layout, steps=steps, mode="reproducible")
+    faults = [
+        wrong("nan", Phase.BACKWARD, 1, 0),
+        wrong("param_flip", Phase.AFTER_COMMIT, 4, 1, bit=10),
+        wrong("bit_flip", Phase.BEFORE_REDUCE, JUDGED, 2),
+    ]
+    run = finished(text_corpus, tmp_path / "run", faults, layout, steps=steps, mode="reproducible")
+    assert fences_of(run).keys() == {0, 1, 2}
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert run.summary.params_sha256 == expected.summary.params_sha256

@@ -1,0 +1,102 @@
+"""What it costs to judge a group's gradients before each reduction and to hash its parameters, beside a whole step."""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.origin import origin
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.runtime import rank
+from spare_megatron.runtime.executor import GroupExecutor
+from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.spec import RankSpec
+
+NUM_WARMUP = 3
+"""Steps at the start of a run that are not measured."""
+
+
+class _TimedExecutor(GroupExecutor):
+    """Writes down the processor time of its steps and of what is measured in them."""
+
+    def __init__(self, spec: RankSpec, **parts: Any) -> None:
+        self._file = spec.run_dir / f"timed-{spec.name}.jsonl"
+        self._spent_s = {"norm": 0.0, "hash": 0.0}
+        self._began_s = time.process_time()
+        self._lines: list[str] = []
+        trainer = parts["trainer"]
+        trainer.gradients.norm_of = self._timed("norm", trainer.gradients.norm_of)
+        trainer.params_sha256 = self._timed("hash", trainer.params_sha256)
+        super().__init__(**parts)
+
+    def _timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began_s = time.process_time()
+            answer = call(*arguments)
+            self._spent_s[what] += time.process_time() - began_s
+            return answer
+
+        return run
+
+    def update_model(self, step: int, attempt: int) -> None:
+        super().update_model(step, attempt)
+        now_s = time.process_time()
+        self._lines.append(json.dumps({**self._spent_s, "step": now_s - self._began_s}))
+        self._spent_s, self._began_s = {"norm": 0.0, "hash": 0.0}, now_s
+
+    def stop(self, step: int) -> None:
+        super().stop(step)
+        self._file.write_text("\n".join(self._lines[NUM_WARMUP:]) + "\n")
+
+
+def run_timed_rank(spec: RankSpec, reports: Connection) -> None:
+    """Runs in a rank's process."""
+    rank.GroupExecutor = partial(_TimedExecutor, spec)
+    rank.run_rank(spec, reports)
+
+
+def measure(config: RunConfig) -> dict[str, object]:
+    """Medians over all steps of all ranks."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        summary = start_run(config, folder, lambda _: None, rank_main=run_timed_rank)
+        assert summary.verdict == "valid", summary.reasons
+        lines = [json.loads(line) for file in folder.glob("timed-*") for line in file.read_text().splitlines()]
+    medians = {what: statistics.median(line[what] for line in lines) for what in ("norm", "hash", "step")}
+    return {
+        "norm_share": statistics.median(line["norm"] / (line["step"] - line["hash"]) for line in lines),
+        "hash_share": statistics.median(line["hash"] / (line["step"] - line["hash"]) for line in lines),
+        **{f"{what}_s": seconds for what, seconds in medians.items()},
+        "steps_measured": len(lines),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs/run/demo_cpu.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the run")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    overrides = ["faults.trace=[]", f"train.steps={options.steps}", "train.params_check_every_steps=1", *options.set]
+    result = measure(load_run_config(options.config, overrides).config) | origin()
+    if options.json:
+        print(json.dumps(result))
+        return
+    print(f"processor time of a rank's step: {(result['step_s'] - result['hash_s']) * 1e3:.1f} ms without comparisons")
+    print(f"judging its gradients: {result['norm_s'] * 1e3:.2f} ms, {result['norm_share']:.2%} of it")
+    print(f"hashing its parameters: {result['hash_s'] * 1e3:.2f} ms, {result['hash_share']:.2%} of it")
+
+
+if __name__ == "__main__":
+    main()

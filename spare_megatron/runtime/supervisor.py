@@ -41,6 +41,12 @@ from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEve
 _LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
 """Ends that all groups come to by themselves: no reason to fence anybody."""
 
+_CAUSES: dict[int, str] = {
+    ExitCode.GROUP_BROKEN: "lost a peer in its group",
+    ExitCode.FENCED: "found itself fenced; the log entry says why",
+}
+"""What the exit codes of lost groups mean, for people."""
+
 _FAREWELL_S = 5.0
 """Longest wait for the store to take the node's last word."""
 
@@ -227,7 +233,7 @@ class _Supervisor:
         while child.reports.poll() and self._serve(child.reports):
             pass  # the traceback comes before the end
         error = _last_line(self._tracebacks.get(key, ""))
-        cause = error or (describe_exit(code) if code != ExitCode.GROUP_BROKEN else "lost a peer in its group")
+        cause = error or _CAUSES.get(code) or describe_exit(code)
         self._lose(group, rank, cause, "" if error.startswith(INJECTED) else error)
 
     def _look(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.guard import LEAST_STEPS
 from spare_megatron.core.phases import Phase
-from spare_megatron.journal.records import FaultRecord
+from spare_megatron.journal.records import FaultRecord, LossRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, tiny_config
@@ -125,6 +125,7 @@ def test_a_flipped_bit_of_a_parameter_is_found_by_the_next_comparison(
     fence = fences_of(run)[3]
     assert (fence["discard"], fence["error"]) == (True, "")
     assert "its parameters before step 2 differ from those of 3 groups" in fence["reason"]
+    assert [loss.cause for loss in run.journal.of(LossRecord)] == ["found itself fenced; the log entry says why"]
 
 
 def test_parameters_are_compared_after_a_recovery_whatever_the_setting(text_corpus: Path, tmp_path: Path) -> None:

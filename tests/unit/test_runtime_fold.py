@@ -1,0 +1,53 @@
+"""What a log says of a run in which nobody is left to read it."""
+
+from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.messages import Commit, Entry, Fence, FinishRun, StopHalted, StopWipeOut, encode_entry
+from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.fold import Stop, controller_setup, stop_in
+
+CONFIG = RunConfig(layout=LayoutConfig(num_groups=3), spare=SpareConfig(redundancy=2), train=TrainConfig(steps=2))
+NAN = "the gradient of step 0 is not finite"
+
+
+class _Store:
+    """Holds a log and nothing else."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self._values = {f"log/{index}": encode_entry(entry) for index, entry in enumerate(entries)}
+
+    def exists(self, key: str) -> bool:
+        return key in self._values
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        return self._values[key]
+
+
+def stop_of(*entries: Entry) -> Stop | None:
+    return stop_in(DecisionLog(_Store(*entries)), controller_setup(CONFIG), 1.0)  # type: ignore[arg-type]
+
+
+def fence(group: int, error: str = "") -> Fence:
+    return Fence(group=GroupId(group), error=error)
+
+
+def test_groups_that_all_raised_the_same_halt_the_run_though_none_of_them_could_say_so() -> None:
+    stop = stop_of(fence(1, NAN), fence(0, NAN), fence(2, NAN))
+    assert isinstance(stop, StopHalted)
+    assert NAN in stop.reason
+
+
+def test_groups_that_were_lost_for_reasons_of_their_own_do_not() -> None:
+    assert stop_of() is None
+    assert stop_of(fence(1), fence(0), fence(2)) is None
+    assert stop_of(fence(1, NAN), fence(0, "another"), fence(2)) is None
+
+
+def test_the_same_in_different_steps_is_no_pattern() -> None:
+    assert stop_of(fence(1, NAN), Commit(step=0, attempt=0), fence(0, NAN)) is None
+
+
+def test_ends_that_a_log_comes_to_are_told() -> None:
+    assert stop_of(Commit(step=0, attempt=0), Commit(step=1, attempt=1)) == FinishRun(step=2)
+    stop = stop_of(fence(1), fence(0), Commit(step=0, attempt=0))
+    assert isinstance(stop, StopWipeOut)

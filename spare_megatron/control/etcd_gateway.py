@@ -22,11 +22,11 @@ from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreLost
 
 _FIRST_TRY_S = 0.5
-"""A try ends early at first: a write that a dead leader was to take is never answered, and the next leader takes it."""
-_TRY_FRACTION = 0.25
-"""Later tries last this fraction of the time since the first, for a cluster that is merely slow."""
+"""A try ends early at first: a write that a dead leader was to take is never answered; the next leader takes it."""
+_NUM_DOUBLINGS = 4
+"""Each try that timed out doubles the next, so that a cluster that is merely slow is not flooded with repetitions."""
 _PAUSE_S = 0.02
-_SILENCE_S = 60.0
+_SILENCE_S = 600.0
 """A stream that says nothing for so long is opened again."""
 
 _INVALID, _DENIED, _EXHAUSTED, _FAILED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 7, 8, 9, 14, 16  # gRPC's codes
@@ -69,13 +69,15 @@ class EtcdGateway:
             StoreLost: No member answered within `timeout_s` of the spec.
         """
         began_s = time.monotonic()
+        num_timeouts = 0
         while True:
-            elapsed_s = time.monotonic() - began_s
+            try_s = try_timeout_s(num_timeouts)
             try:
                 if self._spec.credentials is not None and not self._session.token:
-                    self._authenticate(_try_s(elapsed_s))
-                return self._send(path, body, _try_s(elapsed_s))
+                    self._authenticate(try_s)
+                return self._send(path, body, try_s)
             except _Again as again:
+                num_timeouts += isinstance(again.__cause__, TimeoutError)
                 self.close()
                 if time.monotonic() - began_s >= self._spec.timeout_s:
                     raise StoreLost(
@@ -85,10 +87,17 @@ class EtcdGateway:
                 time.sleep(_PAUSE_S)
 
     @contextlib.contextmanager
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[socket.socket, Iterator[Message]]]:
+    def stream(
+        self, path: str, body: Mapping[str, Any], try_s: float
+    ) -> Iterator[tuple[socket.socket, Iterator[Message]]]:
         """The messages that one member answers with, one after another, and the socket they come through.
 
         Shutting the socket down ends them from another thread.
+
+        Args:
+            path: Where to ask.
+            body: What to ask.
+            try_s: Longest wait for the stream to begin.
 
         Raises:
             OSError, http.client.HTTPException: The member does not answer; the next stream asks another.
@@ -96,8 +105,8 @@ class EtcdGateway:
         """
         try:
             if self._spec.credentials is not None and not self._session.token:
-                self._authenticate(_FIRST_TRY_S)
-            connection = self._connect(_FIRST_TRY_S)
+                self._authenticate(try_s)
+            connection = self._connect(try_s)
             connection.request("POST", path, json.dumps(body), self._headers())
             sock = connection.sock
             response = connection.getresponse()
@@ -181,8 +190,9 @@ class _Again(Exception):
     """This try did not succeed; another may."""
 
 
-def _try_s(elapsed_s: float) -> float:
-    return max(_FIRST_TRY_S, elapsed_s * _TRY_FRACTION)
+def try_timeout_s(num_timeouts: int) -> float:
+    """How long the next try may last after so many that timed out."""
+    return _FIRST_TRY_S * float(2 ** min(num_timeouts, _NUM_DOUBLINGS))
 
 
 def _connection_to(url: SplitResult, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 
-from spare_megatron.control.etcd_gateway import EtcdGateway, Message, decoded, encoded
+from spare_megatron.control.etcd_gateway import EtcdGateway, Message, decoded, encoded, try_timeout_s
 from spare_megatron.control.store import StoreLost
 
 _PAUSE_S = 0.05
@@ -34,6 +34,8 @@ class EtcdWatch:
         self._changed = threading.Condition()
         self._socket: socket.socket | None = None
         self._is_closed = False
+        self._num_failures = 0
+        """Streams in a row that told of nothing."""
         threading.Thread(target=self._follow, name="etcd-watch", daemon=True).start()
 
     def value(self, key: str, timeout_s: float) -> str | None:
@@ -54,19 +56,21 @@ class EtcdWatch:
 
     def _follow(self) -> None:
         while not self._is_closed:
+            revision = self._next_revision
             # Whoever waits asks with a read of its own every second, and hears there if the store is lost.
             with contextlib.suppress(OSError, http.client.HTTPException, ValueError, StoreLost):
-                self._follow_one_stream()
+                self._follow_one_stream(try_timeout_s(self._num_failures))
+            self._num_failures = 0 if self._next_revision > revision else self._num_failures + 1
             if not self._is_closed:
                 time.sleep(_PAUSE_S)
 
-    def _follow_one_stream(self) -> None:
+    def _follow_one_stream(self, try_s: float) -> None:
         request = {
             "key": encoded(self.keys[0]),
             "range_end": encoded(self.keys[1]),
             "start_revision": str(self._next_revision),
         }
-        with self._gateway.stream("/v3/watch", {"create_request": request}) as (sock, messages):
+        with self._gateway.stream("/v3/watch", {"create_request": request}, try_s) as (sock, messages):
             with self._changed:
                 self._socket = sock
                 if self._is_closed:

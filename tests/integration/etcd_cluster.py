@@ -86,8 +86,12 @@ class EtcdCluster:
         assert process.wait(_REAP_S) == -signal.SIGKILL
 
     def pause(self, number: int) -> None:
-        """Stops the member without closing any of its connections, until it is killed."""
+        """Stops the member without closing any of its connections."""
         self.members[number].send_signal(signal.SIGSTOP)
+
+    def resume(self, number: int) -> None:
+        """Ends a pause."""
+        self.members[number].send_signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.etcd_gateway import EtcdGateway
 from spare_megatron.control.spec import EtcdStoreSpec
-from spare_megatron.runtime.reports import RunEvent, StepCommitted
+from spare_megatron.runtime.reports import RunEvent, StepCommitted, StoreAway
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 
@@ -70,3 +70,25 @@ def test_the_run_goes_on_when_the_leader_of_etcd_is_killed(
     answer = CliRunner().invoke(app, ["check", str(tmp_path / "run")])
     assert answer.exit_code == 0, answer.output
     assert "valid" in answer.output
+
+
+def test_training_pauses_while_etcd_has_no_quorum_and_nobody_is_lost(
+    own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path
+) -> None:
+    """Two of three members stand still until the run has noticed."""
+    paused: list[int] = []
+
+    def pause_two(event: RunEvent) -> None:
+        if isinstance(event, StepCommitted) and not paused:
+            paused.extend((0, 1))
+            for member in paused:
+                own_cluster.pause(member)
+        if isinstance(event, StoreAway):
+            for member in paused:
+                own_cluster.resume(member)
+
+    config = with_etcd(tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=5), own_cluster)
+    run = complete_run(config, tmp_path / "run", on_event=pause_two)
+    assert paused
+    assert any(isinstance(event, StoreAway) for event in run.events)
+    assert_masked(run)

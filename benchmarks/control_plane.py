@@ -66,6 +66,7 @@ class _Group:
     def __init__(self, spec: StoreSpec, group: int, load: Load) -> None:
         self._group = group
         self._load = load
+        self._voters = [(voter, 0) for voter in range(load.num_groups)]
         self._log = DecisionLog(open_store(spec))
         self._index = 0
         self._attempt = 0
@@ -88,10 +89,12 @@ class _Group:
         """One attempt: every group votes, the last one writes the entry, all hear of it."""
         began_s = time.monotonic()
         vote = Vote(is_complete=True, plan_digest="0" * 64)
-        num_votes = self._log.vote(self._attempt, self._group, encode_vote(vote))
+        num_votes = self._log.vote(self._attempt, (self._group, 0), encode_vote(vote))
         voted_s = time.monotonic()
+        if num_votes == 1:
+            self._log.forget_votes(self._attempt - 2, self._voters)
         if num_votes == self._load.num_groups:
-            votes = self._log.votes(self._attempt, range(self._load.num_groups))
+            votes = self._log.votes(self._attempt, self._voters)
             assert len(votes) == self._load.num_groups, "the last vote finds all others"
             self._log.append(self._index, encode_entry(entry))
         self._log.wait(self._index, TIMEOUT_S)

@@ -38,14 +38,16 @@ class DecisionLog:
 
     def vote(self, attempt: int, voter: Voter, vote: str) -> int:
         """Casts the voter's only vote on the attempt; returns how many votes have been cast on it so far."""
-        # Everybody voted on the attempt before this one, so nobody is still reading the votes before that.
-        obsolete = (_vote_key(attempt - 2, voter), f"votes/{attempt - 2}")
-        return self._store.put_counted(_vote_key(attempt, voter), vote, f"votes/{attempt}", obsolete)
+        return self._store.put_counted(_vote_key(attempt, voter), vote, f"votes/{attempt}")
 
     def votes(self, attempt: int, voters: Sequence[Voter]) -> dict[int, str]:
         """The votes that these voters have cast on the attempt so far, by group."""
         found = self._store.get([_vote_key(attempt, voter) for voter in voters])
         return {group: vote for (group, _), vote in zip(voters, found, strict=True) if vote is not None}
+
+    def forget_votes(self, attempt: int, voters: Sequence[Voter]) -> None:
+        """Removes the votes of these voters on an attempt that nobody will ask for again."""
+        self._store.delete([*(_vote_key(attempt, voter) for voter in voters), f"votes/{attempt}"])
 
 
 def _vote_key(attempt: int, voter: Voter) -> str:

@@ -56,6 +56,8 @@ class EtcdGateway:
         self._endpoints = [urlsplit(endpoint) for endpoint in spec.endpoints]
         self._turn = os.getpid() % len(self._endpoints)  # clients spread over the members
         self._connection: http.client.HTTPConnection | None = None
+        self._num_timeouts = 0
+        """Tries that timed out, less the answers since: a cluster that was slow a moment ago still is."""
 
     def another(self) -> "EtcdGateway":
         """A connection of its own in the same session, for another thread. May be called from that thread."""
@@ -69,15 +71,16 @@ class EtcdGateway:
             StoreLost: No member answered within `timeout_s` of the spec.
         """
         began_s = time.monotonic()
-        num_timeouts = 0
         while True:
-            try_s = try_timeout_s(num_timeouts)
+            try_s = try_timeout_s(self._num_timeouts)
             try:
                 if self._spec.credentials is not None and not self._session.token:
                     self._authenticate(try_s)
-                return self._send(path, body, try_s)
+                answer = self._send(path, body, try_s)
+                self._num_timeouts = max(0, self._num_timeouts - 1)
+                return answer
             except _Again as again:
-                num_timeouts += isinstance(again.__cause__, TimeoutError)
+                self._num_timeouts += isinstance(again.__cause__, TimeoutError)
                 self.close()
                 if time.monotonic() - began_s >= self._spec.timeout_s:
                     raise StoreLost(
@@ -192,7 +195,7 @@ class _Again(Exception):
 
 def try_timeout_s(num_timeouts: int) -> float:
     """How long the next try may last after so many that timed out."""
-    return _FIRST_TRY_S * float(2 ** min(num_timeouts, _NUM_DOUBLINGS))
+    return float(_FIRST_TRY_S * 2 ** min(num_timeouts, _NUM_DOUBLINGS))
 
 
 def _connection_to(url: SplitResult, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:

@@ -1,8 +1,8 @@
 """The production control store: etcd v3, replicated by raft.
 
 Every write can be sent twice without harm, which is what makes a lost answer harmless: a compare-and-set that was
-applied finds its own value standing, and a counted key is counted only where it was absent. A counter is etcd's own
-version of a key, which rises by one with every write, so that counting needs no read before it.
+applied finds its own value standing, and a key that has been counted is there and is not counted again. A counter is
+etcd's own version of a key, which rises by one with every write, so that counting needs no read before it.
 """
 
 import time
@@ -16,8 +16,12 @@ from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreTimeout
 from spare_megatron.control.tcp_store import listen
 
+_OPERATIONS = 128
+"""What etcd takes in one transaction unless told otherwise."""
 _RECHECK_S = 1.0
 """A watch that says nothing is checked by a read: a member cut off from the others says nothing, either."""
+_RECHECK_READS = 20.0
+"""But no sooner than after so many times what the last read took: waiting must not keep a slow cluster busy."""
 
 
 class EtcdControlStore:
@@ -27,8 +31,8 @@ class EtcdControlStore:
         self._spec = spec
         self._gateway = gateway or EtcdGateway(spec)
         self._watch: EtcdWatch | None = None
-        self._checked_at_s = 0.0
-        """When a read last confirmed what the watch says."""
+        self._check_at_s = 0.0
+        """When a read is to confirm what the watch says."""
         self._leases: dict[str, str] = {}
 
     def put_if_absent(self, key: str, value: str) -> str:
@@ -40,14 +44,17 @@ class EtcdControlStore:
     def put(self, key: str, value: str) -> None:
         self._transact([], [self._put(key, value)], [])
 
-    def put_counted(self, key: str, value: str, counter: str, obsolete: Sequence[str] = ()) -> int:
-        removals = [{"request_delete_range": {"key": encoded(self._key(name))}} for name in obsolete]
-        count = [self._put(counter, ""), self._range(counter)]
-        answer = self._transact(
-            _is_absent(self._key(key)), [*count, self._put(key, value), *removals], [self._range(counter)]
-        )
-        pairs = answer["responses"][1 if answer.get("succeeded") else 0]["response_range"].get("kvs", [])
-        return int(pairs[0]["version"]) if pairs else 0
+    def put_counted(self, key: str, value: str, counter: str) -> int:
+        count = self._range(counter)
+        write = [self._put(key, value), self._put(counter, ""), count]
+        answer = self._transact(_is_absent(self._key(key)), write, [count])
+        pairs = answer["responses"][-1]["response_range"].get("kvs", [])
+        return int(pairs[0]["version"]) if pairs else 0  # none: asked again after the counter was removed
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), _OPERATIONS):
+            some = keys[start : start + _OPERATIONS]
+            self._transact([], [{"request_delete_range": {"key": encoded(self._key(key))}} for key in some], [])
 
     def beat(self, key: str, value: str, ttl_s: int) -> None:
         lease = self._leases.get(key)
@@ -75,7 +82,7 @@ class EtcdControlStore:
         end_s = time.monotonic() + timeout_s
         while True:
             left_s = end_s - time.monotonic()
-            value = self._find(key, min(max(left_s, 0.0), _RECHECK_S))
+            value = self._find(key, max(left_s, 0.0))
             if value is not None:
                 return value
             if left_s <= 0:
@@ -130,22 +137,29 @@ class EtcdControlStore:
     # ---------------------------------------------------------------------------------------------------- waiting
 
     def _find(self, key: str, timeout_s: float) -> str | None:
-        """The key's value, if the watch has it or is told of it within this time."""
-        value = self._follow(key).value(self._key(key), timeout_s)
-        if value is None and time.monotonic() - self._checked_at_s >= _RECHECK_S:
-            self._checked_at_s = time.monotonic()
-            (value,) = self.get([key])
+        """The key's value, if the watch has it or is told of it within this time, or before the next check of it."""
+        watch = self._follow(key)
+        value = watch.value(self._key(key), min(timeout_s, max(0.0, self._check_at_s - time.monotonic())))
+        if value is None and time.monotonic() >= self._check_at_s:
+            value = _values(self._checked_read(self._key(key), self._key(key) + "\0")).get(self._key(key))
             if value is not None:
                 self._end_watch()  # it should have said so: its member may be cut off
         return value
+
+    def _checked_read(self, start: str, end: str) -> Message:
+        """A read that the watch need not be checked against for a while."""
+        began_s = time.monotonic()
+        answer = self._read(start, end)
+        now_s = time.monotonic()
+        self._check_at_s = now_s + max(_RECHECK_S, _RECHECK_READS * (now_s - began_s))
+        return answer
 
     def _follow(self, key: str) -> EtcdWatch:
         """The watch over the directory of the key."""
         keys = self._directory(key)
         if self._watch is None or self._watch.keys != keys:
             self._end_watch()
-            answer = self._read(*keys)
-            self._checked_at_s = time.monotonic()
+            answer = self._checked_read(*keys)
             revision = int(answer["header"]["revision"])
             self._watch = EtcdWatch(self._gateway.another(), keys, _values(answer), revision + 1)
         return self._watch

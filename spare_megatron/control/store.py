@@ -25,18 +25,20 @@ class ControlStore(Protocol):
     def put(self, key: str, value: str) -> None:
         """Writes the value."""
 
-    def put_counted(self, key: str, value: str, counter: str, obsolete: Sequence[str] = ()) -> int:
-        """Writes a key that nobody else writes, once, and counts it.
+    def put_counted(self, key: str, value: str, counter: str) -> int:
+        """Writes the value of a key that nobody else writes, and counts it.
 
         Args:
-            key: Written and counted unless it has a value already.
+            key: It has no value so far.
             value: The value.
             counter: Name of the counter; an absent one is 0.
-            obsolete: Keys that are removed with it, where they are there.
 
         Returns:
             The counter: how many keys have been counted in it.
         """
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes those of the keys and counters that are there."""
 
     def beat(self, key: str, value: str, ttl_s: int) -> None:
         """Writes the value of a key that only this connection writes, as a sign of life.
@@ -54,7 +56,8 @@ class ControlStore(Protocol):
     def exists(self, key: str) -> bool:
         """Whether the key has a value: what a rank in a reduction asks again and again.
 
-        True once it is true; False may be late, by the latency of a message and never by more than a second.
+        True is true; False may be late, by the latency of a message, and in bad times by a second or as long as some
+        reads take.
         """
 
     def wait(self, key: str, timeout_s: float) -> str:

@@ -81,21 +81,21 @@ class TcpControlStore:
         import torch.distributed as dist
 
         with _lost_when_unreachable():
+            self._client.set_timeout(timedelta(seconds=timeout_s))  # `get` waits by itself, in fewer messages
             try:
-                self._client.wait([key], timedelta(seconds=timeout_s))
+                return bytes(self._client.get(key)).decode()
             except dist.DistStoreError as error:
                 raise StoreTimeout(f"{key} was not written within {timeout_s:g} s") from error
-            return bytes(self._client.get(key)).decode()
 
-    def put_counted(self, key: str, value: str, counter: str, obsolete: Sequence[str] = ()) -> int:
+    def put_counted(self, key: str, value: str, counter: str) -> int:
         with _lost_when_unreachable():
-            is_new = not self._client.check([key])
-            if is_new:
-                self._client.set(key, value)
-            count = int(self._client.add(counter, int(is_new)))
-            for name in obsolete:
-                self._client.delete_key(name)
-            return count
+            self._client.set(key, value)
+            return int(self._client.add(counter, 1))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with _lost_when_unreachable():
+            for key in keys:
+                self._client.delete_key(key)
 
     def rendezvous(self, prefix: str, rank: int, timeout_s: float) -> Any:  # noqa: ARG002  (no rank is special)
         import torch.distributed as dist

@@ -112,6 +112,9 @@ class GroupAgreement:
     def vote(self, attempt: int, vote: Vote, voters: Sequence[Member]) -> VotesRead | None:
         """Leader: casts the group's vote. Returns all votes if it was the last one, for the leader to decide."""
         num_votes = self._log.vote(attempt, self.member, encode_vote(vote))
+        if num_votes == 1:
+            # Everybody voted on the attempt before this one, so nobody is still reading the votes before that.
+            self._log.forget_votes(attempt - 2, voters)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
 
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:

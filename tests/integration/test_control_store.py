@@ -111,19 +111,18 @@ def test_votes_are_counted_and_read_without_waiting_for_those_not_cast(store: Co
     assert log.votes(4, []) == {}
 
 
-def test_a_vote_that_is_cast_twice_counts_once(store: ControlStore) -> None:
+def test_votes_that_are_forgotten_are_gone_and_no_others(store: ControlStore) -> None:
     log = DecisionLog(store)
-    assert [log.vote(1, (0, 0), "ok"), log.vote(1, (0, 0), "ok"), log.vote(1, (1, 0), "ok")] == [1, 1, 2]
-
-
-def test_the_votes_on_the_attempt_before_the_last_are_removed(store: ControlStore) -> None:
-    log = DecisionLog(store)
-    for attempt in (0, 1):
-        for group in (0, 1):
-            log.vote(attempt, (group, 0), f"{attempt} by {group}")
-    assert log.vote(2, (0, 0), "2 by 0") == 1
-    assert log.votes(0, [(0, 0), (1, 0)]) == {1: "0 by 1"}
-    assert log.votes(1, [(0, 0), (1, 0)]) == {0: "1 by 0", 1: "1 by 1"}
+    voters = [(group, 0) for group in range(200)]
+    for voter in voters:
+        log.vote(0, voter, "ok")
+    assert log.vote(1, (0, 0), "ok") == 1
+    log.forget_votes(0, voters)
+    log.forget_votes(-1, voters)
+    assert log.votes(0, voters) == {}
+    assert store.get(["votes/0"]) == [None]
+    assert log.votes(1, [(0, 0)]) == {0: "ok"}
+    assert log.vote(1, (1, 0), "ok") == 2
 
 
 def test_as_many_votes_are_counted_as_groups_vote_at_once(spec: StoreSpec) -> None:

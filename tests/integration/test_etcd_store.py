@@ -104,6 +104,11 @@ def test_a_vote_whose_answer_is_lost_counts_once(etcd_cluster: EtcdCluster) -> N
         assert proxy.num_lost == 1
 
 
+def test_a_vote_that_is_cast_twice_counts_once(etcd_cluster: EtcdCluster) -> None:
+    log = DecisionLog(EtcdControlStore(spec_of(*etcd_cluster.endpoints)))
+    assert [log.vote(1, (0, 0), "ok"), log.vote(1, (0, 0), "ok"), log.vote(1, (1, 0), "ok")] == [1, 1, 2]
+
+
 def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluster) -> None:
     """Every third answer is lost; each writer hears of every entry what all others hear, and every vote counts."""
     generator, lock = random.Random(7), threading.Lock()

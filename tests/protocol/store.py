@@ -54,15 +54,14 @@ class _Connection:
     def wait(self, key: str, timeout_s: float) -> str:
         return self._ask("wait", key)
 
-    def put_counted(self, key: str, value: str, counter: str, obsolete: Sequence[str] = ()) -> int:
+    def put_counted(self, key: str, value: str, counter: str) -> int:
         # One request after another, as in the embedded store: its caller may die between any two of them.
-        is_new = not self._ask("exists", key)
-        if is_new:
-            self._ask("put", key, value)
-        count = self._ask("count_up", counter, int(is_new))
-        for name in obsolete:
-            self._ask("delete", name)
-        return count
+        self._ask("put", key, value)
+        return self._ask("count_up", counter)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._ask("delete", key)
 
 
 def conversation(call: Callable[[Any], T]) -> Generator[Request, Any, T]:
@@ -108,7 +107,7 @@ class Store:
             case "wait":
                 return self.data[key]
             case "count_up":
-                self.data[key] = str(int(self.data.get(key, "0")) + arguments[1])
+                self.data[key] = str(int(self.data.get(key, "0")) + 1)
                 return int(self.data[key])
             case "delete":
                 self.data.pop(key, None)

@@ -30,7 +30,7 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "fenced while alive": 100,
         "vote of a fenced group": 100,
         "commit with the sum of a fenced group": 30,
-        "discard": 30,
+        "discard": 20,
         "Halt": 10,
         **dict.fromkeys(FAULTS, 100),
     }

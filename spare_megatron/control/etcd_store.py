@@ -20,8 +20,8 @@ _OPERATIONS = 128
 """What etcd takes in one transaction unless told otherwise."""
 _RECHECK_S = 1.0
 """A watch that says nothing is checked by a read: a member cut off from the others says nothing, either."""
-_RECHECK_READS = 20.0
-"""But no sooner than after so many times what the last read took: waiting must not keep a slow cluster busy."""
+_RECHECK_READS, _LONGEST_RECHECK_S = 20.0, 5.0
+"""Where reads are slow, later, by so many times what the last one took: waiting must not keep a slow cluster busy."""
 
 
 class EtcdControlStore:
@@ -151,7 +151,7 @@ class EtcdControlStore:
         began_s = time.monotonic()
         answer = self._read(start, end)
         now_s = time.monotonic()
-        self._check_at_s = now_s + max(_RECHECK_S, _RECHECK_READS * (now_s - began_s))
+        self._check_at_s = now_s + min(max(_RECHECK_S, _RECHECK_READS * (now_s - began_s)), _LONGEST_RECHECK_S)
         return answer
 
     def _follow(self, key: str) -> EtcdWatch:

@@ -56,8 +56,7 @@ class ControlStore(Protocol):
     def exists(self, key: str) -> bool:
         """Whether the key has a value: what a rank in a reduction asks again and again.
 
-        True is true; False may be late, by the latency of a message, and in bad times by a second or as long as some
-        reads take.
+        True is true; False may be late, by the latency of a message, and in bad times by some seconds.
         """
 
     def wait(self, key: str, timeout_s: float) -> str:

@@ -31,7 +31,8 @@ def train(
     """Train a GPT, going on through lost groups.
 
     Exit codes: 0 all steps committed and the journal valid, 1 the run failed or its journal does not prove it,
-    2 the configuration cannot run, 3 wipe-out, 4 halted because groups disagreed, 130 interrupted.
+    2 the configuration cannot run, 3 wipe-out, 4 halted because groups disagreed or the training diverged,
+    130 interrupted.
     """
     from spare_megatron.cli.progress import RunProgress, print_summary
     from spare_megatron.config.loader import load_run_config

@@ -23,8 +23,9 @@ from spare_megatron.control.store import StoreLost
 
 _FIRST_TRY_S = 0.5
 """A try ends early at first: a write that a dead leader was to take is never answered; the next leader takes it."""
-_NUM_DOUBLINGS = 4
-"""Each try that timed out doubles the next, so that a cluster that is merely slow is not flooded with repetitions."""
+_NUM_SHORT_TRIES, _NUM_DOUBLINGS = 3, 4
+"""An election takes no more than so many. Then each try that timed out doubles the next: a cluster that is merely slow
+must not be flooded with repetitions."""
 _PAUSE_S = 0.02
 _SILENCE_S = 600.0
 """A stream that says nothing for so long is opened again."""
@@ -195,7 +196,7 @@ class _Again(Exception):
 
 def try_timeout_s(num_timeouts: int) -> float:
     """How long the next try may last after so many that timed out."""
-    return float(_FIRST_TRY_S * 2 ** min(num_timeouts, _NUM_DOUBLINGS))
+    return float(_FIRST_TRY_S * 2 ** min(max(num_timeouts - _NUM_SHORT_TRIES, 0), _NUM_DOUBLINGS))
 
 
 def _connection_to(url: SplitResult, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:

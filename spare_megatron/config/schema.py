@@ -216,6 +216,8 @@ class ClusterConfig:
 
     num_nodes: int = 1
     """Nodes, with a supervisor each; ranks are dealt out to them in equal consecutive blocks."""
+    isolate_nodes: bool = False
+    """Gives each node of a run on one machine a network of its own, which faults can cut off; needs root."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where ranks compute; auto takes GPUs when there are any."""
     threads_per_rank: int = 1

@@ -53,12 +53,14 @@ class Machine:
         num_gpus: Accelerators for the run, over all its nodes.
         num_cores: CPU cores for the run, over all its nodes.
         has_corpus: Both files of `data.corpus` exist.
+        can_isolate: Processes may be given networks of their own: root, and `ip` and `nsenter` are there.
         corpus_vocab_size: The vocabulary it was written with, where that is known.
     """
 
     num_gpus: int
     num_cores: int
     has_corpus: bool
+    can_isolate: bool = False
     corpus_vocab_size: int | None = None
 
 
@@ -85,6 +87,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *store_problems(config.control),
         *_megatron(config),
         *fault_problems(config),
+        *_isolation(config, machine),
         *_device(config, machine),
         *_data(config, machine),
     ]
@@ -282,6 +285,19 @@ def _megatron(config: RunConfig) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------------------------- machine
+
+
+def _isolation(config: RunConfig, machine: Machine) -> Iterator[str]:
+    if config.cluster.isolate_nodes and not machine.can_isolate:
+        yield (
+            "cluster.isolate_nodes=true needs root, and `ip` and `nsenter` (Debian: iproute2, util-linux); "
+            "set it to false"
+        )
+    if config.cluster.isolate_nodes and config.control.store != "embedded":
+        yield (
+            f"cluster.isolate_nodes=true reaches no control.store={config.control.store}; set one of them to "
+            f"false or embedded"
+        )
 
 
 def _device(config: RunConfig, machine: Machine) -> Iterator[str]:

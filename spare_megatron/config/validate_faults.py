@@ -44,7 +44,17 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
         )
     if fault.phase is Phase.PATCH and index == 0:
         yield f"{where}.phase=patch is never reached: no group is lost before it; put a fault before it"
+    yield from _unlikely_times(config, where, fault)
     yield from _impossible_corruption(config, where, fault)
+
+
+def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
+    if fault.kind == "cut" and not config.cluster.isolate_nodes:
+        yield f"{where}.kind=cut needs a network that can be cut; set cluster.isolate_nodes=true"
+    if fault.seconds is not None and fault.kind != "clock_jump" and not fault.seconds > 0:
+        yield f"{where}.seconds={fault.seconds} must be above 0; raise it, or remove it for a fault that lasts"
+    if fault.seconds is None and fault.kind in ("slow", "clock_jump"):
+        yield f"{where}.kind={fault.kind} needs {where}.seconds: by how much?"
 
 
 def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:

@@ -20,12 +20,14 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord, Outcome
 from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.fold import controller_setup, stop_in
+from spare_megatron.runtime.network import network_of
 from spare_megatron.runtime.processes import (
     Child,
     describe_exit,
     end_child,
     fork_server,
     start_child,
+    start_hub,
     start_store,
     stop_child,
 )
@@ -38,6 +40,7 @@ from spare_megatron.runtime.reports import (
     NodeReport,
     RankKey,
     RankRaised,
+    RanksReady,
     RanksStarted,
     RunEvent,
     RunStopped,
@@ -89,6 +92,7 @@ class Driver:
         self._last_cause = ""
         self._has_raised = False
         self._is_halted = False
+        self._has_begun = False
 
     def run(self) -> EndRecord:
         """Runs to the end, whatever that is; leaves no process behind.
@@ -100,14 +104,18 @@ class Driver:
             KeyboardInterrupt: After everything has been ended.
         """
         end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
+        hub: Child | None = None
         store: Child | None = None
         try:
             self._on_event(Starting(what="control store"))
-            store, spec = start_store(self._context, self._config)
-            self._store = open_store(spec)
+            if self._config.cluster.isolate_nodes:
+                hub = start_hub(self._context)
+            store, spec = start_store(self._context, self._config, hub)
+            with contextlib.nullcontext() if hub is None else network_of(hub.pid):
+                self._store = open_store(spec)
             self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
             self._store_process = store
-            self._start_nodes(spec)
+            self._start_nodes(spec, hub)
             self._watch(store)
             end = self._end()
             with contextlib.suppress(StoreLost):
@@ -123,10 +131,12 @@ class Driver:
                     end_child(child)  # it may be stopped
                 else:
                     stop_child(child)
+            if hub is not None:
+                end_child(hub)
             self._journal.write(end)
         return end
 
-    def _start_nodes(self, store: StoreSpec) -> None:
+    def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
         layout = self._config.parallel
         self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
         for node in range(layout.num_nodes):
@@ -137,6 +147,7 @@ class Driver:
                 store=store,
                 faults=self._faults,
                 rank_main=self._rank_main,
+                hub_pid=None if hub is None else hub.pid,
             )
             self._nodes[node] = start_child(self._context, spec.name, supervise, spec)
 
@@ -179,7 +190,7 @@ class Driver:
         failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
         if node in self._ended:
             failure = self._ended[node].failure
-        if failure and len(self._nodes) == 1:
+        if failure and (len(self._nodes) == 1 or not self._has_begun):
             raise RunFailed(f"node {node}: {failure}")
 
     def _take(self, report: NodeReport) -> None:
@@ -189,6 +200,8 @@ class Driver:
             case FaultWanted(fault=fault):
                 self._inflict(fault)
                 return
+            case RanksReady():
+                self._has_begun = True
             case RunStopped(reason=reason):
                 self._stop_reason = reason
             case RankRaised():

@@ -22,6 +22,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.open_store import etcd_spec
 from spare_megatron.control.spec import StoreSpec, TcpStoreSpec
 from spare_megatron.control.tcp_store import serve
+from spare_megatron.runtime.network import HUB_ADDRESS, run_in_network_of, serve_hub
 
 _REAP_TIMEOUT_S = 10.0
 _STORE_START_TIMEOUT_S = 120.0
@@ -65,7 +66,21 @@ def start_child(context: BaseContext, name: str, target: Callable[..., None], *a
     return Child(process=process, reports=ours)
 
 
-def start_store(context: ForkServerContext, config: RunConfig) -> tuple[Child | None, StoreSpec]:
+def start_hub(context: ForkServerContext) -> Child:
+    """The process that holds the bridge between the nodes' networks.
+
+    Raises:
+        RuntimeError: It did not come up.
+    """
+    child = start_child(context, "network-hub", serve_hub)
+    with contextlib.suppress(EOFError):
+        if child.reports.poll(_STORE_START_TIMEOUT_S) and child.reports.recv() == "up":
+            return child
+    end_child(child)
+    raise RuntimeError("the network of the nodes did not come up; set cluster.isolate_nodes=false to do without")
+
+
+def start_store(context: ForkServerContext, config: RunConfig, hub: Child | None) -> tuple[Child | None, StoreSpec]:
     """The control store of a new run, and its process where it is the embedded one.
 
     Raises:
@@ -74,16 +89,22 @@ def start_store(context: ForkServerContext, config: RunConfig) -> tuple[Child | 
     """
     if config.control.store == "etcd":
         return None, etcd_spec(config.control, config.name, os.environ)
-    return start_embedded_store(context, config.control.listen_address)
+    return start_embedded_store(context, config.control.listen_address, hub)
 
 
-def start_embedded_store(context: ForkServerContext, address: str) -> tuple[Child, TcpStoreSpec]:
-    """A server process that listens on this address of this machine.
+def start_embedded_store(
+    context: ForkServerContext, address: str, hub: Child | None = None
+) -> tuple[Child, TcpStoreSpec]:
+    """A server process that listens on this address of this machine, or on the hub's in its network.
 
     Raises:
         RuntimeError: It did not come up.
     """
-    child = start_child(context, "control-store", serve, address)
+    if hub is not None:
+        address = HUB_ADDRESS
+        child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
+    else:
+        child = start_child(context, "control-store", serve, address)
     if not child.reports.poll(_STORE_START_TIMEOUT_S):
         end_child(child)
         raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s")

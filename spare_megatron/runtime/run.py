@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -39,6 +40,7 @@ def look_at_machine(config: RunConfig) -> Machine:
     return Machine(
         num_gpus=_count_gpus(),
         num_cores=len(os.sched_getaffinity(0)),
+        can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
         corpus_vocab_size=_corpus_vocab_size(corpus),
         has_corpus=all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx")),
     )

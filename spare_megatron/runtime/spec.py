@@ -60,6 +60,7 @@ class NodeSpec:
         store: Where the control store is.
         faults: The faults to inject into the node's ranks.
         rank_main: What a rank's process runs.
+        hub_pid: The process that holds the bridge between the nodes' networks, where each has one of its own.
     """
 
     config: RunConfig
@@ -68,6 +69,7 @@ class NodeSpec:
     store: StoreSpec
     faults: tuple[Fault, ...]
     rank_main: RankMain
+    hub_pid: int | None = None
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.beacon import Page, new_page, read_page
+from spare_megatron.runtime.network import NodeNetwork
 from spare_megatron.runtime.processes import Child, describe_exit, end_child, log_to_file, start_child
 from spare_megatron.runtime.reports import (
     ExitCode,
@@ -77,6 +78,7 @@ class _Supervisor:
         self._spec = spec
         self._driver = driver
         self._interval_s = spec.config.control.heartbeat_interval_s
+        self._network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
         # Forked, not from the fork server, so that ranks are this process's children and die with it.
         self._context = get_context("fork")
         self._journal = JournalWriter(spec.run_dir, spec.name)
@@ -202,6 +204,12 @@ class _Supervisor:
                 os.kill(self._ranks[key].pid, signal.SIGSTOP)
                 if fault.seconds is not None:
                     self._agenda.after(fault.seconds, lambda: self._let_go_on(key))
+            case "cut":
+                assert self._network is not None, "validation refuses it otherwise"
+                self._network.cut()
+                if fault.seconds is not None:
+                    self._agenda.after(fault.seconds, self._network.mend)
+                self._let_go_on(key)
             case "kill_supervisor":
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:

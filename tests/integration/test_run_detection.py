@@ -2,13 +2,14 @@
 
 import dataclasses
 import multiprocessing
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from spare_megatron.runtime.reports import StoreAway, StoreBack
@@ -25,9 +26,9 @@ SLACK_S = 0.5
 """For a machine that is busy with other things."""
 
 
-def faulty(corpus: Path, faults: Sequence[FaultConfig], num_nodes: int = 1, **settings: Any) -> RunConfig:
-    config = tiny_config(corpus, LAYOUT, steps=STEPS, faults=faults, **settings)
-    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, num_nodes=num_nodes))
+def faulty(corpus: Path, faults: Sequence[FaultConfig], num_nodes: int = 1, *, isolate: bool = False) -> RunConfig:
+    cluster = ClusterConfig(device="cpu", num_nodes=num_nodes, isolate_nodes=isolate)
+    return tiny_config(corpus, LAYOUT, steps=STEPS, faults=faults, cluster=cluster)
 
 
 def at(phase: Phase, kind: str, group: int = 1, *, step: int = 2, rank: int = 0, **more: Any) -> FaultConfig:
@@ -96,6 +97,19 @@ def test_a_lost_node_costs_its_groups_and_nothing_else(text_corpus: Path, tmp_pa
     assert fenced_groups(run.journal) == {1}
     assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
     assert all("node 1" in loss.cause for loss in run.journal.of(LossRecord))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.IN_REDUCE, Phase.AFTER_VOTE])
+@pytest.mark.parametrize("seconds", [None, 3 * HEARTBEAT_S], ids=["for_good", "mended"])
+def test_a_node_that_is_cut_off_costs_its_groups_and_nothing_else(
+    text_corpus: Path, tmp_path: Path, phase: Phase, seconds: float | None
+) -> None:
+    config = faulty(text_corpus, [at(phase, "cut", seconds=seconds)], num_nodes=4, isolate=True)
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(STEPS))))
+    assert_masked(run)
+    assert fenced_groups(run.journal) == {1}
+    assert_exact(run, range(STEPS))
 
 
 def test_a_node_that_wakes_up_finds_itself_fenced_and_changes_nothing(text_corpus: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from spare_megatron.runtime.run import look_at_machine, start_run
 from tests.integration.watched_rank import Watch, watched_rank
 
 HEARTBEAT_S = 0.5
+CPU = ClusterConfig(device="cpu")
 
 
 def kill(phase: Phase | str, step: int, group: int, rank: int = 0) -> FaultConfig:
@@ -49,6 +50,7 @@ def tiny_config(
     mode: str = "fast",
     granularity: str = "microbatch",
     groups_per_domain: int = 1,
+    cluster: ClusterConfig = CPU,
     **model: Any,
 ) -> RunConfig:
     """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less."""
@@ -74,7 +76,7 @@ def tiny_config(
             heartbeat_interval_s=HEARTBEAT_S,
         ),
         faults=FaultsConfig(trace=tuple(faults)),
-        cluster=ClusterConfig(device="cpu"),
+        cluster=cluster,
     )
     assert problems(config, look_at_machine(config)) == []
     return config

@@ -1,0 +1,111 @@
+"""A network for each node of a run on one machine, so that a fault can cut a node off. Needs root and iproute2.
+
+Every supervisor and its ranks live in a network namespace of their own; a cable leads from there to a bridge in the
+hub's namespace, where the control store is. All of it is gone with the processes. No name server can be reached from
+there, so that none is named there: every lookup of an address would wait for it.
+"""
+
+import contextlib
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+HUB_ADDRESS = "10.213.0.1"
+_INTERFACE = "eth0"
+_BRIDGE = "hub"
+_BRIDGE_MAC = "02:00:00:00:00:01"
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWNET = 0x40000000
+
+
+def serve_hub(driver: Connection) -> None:
+    """The main function of the hub's process: it holds the bridge until the driver is gone; says when it is there."""
+    _unshare_network()
+    _ip("link", "set", "lo", "up")
+    # Left to itself a bridge takes the lowest address of its cables, and changes it under who knows the one before.
+    _ip("link", "add", _BRIDGE, "address", _BRIDGE_MAC, "type", "bridge")
+    _ip("addr", "add", f"{HUB_ADDRESS}/16", "dev", _BRIDGE)
+    _ip("link", "set", _BRIDGE, "up")
+    driver.send("up")
+    with contextlib.suppress(EOFError):
+        driver.recv()
+
+
+def run_in_network_of(pid: int, target: Callable[..., None], *args: Any) -> None:
+    """Runs the target where this process is at home; for the start of a process."""
+    for kind in ("net", "mnt"):
+        _enter(f"/proc/{pid}/ns/{kind}")
+    target(*args)
+
+
+@contextlib.contextmanager
+def network_of(pid: int) -> Iterator[None]:
+    """Sockets that this thread opens inside the block are opened where the process is at home."""
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # here a name server is still named
+    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    _enter(f"/proc/{pid}/ns/net")
+    try:
+        yield
+    finally:
+        _check(_libc().setns(home, _CLONE_NEWNET))
+        os.close(home)
+
+
+class NodeNetwork:
+    """A node's namespace and its cable. To be built in the node's first process, before it has threads."""
+
+    def __init__(self, node: int, hub_pid: int) -> None:
+        self._plug = f"node{node}"  # the cable's end at the bridge
+        self._in_hub = ("nsenter", f"--net=/proc/{hub_pid}/ns/net")
+        _unshare_network()
+        _ip("link", "set", "lo", "up")
+        _run(
+            *self._in_hub, "ip", "link", "add", self._plug, "type", "veth", "peer", "name", _INTERFACE,
+            "netns", str(os.getpid()),
+        )  # fmt: skip
+        _run(*self._in_hub, "ip", "link", "set", self._plug, "master", _BRIDGE, "up")
+        _ip("addr", "add", f"10.213.{1 + node // 250}.{1 + node % 250}/16", "dev", _INTERFACE)
+        _ip("link", "set", _INTERFACE, "up")
+        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+
+    def cut(self) -> None:
+        """Pulls the plug: nothing comes through any more, and nobody is told."""
+        _run(*self._in_hub, "ip", "link", "set", self._plug, "down")
+
+    def mend(self) -> None:
+        """Puts it in again."""
+        _run(*self._in_hub, "ip", "link", "set", self._plug, "up")
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _unshare_network() -> None:
+    _check(_libc().unshare(_CLONE_NEWNET | _CLONE_NEWNS))
+    _run("mount", "--make-rprivate", "/")
+    _run("mount", "--bind", "/dev/null", "/etc/resolv.conf")
+
+
+def _enter(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    _check(_libc().setns(fd, 0))  # 0: of whatever kind it is
+    os.close(fd)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

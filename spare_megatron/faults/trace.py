@@ -17,6 +17,9 @@ PHASES_AFTER_A_LOSS = frozenset({Phase.PATCH, Phase.REBUILD})
 """Phases that a step reaches only when a group has just been lost in it."""
 
 
+_SURELY_FOUND_INTERVALS = 6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One fault, fully decided.
@@ -42,19 +45,18 @@ class Fault:
     bit: int | None = None
 
 
-def groups_hit(config: RunConfig, kind: FaultKind, seconds: float | None, group: int) -> frozenset[GroupId]:
+def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
     """The groups that a fault costs the run for sure.
 
     A rank or node that comes back before it is missed costs nothing, nor does what hits no group at all; a flipped bit
-    may go unnoticed.
+    may go unnoticed. One that is away for long enough is missed even where the store was slow meanwhile.
     """
-    found_s = 2 * config.control.heartbeat_interval_s
-    if kind in ("kill", "raise", "nan") or (kind in ("hang", "stop") and (seconds is None or seconds >= found_s)):
-        return frozenset({GroupId(group)})
-    if kind == "kill_supervisor" or (kind in ("cut", "stop_node") and (seconds is None or seconds >= found_s)):
+    is_long = fault.seconds is None or fault.seconds >= _SURELY_FOUND_INTERVALS * config.control.heartbeat_interval_s
+    if fault.kind in ("kill", "raise", "nan") or (fault.kind in ("hang", "stop") and is_long):
+        return frozenset({fault.group})
+    if fault.kind == "kill_supervisor" or (fault.kind in ("cut", "stop_node") and is_long):
         layout = config.parallel
-        nodes = {layout.node_of(GroupId(group), rank) for rank in range(layout.ranks_per_group)}
-        return frozenset(other for node in nodes for other in layout.groups_on(node))
+        return frozenset(layout.groups_on(layout.node_of(fault.group, fault.rank)))
     return frozenset()
 
 

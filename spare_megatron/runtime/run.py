@@ -115,7 +115,7 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
                 "rank": fault.rank,
                 "phase": str(fault.phase),
                 "kind": fault.kind,
-                "costs": sorted(groups_hit(config, fault.kind, fault.seconds, fault.group)),
+                "costs": sorted(groups_hit(config, fault)),
             }
             for fault in faults
         ],

@@ -3,6 +3,7 @@
 The supervisor's main thread must go on reaping while the store does not answer, so it never asks the store itself.
 """
 
+import math
 import queue
 import threading
 import time
@@ -84,7 +85,7 @@ class StoreLink:
         self._absences = {other: Absence(interval_s) for other in self._ring}
         self._beats = 0
         self._since_s = time.monotonic()
-        self._slow_at_s = time.monotonic()
+        self._slow_at_s = -math.inf
         self._thread = threading.Thread(target=self._run, name="store-link", daemon=True)
 
     def start(self) -> None:

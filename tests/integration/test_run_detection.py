@@ -22,13 +22,15 @@ pytestmark = pytest.mark.timeout(90)
 
 LAYOUT = LayoutConfig(num_groups=4, pipeline_parallel=2)
 STEPS = 5
-SLACK_S = 0.5
+SLACK_S = 2.0
 """For a machine that is busy with other things."""
 
 
-def faulty(corpus: Path, faults: Sequence[FaultConfig], num_nodes: int = 1, *, isolate: bool = False) -> RunConfig:
+def faulty(
+    corpus: Path, faults: Sequence[FaultConfig], num_nodes: int = 1, *, isolate: bool = False, **more: Any
+) -> RunConfig:
     cluster = ClusterConfig(device="cpu", num_nodes=num_nodes, isolate_nodes=isolate)
-    return tiny_config(corpus, LAYOUT, steps=STEPS, faults=faults, cluster=cluster)
+    return tiny_config(corpus, LAYOUT, steps=STEPS, faults=faults, cluster=cluster, **more)
 
 
 def at(phase: Phase, kind: str, group: int = 1, *, step: int = 2, rank: int = 0, **more: Any) -> FaultConfig:
@@ -101,7 +103,7 @@ def test_a_lost_node_costs_its_groups_and_nothing_else(text_corpus: Path, tmp_pa
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.IN_REDUCE, Phase.AFTER_VOTE])
-@pytest.mark.parametrize("seconds", [None, 3 * HEARTBEAT_S], ids=["for_good", "mended"])
+@pytest.mark.parametrize("seconds", [None, 6 * HEARTBEAT_S], ids=["for_good", "mended"])
 def test_a_node_that_is_cut_off_costs_its_groups_and_nothing_else(
     text_corpus: Path, tmp_path: Path, phase: Phase, seconds: float | None
 ) -> None:
@@ -115,10 +117,10 @@ def test_a_node_that_is_cut_off_costs_its_groups_and_nothing_else(
 def test_a_node_that_wakes_up_finds_itself_fenced_and_changes_nothing(text_corpus: Path, tmp_path: Path) -> None:
     """Its groups hold the complete sum of the step and have not voted on it when they are stopped."""
     faults = [
-        at(Phase.AFTER_REDUCE, "stop_node", seconds=2.5 * HEARTBEAT_S, step=1),
+        at(Phase.AFTER_REDUCE, "stop_node", seconds=6 * HEARTBEAT_S, step=1),
         at(Phase.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S),  # so that it can wake up in time
     ]
-    run = complete_run(faulty(text_corpus, faults, num_nodes=4), tmp_path / "run")
+    run = complete_run(faulty(text_corpus, faults, num_nodes=4, num_microbatches=8), tmp_path / "run")
     assert_masked(run)
     assert fenced_groups(run.journal) == {1}
 

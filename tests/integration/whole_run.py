@@ -23,7 +23,7 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.config.validate import problems
 from spare_megatron.core.phases import Phase
-from spare_megatron.faults.trace import groups_hit
+from spare_megatron.faults.trace import groups_hit, resolve_trace
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EntryRecord, FaultRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.summary import Summary, summarize
@@ -133,7 +133,7 @@ def assert_masked(run: Run) -> None:
     assert run.summary.steps_lost == 0
     struck = sorted((r.step, r.group, r.rank, r.phase) for r in run.journal.of(FaultRecord))
     assert struck == sorted((f.step, f.group, f.rank, str(f.phase)) for f in run.config.faults.trace)
-    hit = [groups_hit(run.config, f.kind, f.seconds, f.group or 0) for f in run.config.faults.trace]
+    hit = [groups_hit(run.config, fault) for fault in resolve_trace(run.config)]
     assert fenced_groups(run.journal) == set().union(*hit)
 
 

@@ -50,8 +50,8 @@ def test_a_flip_keeps_its_bit_and_costs_no_group_for_sure() -> None:
     config = configured("[{phase='backward', kind='bit_flip', bit=0}, {phase='backward', kind='nan'}]")
     flip, nan = resolve_trace(config)
     assert (flip.bit, nan.bit) == (0, None)
-    assert groups_hit(config, flip.kind, None, flip.group) == frozenset()
-    assert groups_hit(config, nan.kind, None, nan.group) == {nan.group}
+    assert groups_hit(config, flip) == frozenset()
+    assert groups_hit(config, nan) == {nan.group}
 
 
 def test_stating_one_field_leaves_the_others_as_drawn() -> None:

@@ -66,6 +66,8 @@ class SpareConfig:
     """Which groups host a shard: golomb makes any two shards share at most one host where that is possible."""
     groups_per_domain: int = 1
     """Groups of consecutive ids in a rack or power domain; no two hosts of a shard share one where that is possible."""
+    rejoins: int = 3
+    """Times that each lost group is started again, to be taken in by the others at the end of a step."""
     granularity: Literal["microbatch", "stack"] = "microbatch"
     """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
 

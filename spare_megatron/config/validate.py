@@ -125,6 +125,7 @@ def _too_small(config: RunConfig) -> Iterator[str]:
     }
     at_least_zero = {
         "train.seed": train.seed,
+        "spare.rejoins": spare.rejoins,
         "train.params_check_every_steps": train.params_check_every_steps,
         "faults.seed": config.faults.seed,
         "optimizer.warmup_steps": config.optimizer.warmup_steps,

@@ -40,6 +40,24 @@ class DecisionLog:
         """Casts the voter's only vote on the attempt; returns how many votes have been cast on it so far."""
         return self._store.put_counted(_vote_key(attempt, voter), vote, f"votes/{attempt}")
 
+    def announce(self, member: Voter) -> None:
+        """Says that the member is up and waits to be admitted."""
+        group, incarnation = member
+        self._store.put(f"waiting/{group}", str(incarnation))
+
+    def waiting(self, groups: Sequence[int]) -> list[Voter]:
+        """Those of these groups that have ever waited to be admitted, as the last incarnation that did."""
+        found = self._store.get([f"waiting/{group}" for group in groups]) if groups else []
+        return [(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
+
+    def publish_digest(self, index: int, group: int, digest: str) -> None:
+        """Tells newcomers which parameters the group holds as of the entry that admits them."""
+        self._store.put(f"digest/{index}/{group}", digest)
+
+    def digests(self, index: int, groups: Sequence[int]) -> list[str | None]:
+        """What these groups have told so far."""
+        return self._store.get([f"digest/{index}/{group}" for group in groups])
+
     def votes(self, attempt: int, voters: Sequence[Voter]) -> dict[int, str]:
         """The votes that these voters have cast on the attempt so far, by group."""
         found = self._store.get([_vote_key(attempt, voter) for voter in voters])

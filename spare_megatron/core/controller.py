@@ -194,8 +194,12 @@ class Controller:
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
         if admitted:
+            earlier, givers = self.members, self.voters
             self._change_voters((*self.voters, *admitted))
-            actions += [AdmitGroups(step=self.step, members=admitted), self._build_communicator()]
+            # Others each time, so that the same groups do not always have the trouble.
+            donors = tuple(givers[(self.step + number) % len(givers)] for number in range(len(admitted)))
+            admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
+            actions += [admit, self._build_communicator()]
         return (*actions, *self._begin_step())
 
     def _restart(self, step: int, members: tuple[Member, ...], now_s: float) -> tuple[Action, ...]:

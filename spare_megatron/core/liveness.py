@@ -36,13 +36,17 @@ class Operation(StrEnum):
     """Waiting for the next entry of the decision log."""
     UPDATE = "update"
     """The optimizer."""
+    JOIN = "join"
+    """Giving the state to a group that comes back, or taking it."""
     CHECK = "check"
     """Hashing the parameters."""
 
 
 OPERATIONS = tuple(Operation)
 
-_PATIENT = frozenset({Operation.START, Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY})
+_PATIENT = frozenset(
+    {Operation.START, Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY, Operation.JOIN}
+)
 """Operations in which a rank waits for others or for the store: who is at fault shows elsewhere, or by a timeout."""
 
 

@@ -267,10 +267,19 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitGroups:
-    """These take part from this step on: give them the present state."""
+    """These take part from this step on: give them the present state.
+
+    Attributes:
+        step: The step.
+        members: Who takes part now.
+        donors: Who gives the state to each of them: groups that took part before, as many different ones as there are.
+        earlier: All groups that took part before.
+    """
 
     step: int
     members: tuple[Member, ...]
+    donors: tuple[Member, ...]
+    earlier: tuple[GroupId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from spare_megatron.mcore.parameters import NamedParameter, named_parameters, pa
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
+from spare_megatron.mcore.state import dump_state, load_state
 from spare_megatron.mcore.transformer import transformer_config
 
 
@@ -154,6 +155,18 @@ class GroupTrainer:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
         )
+
+    def dump_state(self) -> bytes:
+        """The rank's whole state between two steps."""
+        return dump_state(self.chunks, self._optimizer)
+
+    def load_state(self, data: bytes) -> None:
+        """Take over the state of the rank of the same position in another group.
+
+        Raises:
+            DamagedState: The bytes are not those that it gave. Nothing is changed.
+        """
+        load_state(data, self.chunks, self._optimizer)
 
     def params_sha256(self) -> str:
         """The SHA-256 of this rank's parameters, bit for bit."""

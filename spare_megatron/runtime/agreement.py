@@ -15,6 +15,7 @@ import torch.distributed as dist
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import (
     Entry,
+    Fence,
     Vote,
     VotesRead,
     decode_entry,
@@ -23,6 +24,10 @@ from spare_megatron.core.messages import (
     encode_vote,
 )
 from spare_megatron.core.topology import GroupId, Member
+
+
+class Fenced(Exception):
+    """The log says that this group is lost. It must not touch the run any more."""
 
 
 class GroupBroken(Exception):
@@ -51,10 +56,19 @@ class GroupAgreement:
             leader, so it is longer than decision_timeout_s.
         log: The decision log, on this rank's own connection.
         decision_timeout_s: Longest wait for an entry.
+        may_come_back: Groups that may ask to be admitted after a loss.
     """
 
-    def __init__(self, member: Member, ranks: dist.ProcessGroup, log: DecisionLog, decision_timeout_s: float) -> None:
+    def __init__(
+        self,
+        member: Member,
+        ranks: dist.ProcessGroup,
+        log: DecisionLog,
+        decision_timeout_s: float,
+        may_come_back: Sequence[GroupId] = (),
+    ) -> None:
         self.member = member
+        self._may_come_back = tuple(may_come_back)
         self._ranks = ranks
         self._log = log
         self._decision_timeout_s = decision_timeout_s
@@ -120,7 +134,48 @@ class GroupAgreement:
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
         """Leader: the votes that these have cast so far."""
         votes = self._log.votes(attempt, voters)
-        return VotesRead(attempt=attempt, votes={GroupId(g): decode_vote(text) for g, text in votes.items()})
+        counted = {GroupId(g): decode_vote(text) for g, text in votes.items()}
+        return VotesRead(attempt=attempt, votes=counted, waiting=self._waiting(voters))
+
+    def _waiting(self, voters: Sequence[Member]) -> tuple[Member, ...]:
+        present = {voter.group for voter in voters}
+        absent = [group for group in self._may_come_back if group not in present]
+        return tuple(Member(GroupId(group), incarnation) for group, incarnation in self._log.waiting(absent))
+
+    # --------------------------------------------------------------------------------------------------- coming back
+
+    def is_at_end(self, index: int) -> bool:
+        """Whether the entry at the index is still to be written.
+
+        Collective over: all ranks of the group.
+        """
+        mine = torch.tensor([int(self.is_leader and not self._log.has(index))])
+        self._collective(lambda: dist.broadcast(mine, group=self._ranks, group_src=0))
+        return bool(mine)
+
+    def announce(self) -> None:
+        """On the leader, says that the group is up and waits to be admitted."""
+        if self.is_leader:
+            self._log.announce(self.member)
+
+    def is_lost(self, other: Member, from_index: int) -> bool:
+        """Whether an entry from this index on fences the other, asked of the store by this rank alone."""
+        index = from_index
+        while self._log.has(index):
+            entry = decode_entry(self._log.wait(index, self._decision_timeout_s))
+            if isinstance(entry, Fence) and entry.hits(other):
+                return True
+            index += 1
+        return False
+
+    def publish_digest(self, index: int, digest: str) -> None:
+        """On the leader, tells newcomers which parameters the group holds as of this entry."""
+        if self.is_leader:
+            self._log.publish_digest(index, self.member.group, digest)
+
+    def digests(self, index: int, groups: Sequence[GroupId]) -> list[str | None]:
+        """What these groups have told so far."""
+        return self._log.digests(index, groups)
 
     def append(self, index: int, entry: Entry) -> None:
         """Leader: writes the entry unless another stands at the index."""

@@ -52,7 +52,7 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
     control = spec.config.control
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=store.rendezvous(f"world/{spec.group}", spec.rank, control.group_timeout_s),
+        store=store.rendezvous(f"world/{spec.group}/{spec.incarnation}", spec.rank, control.group_timeout_s),
         rank=spec.rank,
         world_size=spec.config.parallel.ranks_per_group,
         timeout=timedelta(seconds=control.group_timeout_s),

@@ -36,9 +36,9 @@ from spare_megatron.runtime.reports import (
     FaultWanted,
     GoOn,
     GroupLost,
+    GroupRejoined,
     NodeEnded,
     NodeReport,
-    RankKey,
     RankRaised,
     RanksReady,
     RanksStarted,
@@ -197,9 +197,11 @@ class Driver:
         match report:
             case RanksStarted(node=node, pids=pids):
                 self._pids[node] = list(pids.values())
-            case FaultWanted(fault=fault):
-                self._inflict(fault)
+            case FaultWanted():
+                self._inflict(report)
                 return
+            case GroupRejoined(member=member):
+                self._lost.discard(member.group)
             case RanksReady():
                 self._has_begun = True
             case RunStopped(reason=reason):
@@ -218,10 +220,11 @@ class Driver:
                     raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
         self._on_event(report)
 
-    def _inflict(self, fault: Fault) -> None:
+    def _inflict(self, wanted: FaultWanted) -> None:
         """A fault of the trace that strikes a node or the control store from outside."""
+        fault = wanted.fault
         node = self._config.parallel.node_of(fault.group, fault.rank)
-        go_on = partial(self._go_on, node, (fault.group, fault.rank))
+        go_on = partial(self._go_on, node, wanted)
         if fault.kind == "stop_node":
             self._stop([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)
             return
@@ -247,9 +250,9 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-    def _go_on(self, node: int, key: RankKey) -> None:
+    def _go_on(self, node: int, wanted: FaultWanted) -> None:
         with contextlib.suppress(OSError):  # the node is lost
-            self._nodes[node].reports.send(GoOn(key=key))
+            self._nodes[node].reports.send(GoOn(wanted=wanted))
 
     # ------------------------------------------------------------------------------------------------------- end
 

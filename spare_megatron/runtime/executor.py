@@ -9,7 +9,7 @@ import torch
 
 from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
-from spare_megatron.core.messages import AttemptReduce, Entry, EntryRead, Event, Fence, Vote
+from spare_megatron.core.messages import AdmitGroups, AttemptReduce, Entry, EntryRead, Event, Fence, Vote
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
@@ -24,15 +24,12 @@ from spare_megatron.journal.records import (
     digest_of_work,
 )
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.agreement import Fenced, GroupAgreement
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.join import StateTransfer, confirm
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
-from spare_megatron.runtime.reports import StepCommitted
-
-
-class Fenced(Exception):
-    """The log says that this group is lost. It must not touch the run any more."""
+from spare_megatron.runtime.reports import GroupRejoined, StepCommitted
 
 
 @dataclass(slots=True)
@@ -56,6 +53,8 @@ class GroupExecutor:
         agreement: The group's voice.
         communicator: The rank's cross-group communicator.
         journal: The rank's journal; only leaders write here.
+        transfer: For groups that come back.
+        join_timeout_s: How long one that comes back waits for the others to confirm its state.
         report: Tells the supervisor of a committed step.
         probe: Told what the rank is about.
         guard: Judges this rank's gradients before they are summed with those of others.
@@ -71,7 +70,9 @@ class GroupExecutor:
         agreement: GroupAgreement,
         communicator: CrossGroupCommunicator,
         journal: JournalWriter,
-        report: Callable[[StepCommitted], None],
+        transfer: StateTransfer,
+        join_timeout_s: float,
+        report: Callable[[StepCommitted | GroupRejoined], None],
         probe: RankProbe,
         guard: GradientGuard,
         params_check_every_steps: int,
@@ -81,6 +82,8 @@ class GroupExecutor:
         self._agreement = agreement
         self._communicator = communicator
         self._journal = journal
+        self._transfer = transfer
+        self._join_timeout_s = join_timeout_s
         self._report = report
         self._probe = probe
         self._guard = guard
@@ -90,7 +93,34 @@ class GroupExecutor:
         self._step: _Step | None = None
         self._head = 0
         self._has_lost = False  # a group, in the step under way
+        self._params_digest = ""
+
+    # ----------------------------------------------------------------------------------------------------- begin
+
+    def start(self) -> None:
+        """Has the first vote compare the parameters with which the run begins."""
         self._params_digest = self.check_params(0)
+
+    def admit(self, action: AdmitGroups, head: int) -> None:
+        """Takes part in the admission of groups, be it as one of them, and has the next vote compare parameters.
+
+        Args:
+            action: Who is admitted, and who gives them the state.
+            head: Entries of the log folded so far.
+
+        Raises:
+            JoinFailed: This group is admitted and could not take the state over.
+        """
+        self._head = head
+        with self._probe.during(Operation.JOIN):
+            self._transfer.run(action, head)
+        self._params_digest = self.check_params(action.step)
+        if self._agreement.member in action.members:
+            with self._probe.during(Operation.JOIN):
+                confirm(self._params_digest, action, head - 1, self._agreement, self._join_timeout_s)
+            self._report_if_leader(GroupRejoined(member=self._agreement.member, step=action.step))
+        else:
+            self._agreement.publish_digest(head - 1, self._params_digest)
 
     # --------------------------------------------------------------------------------------------------- compute
 
@@ -266,19 +296,18 @@ class GroupExecutor:
             )
         )
         self._compare_params(step + 1)
-        if self._agreement.is_leader:
-            self._report(
-                StepCommitted(
-                    group=self._group,
-                    step=step,
-                    loss=result.loss,
-                    grad_norm=result.grad_norm,
-                    num_alive=self._now.num_alive,
-                    makespan=self._now.makespan,
-                    step_s=step_s,
-                    head=self._head,
-                )
+        self._report_if_leader(
+            StepCommitted(
+                group=self._group,
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                num_alive=self._now.num_alive,
+                makespan=self._now.makespan,
+                step_s=step_s,
+                head=self._head,
             )
+        )
 
     def _compare_params(self, step: int) -> None:
         """Has the next vote compare the parameters after this many steps, where that is due: also after a recovery."""
@@ -318,6 +347,10 @@ class GroupExecutor:
     def _write_recoveries(self) -> None:
         for record in self._clock.take_finished():
             self._write_if_leader(record)
+
+    def _report_if_leader(self, report: StepCommitted | GroupRejoined) -> None:
+        if self._agreement.is_leader:
+            self._report(report)
 
     def _write_if_leader(self, record: Record) -> None:
         if self._agreement.is_leader:

@@ -3,6 +3,8 @@
 import os
 import sys
 import traceback
+from collections import deque
+from functools import partial
 from multiprocessing.connection import Connection
 
 from spare_megatron.control.decision_log import DecisionLog
@@ -11,15 +13,15 @@ from spare_megatron.control.store import StoreLost
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.guard import GradientGuard
 from spare_megatron.core.liveness import Operation
-from spare_megatron.core.messages import FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.topology import Member
+from spare_megatron.core.messages import Action, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.agreement import GroupAgreement, GroupBroken
+from spare_megatron.runtime.agreement import Fenced, GroupAgreement, GroupBroken
 from spare_megatron.runtime.beacon import Beacon
 from spare_megatron.runtime.bootstrap import (
     choose_device,
@@ -29,12 +31,13 @@ from spare_megatron.runtime.bootstrap import (
 )
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
-from spare_megatron.runtime.executor import Fenced, GroupExecutor
+from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop, controller_setup
+from spare_megatron.runtime.join import JoinFailed, StateTransfer, catch_up
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.reports import ExitCode, FaultWanted, RankRaised, RanksReady, RunStopped
 from spare_megatron.runtime.spec import RankSpec
-from spare_megatron.runtime.train import train
+from spare_megatron.runtime.train import start, train
 
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
@@ -77,8 +80,14 @@ class _Rank:
         try:
             self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
             self._executor = self._build_executor()
+            first = self._join() if self._spec.incarnation else self._start()
+            if isinstance(first, Stop):
+                return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
-                return self._stopped(train(self._controller, self._executor))
+                return self._stopped(train(self._controller, self._executor, first))
+        except JoinFailed as error:
+            print(error, file=sys.stderr)
+            return ExitCode.JOIN_FAILED
         except Fenced as error:
             print(error, file=sys.stderr)
             return ExitCode.FENCED
@@ -102,10 +111,18 @@ class _Rank:
     def _build_executor(self) -> GroupExecutor:
         spec, config = self._spec, self._spec.config
         device = choose_device(spec)
-        ranks = join_group(spec, self._store, device)
+        ranks = self._ranks = join_group(spec, self._store, device)
         self._trainer = GroupTrainer(config, device, self._probe)
-        agreement = GroupAgreement(Member(spec.group), ranks, self._log, config.control.decision_timeout_s)
-        communicator = CrossGroupCommunicator(
+        everybody = [GroupId(group) for group in range(config.layout.num_groups)]
+        agreement = self._agreement = GroupAgreement(
+            spec.member,
+            ranks,
+            self._log,
+            config.control.decision_timeout_s,
+            may_come_back=everybody if config.spare.rejoins else (),
+        )
+        connect = partial(
+            CrossGroupCommunicator,
             group=spec.group,
             position=spec.rank,
             device=device,
@@ -113,21 +130,35 @@ class _Rank:
             timeout_s=config.reduce.timeout_s,
             probe=self._probe,
         )
-        executor = GroupExecutor(
+        channel = connect(purpose="transfer")
+        return GroupExecutor(
             group=spec.group,
             trainer=self._trainer,
             agreement=agreement,
-            communicator=communicator,
+            communicator=connect(),
             journal=self._journal,
+            transfer=StateTransfer(trainer=self._trainer, agreement=agreement, channel=channel, device=device),
+            join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
             probe=self._probe,
             guard=GradientGuard(config.train.gradient_outlier_factor),
             params_check_every_steps=config.train.params_check_every_steps,
         )
-        wait_for_all_groups(spec, self._store, ranks)
-        if agreement.is_leader:
-            self._reports.send(RanksReady(group=spec.group))
-        return executor
+
+    def _start(self) -> deque[Action]:
+        """With all others, at the start of the run."""
+        self._executor.start()
+        wait_for_all_groups(self._spec, self._store, self._ranks)
+        self._report_ready()
+        return start(self._controller)
+
+    def _join(self) -> deque[Action] | Stop:
+        """After a loss, when the others take the group in again."""
+        return catch_up(self._controller, self._agreement, self._report_ready)
+
+    def _report_ready(self) -> None:
+        if self._agreement.is_leader:
+            self._reports.send(RanksReady(group=self._spec.group))
 
     def _stopped(self, stop: Stop) -> ExitCode:
         if isinstance(stop, FinishRun):
@@ -144,7 +175,7 @@ class _Rank:
         """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""
         print(error, file=sys.stderr)
         reason = f"rank {self._spec.rank} lost a peer in its group"
-        fence(self._log, Member(self._spec.group), reason, self._controller.head)
+        fence(self._log, self._spec.member, reason, self._controller.head)
         return ExitCode.GROUP_BROKEN
 
     def _request_fault(self, fault: Fault) -> None:
@@ -155,7 +186,7 @@ class _Rank:
         if fault.kind == "disk_full":
             fill_disk(self._journal.fileno(), fault.seconds)
             return
-        self._reports.send(FaultWanted(fault=fault))
+        self._reports.send(FaultWanted(fault=fault, pid=os.getpid()))
         self._reports.recv()
 
     def _journal_fault(self, fault: Fault) -> None:

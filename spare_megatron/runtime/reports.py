@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
 
 RankKey = tuple[GroupId, int]
@@ -24,6 +24,8 @@ class ExitCode(IntEnum):
     WIPE_OUT = 5
     HALTED = 6
     STORE_LOST = 7
+    JOIN_FAILED = 8
+    """The group was admitted after a loss and could not take the state over."""
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each
@@ -31,9 +33,17 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReady:
-    """The group is up and about to train; sent by its leader."""
+    """The group is up and about to train, or waits to be admitted; sent by its leader."""
 
     group: GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRejoined:
+    """A group that was lost takes part again from this step on; sent by its leader."""
+
+    member: Member
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +81,18 @@ class RunStopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultWanted:
-    """A fault of the trace that others have to inflict. The rank waits until it is told to go on."""
+    """A fault of the trace that others have to inflict. The rank waits until it is told to go on.
+
+    Attributes:
+        fault: The fault.
+        pid: The rank's process.
+    """
 
     fault: Fault
+    pid: int
 
 
-RankReport = RanksReady | StepCommitted | RankRaised | RunStopped | FaultWanted
+RankReport = RanksReady | GroupRejoined | StepCommitted | RankRaised | RunStopped | FaultWanted
 
 # ----------------------------------------------------------------------------------------------------- from supervisors
 
@@ -143,7 +159,7 @@ class NodeEnded:
 class GoOn:
     """To a supervisor from the driver: the fault that this rank wanted has struck."""
 
-    key: RankKey
+    wanted: FaultWanted
 
 
 NodeReport = RankReport | RanksStarted | GroupLost | StoreAway | StoreBack | NodeEnded

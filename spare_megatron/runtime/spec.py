@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.spec import StoreSpec
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
 from spare_megatron.runtime.beacon import Page
 
@@ -23,6 +23,7 @@ class RankSpec:
         config: The resolved configuration.
         run_dir: The run's directory.
         group: The rank's group.
+        incarnation: Which life of the group it is; 0 with the start of the run.
         rank: Its index inside the group.
         device: Its device.
         store: Where the control store is.
@@ -34,6 +35,7 @@ class RankSpec:
     config: RunConfig
     run_dir: Path
     group: GroupId
+    incarnation: int
     rank: int
     device: str
     store: StoreSpec
@@ -43,7 +45,11 @@ class RankSpec:
 
     @property
     def name(self) -> str:
-        return f"group-{self.group:04d}-rank-{self.rank}"
+        return f"group-{self.group:04d}-rank-{self.rank}" + (f"-life-{self.incarnation}" if self.incarnation else "")
+
+    @property
+    def member(self) -> Member:
+        return Member(self.group, self.incarnation)
 
 
 RankMain = Callable[[RankSpec, Connection], None]

@@ -27,9 +27,19 @@ _ENDED = "ended"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FenceWanted:
-    """A group to be fenced."""
+    """A group to be fenced.
+
+    Attributes:
+        group: The group.
+        member: The group in its present life, where this node knows it.
+        rank: The rank that showed the loss; -1 for its whole node.
+        cause: Why, for people.
+        error: The exception behind it, where others may meet it too.
+        from_index: An index at or before the head of the log.
+    """
 
     group: GroupId
+    member: Member | None
     rank: int
     cause: str
     error: str
@@ -41,6 +51,7 @@ class FenceWritten:
     """It is fenced, by this log entry."""
 
     wanted: FenceWanted
+    member: Member
     entry_index: int
 
 
@@ -80,7 +91,8 @@ class StoreLink:
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
-        self._wanted: queue.SimpleQueue[FenceWanted | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[FenceWanted | Member | None] = queue.SimpleQueue()
+        self._silent: set[int] = set()
         self._ring = [(node + offset) % num_nodes for offset in range(1, num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
         self._beats = 0
@@ -94,6 +106,10 @@ class StoreLink:
     def fence(self, wanted: FenceWanted) -> None:
         """Has the group fenced as soon as the store answers."""
         self._wanted.put(wanted)
+
+    def name_incarnation(self, member: Member) -> None:
+        """Tells other nodes which life the group is in, should they have to fence it."""
+        self._wanted.put(member)
 
     def stop(self, timeout_s: float) -> None:
         """Says that the node ends by itself, if the store takes it in time."""
@@ -127,15 +143,20 @@ class StoreLink:
         if wanted is None:
             store.put(f"beat/{self._node}", _ENDED)
             return False
-        index = fence(log, Member(wanted.group), wanted.cause, wanted.from_index, error=wanted.error)
-        self._outbox.send(FenceWritten(wanted=wanted, entry_index=index))
+        if isinstance(wanted, Member):
+            store.put(f"incarnation/{wanted.group}", str(wanted.incarnation))
+            return True
+        member = wanted.member or Member(wanted.group, _incarnation(store, wanted.group))
+        index = fence(log, member, wanted.cause, wanted.from_index, error=wanted.error)
+        self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         return True
 
     def _beat(self, store: ControlStore) -> None:
         began_s = time.monotonic()
         self._beats += 1
         store.put(f"beat/{self._node}", str(self._beats))
-        watched = self._ring[:NUM_WATCHED]
+        near = [other for other in self._ring if other not in self._silent][:NUM_WATCHED]
+        watched = [*near, *sorted(self._silent)]  # a silent one may come back, with groups that do
         # With nobody to watch, its own beat: the store has to answer something.
         found = store.get([f"beat/{other}" for other in watched or [self._node]])
         now_s = time.monotonic()
@@ -147,12 +168,21 @@ class StoreLink:
     def _judge(self, other: int, beats: str | None, now_s: float) -> None:
         if beats == _ENDED:
             self._ring.remove(other)
+            self._silent.discard(other)
             return
         if beats is None:  # has not begun: the start has a timeout of its own
             return
         if now_s - self._slow_at_s < _GRACE_INTERVALS * self._interval_s:
             self._absences[other] = Absence(self._interval_s)
         cause = self._absences[other].look(int(beats), now_s)
-        if cause:
-            self._ring.remove(other)
+        if cause and other not in self._silent:
+            self._silent.add(other)
             self._outbox.send(NodeSilent(node=other, cause=cause))
+        elif not cause:
+            self._silent.discard(other)
+
+
+def _incarnation(store: ControlStore, group: GroupId) -> int:
+    """Which life the group is in, as its node has told."""
+    (text,) = store.get([f"incarnation/{group}"])
+    return 0 if text is None else int(text)

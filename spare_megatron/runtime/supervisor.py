@@ -5,21 +5,19 @@ import os
 import signal
 import sys
 import time
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe, wait
 
-from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.open_store import open_store
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Liveness
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.rejoin import restart_delay_s
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.injection import InjectedFault
-from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.runtime.agenda import Agenda
-from spare_megatron.runtime.beacon import Page, new_page, read_page
 from spare_megatron.runtime.network import NodeNetwork
-from spare_megatron.runtime.processes import Child, describe_exit, end_child, log_to_file, start_child
+from spare_megatron.runtime.processes import describe_exit, log_to_file
+from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.reports import (
     ExitCode,
     FaultWanted,
@@ -36,7 +34,7 @@ from spare_megatron.runtime.reports import (
     StoreAway,
     StoreBack,
 )
-from spare_megatron.runtime.spec import NodeSpec, RankSpec
+from spare_megatron.runtime.spec import NodeSpec
 from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, NodeSilent, StoreLink
 
 _LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
@@ -77,17 +75,17 @@ class _Supervisor:
     def __init__(self, spec: NodeSpec, driver: Connection) -> None:
         self._spec = spec
         self._driver = driver
-        self._interval_s = spec.config.control.heartbeat_interval_s
+        self._control = spec.config.control
+        self._interval_s = self._control.heartbeat_interval_s
         self._network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
-        # Forked, not from the fork server, so that ranks are this process's children and die with it.
-        self._context = get_context("fork")
         self._journal = JournalWriter(spec.run_dir, spec.name)
-        self._ranks: dict[RankKey, Child] = {}
-        self._pages: dict[RankKey, Page] = {}
+        self._ranks = RankProcesses(spec)
         self._liveness: dict[RankKey, Liveness] = {}
-        self._exits: dict[RankKey, int] = {}
         self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
+        self._coming_back: set[GroupId] = set()
+        self._has_begun = False
+        self._is_over = False
         self._head_hint = 0
         self._agenda = Agenda()
         self._looked_at_s = time.monotonic()
@@ -104,9 +102,8 @@ class _Supervisor:
     def run(self) -> str:
         """Looks after the ranks until none is left. Returns why the run cannot go on, where that is so."""
         try:
-            for key in self._spec.config.parallel.ranks_on(self._spec.node):
-                self._start_rank(key)
-            self._tell(RanksStarted(node=self._spec.node, pids={key: c.pid for key, c in self._ranks.items()}))
+            self._ranks.start_all()
+            self._tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
             self._link.start()
             self._watch()
         except _Stopped:
@@ -117,53 +114,37 @@ class _Supervisor:
 
     def close(self, failure: str) -> None:
         """Leaves no process behind."""
-        for child in self._ranks.values():
-            end_child(child)
+        self._ranks.end()
         if not failure:
             self._link.stop(_FAREWELL_S)
             with contextlib.suppress(_Failed):  # the store may have gone before its last word
                 self._serve_link()
         self._journal.close()
-        self._tell(NodeEnded(node=self._spec.node, exits=self._exits, lost=frozenset(self._lost), failure=failure))
+        self._tell(
+            NodeEnded(node=self._spec.node, exits=self._ranks.exits, lost=frozenset(self._lost), failure=failure)
+        )
         sys.stdout.flush()
         os._exit(0)  # the link's thread may be waiting for a store that does not answer
-
-    def _start_rank(self, key: RankKey) -> None:
-        group, rank = key
-        page = self._pages[key] = new_page(self._context)
-        spec = RankSpec(
-            config=self._spec.config,
-            run_dir=self._spec.run_dir,
-            group=group,
-            rank=rank,
-            device=_choose_device(self._spec.config, self._spec.node, key),
-            store=self._spec.store,
-            faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key),
-            page=page,
-            supervisor_pid=os.getpid(),
-        )
-        self._ranks[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
 
     # ----------------------------------------------------------------------------------------------------- watch
 
     def _watch(self) -> None:
-        """Serves reports, deaths and silence until no rank is left."""
+        """Serves reports, deaths and silence until no rank is left, or about to come back."""
         self._look()
-        pipes = {child.reports: key for key, child in self._ranks.items()}
-        sentinels = {child.process.sentinel: key for key, child in self._ranks.items()}
-        while sentinels:
-            ready = wait([*pipes, *sentinels, self._driver, self._inbox], self._agenda.pause_s())
+        ranks = self._ranks
+        while ranks.sentinels or (self._coming_back and not self._is_over):
+            ready = wait([*ranks.pipes, *ranks.sentinels, self._driver, self._inbox], self._agenda.pause_s())
             # Deaths first: a fence is urgent, a report is not.
-            for key in [sentinels.pop(item) for item in ready if item in sentinels]:
+            for key in [ranks.sentinels.pop(item) for item in ready if item in ranks.sentinels]:
                 self._reap(key)
-            for pipe in [item for item in ready if item in pipes]:
+            for pipe in [item for item in ready if item in ranks.pipes]:
                 if not self._serve(pipe):
-                    del pipes[pipe]
+                    del ranks.pipes[pipe]
             if self._driver in ready:
                 self._obey()
             self._serve_link()
             self._agenda.run_due()
-        for pipe in pipes:
+        for pipe in ranks.pipes:
             while pipe.poll() and self._serve(pipe):
                 pass
 
@@ -179,9 +160,10 @@ class _Supervisor:
             case RankRaised(group=group, rank=rank, traceback=text):
                 self._tracebacks[group, rank] = text
             case RanksReady(group=group):
+                self._has_begun = True
                 self._watch_beats_of(group)
-            case FaultWanted(fault=fault):
-                self._inflict(fault)
+            case FaultWanted():
+                self._inflict(report)
                 return True
         self._tell(report)
         return True
@@ -194,51 +176,49 @@ class _Supervisor:
             raise _Stopped from error
         if not isinstance(order, GoOn):
             raise _Stopped
-        self._let_go_on(order.key)
+        self._let_go_on(order.wanted)
 
-    def _inflict(self, fault: Fault) -> None:
+    def _inflict(self, wanted: FaultWanted) -> None:
         """A fault that strikes a rank from outside, or this supervisor; those of the run are the driver's affair."""
-        key = (fault.group, fault.rank)
-        match fault.kind:
+        seconds = wanted.fault.seconds
+        match wanted.fault.kind:
             case "stop":
-                os.kill(self._ranks[key].pid, signal.SIGSTOP)
-                if fault.seconds is not None:
-                    self._agenda.after(fault.seconds, lambda: self._let_go_on(key))
+                os.kill(wanted.pid, signal.SIGSTOP)
+                if seconds is not None:
+                    self._agenda.after(seconds, lambda: self._let_go_on(wanted))
             case "cut":
                 assert self._network is not None, "validation refuses it otherwise"
                 self._network.cut()
-                if fault.seconds is not None:
-                    self._agenda.after(fault.seconds, self._network.mend)
-                self._let_go_on(key)
+                if seconds is not None:
+                    self._agenda.after(seconds, self._network.mend)
+                self._let_go_on(wanted)
             case "kill_supervisor":
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
-                self._tell(FaultWanted(fault=fault))
+                self._tell(wanted)
 
-    def _let_go_on(self, key: RankKey) -> None:
-        child = self._ranks[key]
-        if child.process.is_alive():
+    def _let_go_on(self, wanted: FaultWanted) -> None:
+        child = self._ranks.child((wanted.fault.group, wanted.fault.rank))
+        if child.pid == wanted.pid and child.process.is_alive():
             os.kill(child.pid, signal.SIGCONT)
             with contextlib.suppress(OSError):  # it has been killed meanwhile
                 child.reports.send("go on")
 
     def _watch_beats_of(self, group: GroupId) -> None:
         """From here on: what comes before has the timeout of the start."""
-        for key in self._ranks:
-            if key[0] == group:
-                self._liveness[key] = Liveness(self._interval_s, self._spec.config.control.group_timeout_s)
+        for key in self._ranks.of(group):
+            self._liveness[key] = Liveness(self._interval_s, self._control.group_timeout_s)
 
     def _reap(self, key: RankKey) -> None:
         group, rank = key
-        child = self._ranks[key]
-        child.process.join()
-        code = child.process.exitcode
-        assert code is not None, "a process whose sentinel is ready has ended"
-        self._exits[key] = code
+        code = self._ranks.reap(key)
         self._liveness.pop(key, None)
+        if code in _LOSSLESS_EXITS:
+            self._is_over = True
         if code in _LOSSLESS_EXITS or group in self._lost:
             return
-        while child.reports.poll() and self._serve(child.reports):
+        pipe = self._ranks.child(key).reports
+        while pipe.poll() and self._serve(pipe):
             pass  # the traceback comes before the end
         error = _last_line(self._tracebacks.get(key, ""))
         cause = error or _CAUSES.get(code) or describe_exit(code)
@@ -257,7 +237,7 @@ class _Supervisor:
             for group in {key[0] for key in self._liveness}:
                 self._watch_beats_of(group)
             return
-        pulses = {key: read_page(self._pages[key]) for key in self._liveness}
+        pulses = {key: self._ranks.pulse(key) for key in self._liveness}
         causes = {key: cause for key in pulses if (cause := self._liveness[key].look(pulses[key], now_s))}
         # Where several stand still, the others wait for the one that stood still first.
         for key in sorted(causes, key=lambda key: pulses[key].progress_at_s):
@@ -265,7 +245,7 @@ class _Supervisor:
                 self._lose(*key, f"{causes[key]} in {pulses[key].operation} of step {pulses[key].step}")
 
     def _look_at_store(self, now_s: float) -> None:
-        silent_s, limit_s = self._link.unanswered_s(), self._spec.config.control.store_timeout_s
+        silent_s, limit_s = self._link.unanswered_s(), self._control.store_timeout_s
         if silent_s > self._interval_s and self._away_since_s is None:
             self._away_since_s = now_s - silent_s
             self._tell(StoreAway(node=self._spec.node, limit_s=limit_s))
@@ -284,49 +264,79 @@ class _Supervisor:
         """Fences the group, and ends what is left of it here: it is of no use and must not linger."""
         self._lost.add(group)
         self._want_fence(group, rank, cause, error)
-        for key, child in self._ranks.items():
-            if key[0] == group and child.process.is_alive():
-                child.process.kill()
+        self._ranks.kill(group)
+        for key in self._ranks.of(group):
+            self._liveness.pop(key, None)
 
     def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
-        self._link.fence(FenceWanted(group=group, rank=rank, cause=cause, error=error, from_index=self._head_hint))
+        member = self._ranks.member(group) if group in self._ranks.groups else None
+        wanted = FenceWanted(
+            group=group, member=member, rank=rank, cause=cause, error=error, from_index=self._head_hint
+        )
+        self._link.fence(wanted)
 
     def _serve_link(self) -> None:
         while self._inbox.poll():
             event: LinkEvent = self._inbox.recv()
             match event:
-                case FenceWritten(wanted=wanted, entry_index=index):
-                    self._fenced(wanted, index)
+                case FenceWritten(wanted=wanted, member=member, entry_index=index):
+                    self._fenced(wanted, member, index)
                 case NodeSilent(node=node, cause=cause):
                     for group in self._spec.config.parallel.groups_on(node):
                         self._want_fence(group, -1, f"node {node}: {cause}")
                 case LinkLost(reason=reason):
                     raise _Failed(f"the control store is gone: {reason}")
 
-    def _fenced(self, wanted: FenceWanted, index: int) -> None:
-        pending = [
-            {"rank": key[1], "operation": str(pulse.operation), "step": pulse.step}
-            for key, page in self._pages.items()
-            if key[0] == wanted.group
-            for pulse in [read_page(page)]
-        ]
-        self._journal.write(
-            LossRecord(group=wanted.group, rank=wanted.rank, cause=wanted.cause, entry_index=index, pending=pending)
+    def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
+        """The loss is in the log: it is told, and the group may come back."""
+        group = wanted.group
+        is_here = group in self._ranks.groups
+        pulses = {key[1]: self._ranks.pulse(key) for key in (self._ranks.of(group) if is_here else ())}
+        record = LossRecord(
+            group=group,
+            rank=wanted.rank,
+            cause=wanted.cause,
+            entry_index=index,
+            incarnation=member.incarnation,
+            pending=[
+                {"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()
+            ],
         )
-        text = self._tracebacks.get((wanted.group, wanted.rank), "")
-        self._tell(GroupLost(group=wanted.group, rank=wanted.rank, cause=wanted.cause, traceback=text))
+        self._journal.write(record)
+        text = self._tracebacks.pop((group, wanted.rank), "")
+        self._tell(GroupLost(group=group, rank=wanted.rank, cause=wanted.cause, traceback=text))
+        if is_here and member == self._ranks.member(group) and group in self._lost:
+            self._bring_back(member)
+
+    def _bring_back(self, lost: Member) -> None:
+        delay_s = restart_delay_s(lost.incarnation, self._spec.config.spare.rejoins, self._interval_s)
+        if delay_s is None or self._is_over or not self._has_begun or lost.group in self._coming_back:
+            return
+        self._coming_back.add(lost.group)
+        self._agenda.after(delay_s, lambda: self._start_again(lost.group))
+
+    def _start_again(self, group: GroupId) -> None:
+        self._coming_back.discard(group)
+        if self._is_over:
+            return
+        self._ranks.start_again(group)
+        self._lost.discard(group)
+        member = self._ranks.member(group)
+        self._link.name_incarnation(member)
+        self._tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+        self._agenda.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
+
+    def _give_up_if_not_ready(self, member: Member) -> None:
+        is_present = member == self._ranks.member(member.group) and member.group not in self._lost
+        if is_present and not any(key in self._liveness for key in self._ranks.of(member.group)):
+            limit_s = self._control.startup_timeout_s
+            self._lose(member.group, 0, f"not up again within control.startup_timeout_s={limit_s:g}")
 
     def _tell(self, report: NodeReport) -> None:
         try:
             self._driver.send(report)
         except OSError as error:
             raise _Stopped from error
-
-
-def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
-    """The rank's device on its node."""
-    local_rank = config.parallel.ranks_on(node).index(key)
-    return f"cuda:{local_rank}" if config.cluster.device == "gpu" else "cpu"
 
 
 def _last_line(traceback: str) -> str:

@@ -6,6 +6,7 @@ from collections import deque
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
+    AdmitGroups,
     AppendEntry,
     AttemptReduce,
     BuildCommunicator,
@@ -21,9 +22,19 @@ from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop
 
 
-def train(controller: Controller, executor: GroupExecutor) -> Stop:
-    """Trains until the controller says stop, and returns why."""
-    actions: deque[Action] = deque(controller.handle(RunStarted(), now_s=time.monotonic()))
+def start(controller: Controller) -> deque[Action]:
+    """What there is to do from the start of a run on."""
+    return deque(controller.handle(RunStarted(), now_s=time.monotonic()))
+
+
+def train(controller: Controller, executor: GroupExecutor, actions: deque[Action]) -> Stop:
+    """Trains until the controller says stop, and returns why.
+
+    Args:
+        controller: Decides.
+        executor: Obeys.
+        actions: What there is to do first.
+    """
     while True:
         action = actions.popleft()
         if isinstance(action, Stop):
@@ -50,6 +61,8 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             return executor.read_entry(index)
         case ComputePatch(plan=plan):
             executor.compute_patch(plan)
+        case AdmitGroups():
+            executor.admit(action, controller.head)
         case UpdateModel(step=step, attempt=attempt):
             executor.update_model(step, attempt)
         case _:

@@ -86,12 +86,11 @@ class _DumpingOptimizer(Optimizer):
     def __init__(self, watch: Watch, spec: RankSpec, config: Any, chunks: Any, groups: Any) -> None:
         super().__init__(config, chunks, groups)
         self._watch, self._spec, self._chunks = watch, spec, chunks
-        self._num_steps = 0
 
     def step(self) -> tuple[float, float]:
-        if self._num_steps in self._watch.dump_steps:
-            self._dump(dump_file(self._spec.run_dir, self._num_steps, self._spec.group, self._spec.rank))
-        self._num_steps += 1
+        step = self.schedule.num_steps  # comes with the state of a group that came back
+        if step in self._watch.dump_steps:
+            self._dump(dump_file(self._spec.run_dir, step, self._spec.group, self._spec.rank))
         return super().step()
 
     def _dump(self, file: Path) -> None:

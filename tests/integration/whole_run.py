@@ -51,6 +51,7 @@ def tiny_config(
     granularity: str = "microbatch",
     groups_per_domain: int = 1,
     cluster: ClusterConfig = CPU,
+    rejoins: int = 0,
     **model: Any,
 ) -> RunConfig:
     """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less."""
@@ -63,6 +64,7 @@ def tiny_config(
             redundancy=redundancy or layout.num_groups,
             microbatches_per_shard=num_microbatches,
             granularity=granularity,
+            rejoins=rejoins,
             groups_per_domain=groups_per_domain,
         ),
         data=DataConfig(corpus=str(corpus)),

@@ -1,0 +1,53 @@
+"""The whole state of a rank as bytes: what a group that comes back takes over from one that trained on."""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.optimizer import Optimizer
+
+_DIGEST_BYTES = 32
+
+
+class DamagedState(Exception):
+    """The bytes are not those that were sent."""
+
+
+def dump_state(chunks: Sequence[Chunk], optimizer: Optimizer) -> bytes:
+    """Parameters, buffers, optimizer state and the place in the learning-rate schedule, behind their SHA-256."""
+    state = {
+        "chunks": [_tensors(chunk) for chunk in chunks],
+        "optimizer": optimizer.megatron.state_dict(),
+        "schedule": optimizer.schedule.state_dict(),
+    }
+    file = io.BytesIO()
+    torch.save(state, file)
+    content = file.getvalue()
+    return hashlib.sha256(content).digest() + content
+
+
+def load_state(data: bytes, chunks: Sequence[Chunk], optimizer: Optimizer) -> None:
+    """Takes over what `dump_state` wrote on the rank of the same position.
+
+    Raises:
+        DamagedState: The checksum does not fit. Nothing is changed.
+    """
+    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        raise DamagedState(f"{len(content)} bytes of state do not fit their checksum")
+    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    with torch.no_grad():
+        for chunk, saved in zip(chunks, state["chunks"], strict=True):
+            for name, tensor in _tensors(chunk).items():
+                tensor.copy_(saved[name])
+    optimizer.megatron.load_state_dict(state["optimizer"])
+    optimizer.schedule.load_state_dict(state["schedule"])
+
+
+def _tensors(chunk: Chunk) -> dict[str, torch.Tensor]:
+    module = chunk.module.module
+    return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}

@@ -1,0 +1,120 @@
+"""The rank processes of one node: started, told apart by their lives, reaped."""
+
+import os
+from collections.abc import Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.liveness import Pulse
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.runtime.beacon import Page, new_page, read_page
+from spare_megatron.runtime.processes import Child, end_child, start_child
+from spare_megatron.runtime.reports import RankKey
+from spare_megatron.runtime.spec import NodeSpec, RankSpec
+
+
+class RankProcesses:
+    """The processes and what belongs to each.
+
+    Attributes:
+        pipes: Where reports come from, by the rank that writes them.
+        sentinels: What becomes ready when a process ends, by its rank.
+        exits: How the last process of each rank ended.
+    """
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._spec = spec
+        # Forked, not from the fork server, so that ranks are this process's children and die with it.
+        self._context = get_context("fork")
+        self._keys = spec.config.parallel.ranks_on(spec.node)
+        self._children: dict[RankKey, Child] = {}
+        self._pages: dict[RankKey, Page] = {}
+        self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
+        self.pipes: dict[Connection, RankKey] = {}
+        self.sentinels: dict[int, RankKey] = {}
+        self.exits: dict[RankKey, int] = {}
+
+    def start_all(self) -> None:
+        """Starts every rank of the node for the first time."""
+        for key in self._keys:
+            self._start(key)
+
+    def start_again(self, group: GroupId) -> None:
+        """Starts the node's ranks of a group whose processes are of no use any more, as its next incarnation."""
+        self._incarnations[group] += 1
+        for key in self.of(group):
+            child = self._children[key]
+            end_child(child)
+            self.pipes.pop(child.reports, None)
+            self.sentinels = {item: owner for item, owner in self.sentinels.items() if owner != key}
+            self._start(key)
+
+    def _start(self, key: RankKey) -> None:
+        group, rank = key
+        page = self._pages[key] = new_page(self._context)
+        spec = RankSpec(
+            config=self._spec.config,
+            run_dir=self._spec.run_dir,
+            group=group,
+            incarnation=self._incarnations[group],
+            rank=rank,
+            device=_choose_device(self._spec.config, self._spec.node, key),
+            store=self._spec.store,
+            faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key),
+            page=page,
+            supervisor_pid=os.getpid(),
+        )
+        child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
+        self.pipes[child.reports] = key
+        self.sentinels[child.process.sentinel] = key
+
+    def of(self, group: GroupId) -> list[RankKey]:
+        """The node's ranks of a group."""
+        return [key for key in self._keys if key[0] == group]
+
+    def member(self, group: GroupId) -> Member:
+        """The group in its present life."""
+        return Member(group, self._incarnations[group])
+
+    @property
+    def groups(self) -> frozenset[GroupId]:
+        """The groups that have ranks on the node."""
+        return frozenset(self._incarnations)
+
+    @property
+    def pids(self) -> Mapping[RankKey, int]:
+        return {key: child.pid for key, child in self._children.items()}
+
+    def child(self, key: RankKey) -> Child:
+        """The rank's present process."""
+        return self._children[key]
+
+    def pulse(self, key: RankKey) -> Pulse:
+        """What the rank shows of itself now."""
+        return read_page(self._pages[key])
+
+    def reap(self, key: RankKey) -> int:
+        """The exit code of a process whose sentinel was ready."""
+        process = self._children[key].process
+        process.join()
+        assert process.exitcode is not None, "a process whose sentinel is ready has ended"
+        self.exits[key] = process.exitcode
+        return process.exitcode
+
+    def kill(self, group: GroupId) -> None:
+        """Kills what is left of a group here."""
+        for key in self.of(group):
+            if self._children[key].process.is_alive():
+                self._children[key].process.kill()
+
+    def end(self) -> None:
+        """Kills and reaps all that are left."""
+        for child in self._children.values():
+            end_child(child)
+
+
+def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
+    """The rank's device on its node."""
+    local_rank = config.parallel.ranks_on(node).index(key)
+    return f"cuda:{local_rank}" if config.cluster.device == "gpu" else "cpu"

@@ -1,0 +1,72 @@
+"""Groups that come back after a loss, while the others train on."""
+
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.records import EntryRecord, ParamsRecord, UpdateRecord
+from spare_megatron.runtime.reports import GroupRejoined
+from tests.integration.reference import assert_exact
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = 150
+"""Enough for a group to be up again before the end."""
+
+
+def rejoined(run: Run) -> list[tuple[int, int, int]]:
+    """Group, incarnation and first step of those that came back."""
+    return [(e.member.group, e.member.incarnation, e.step) for e in run.events if isinstance(e, GroupRejoined)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [LayoutConfig(num_groups=3), LayoutConfig(num_groups=3, pipeline_parallel=2)],
+    ids=["one_rank", "stages"],
+)
+def test_a_lost_group_comes_back_and_takes_its_load_again(
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
+) -> None:
+    config = tiny_config(text_corpus, layout, steps=STEPS, faults=[kill(Phase.BACKWARD, 2, 1)], rejoins=1)
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset({0, 3, STEPS - 2, STEPS - 1})))
+    assert_masked(run)
+    ((group, incarnation, step),) = rejoined(run)
+    assert (group, incarnation) == (1, 1)
+    admissions = [entry for entry in entries_of(run.journal) if entry.get("admit")]
+    assert [(entry["step"] + 1, entry["admit"]) for entry in admissions] == [(step, [[1, 1]])]
+    updates = run.journal.of(UpdateRecord)
+    assert {update.group for update in updates if update.step == STEPS - 1} == {0, 1, 2}
+    assert {update.makespan for update in updates if update.step == STEPS - 1} == {2}, "everybody has one shard again"
+    assert {update.makespan for update in updates if update.step == 3} == {3}
+    ends = [record.sha256 for record in run.journal.of(ParamsRecord) if record.step == STEPS]
+    assert len(ends) == 3
+    assert len(set(ends)) == 1
+    assert_exact(run, [0, 3, STEPS - 2, STEPS - 1])
+
+
+def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path) -> None:
+    layout = LayoutConfig(num_groups=3)
+    faults = [kill(Phase.IN_REDUCE, 2, 1)]
+    plain = tiny_config(text_corpus, layout, steps=STEPS, mode="reproducible", hidden_dropout=0.1)
+    whole = complete_run(plain, tmp_path / "whole")
+    config = tiny_config(
+        text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, mode="reproducible", hidden_dropout=0.1
+    )
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert len(rejoined(run)) == 1
+    assert run.summary.params_sha256 == whole.summary.params_sha256
+
+
+def test_a_group_is_given_up_after_its_last_restart(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        text_corpus, LayoutConfig(num_groups=3), steps=40, faults=[kill(Phase.FORWARD, 2, 1)], rejoins=0
+    )
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert rejoined(run) == []
+    assert not any(record.entry.get("admit") for record in run.journal.of(EntryRecord))

@@ -83,6 +83,7 @@ class _Supervisor:
         self._liveness: dict[RankKey, Liveness] = {}
         self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
+        self._num_fences_wanted = 0  # and not written yet
         self._coming_back: set[GroupId] = set()
         self._has_begun = False
         self._is_over = False
@@ -132,7 +133,7 @@ class _Supervisor:
         """Serves reports, deaths and silence until no rank is left, or about to come back."""
         self._look()
         ranks = self._ranks
-        while ranks.sentinels or (self._coming_back and not self._is_over):
+        while ranks.sentinels or self._num_fences_wanted or (self._coming_back and not self._is_over):
             ready = wait([*ranks.pipes, *ranks.sentinels, self._driver, self._inbox], self._agenda.pause_s())
             # Deaths first: a fence is urgent, a report is not.
             for key in [ranks.sentinels.pop(item) for item in ready if item in ranks.sentinels]:
@@ -274,6 +275,7 @@ class _Supervisor:
             group=group, member=member, rank=rank, cause=cause, error=error, from_index=self._head_hint
         )
         self._link.fence(wanted)
+        self._num_fences_wanted += 1
 
     def _serve_link(self) -> None:
         while self._inbox.poll():
@@ -289,6 +291,7 @@ class _Supervisor:
 
     def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
         """The loss is in the log: it is told, and the group may come back."""
+        self._num_fences_wanted -= 1
         group = wanted.group
         is_here = group in self._ranks.groups
         pulses = {key[1]: self._ranks.pulse(key) for key in (self._ranks.of(group) if is_here else ())}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.records import EntryRecord, ParamsRecord, UpdateRecord
 from spare_megatron.runtime.reports import GroupRejoined
@@ -46,6 +46,16 @@ def test_a_lost_group_comes_back_and_takes_its_load_again(
     assert len(ends) == 3
     assert len(set(ends)) == 1
     assert_exact(run, [0, 3, STEPS - 2, STEPS - 1])
+
+
+def test_a_group_comes_back_on_a_node_that_has_no_other(text_corpus: Path, tmp_path: Path) -> None:
+    cluster = ClusterConfig(device="cpu", num_nodes=3)
+    layout = LayoutConfig(num_groups=3)
+    faults = [kill(Phase.FORWARD, 2, 1)]
+    config = tiny_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, cluster=cluster)
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert [group for group, _, _ in rejoined(run)] == [1]
 
 
 def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 A beat says that a process is scheduled at all; progress says that its main thread gets on with its work. Only
 differences of the watcher's monotonic clock count, so that clocks that jump or differ between machines mean nothing.
+Time that a rank spends ready to run, waiting for a processor, is not its own and does not count.
 
 Times, in heartbeat intervals: counters move every 1/4, are looked at every 1/4, and stand for lost after 1.5 without
 a change, so that whoever stops is found within 2.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,6 +51,9 @@ _PATIENT = frozenset(
 )
 """Operations in which a rank waits for others or for the store: who is at fault shows elsewhere, or by a timeout."""
 
+_ALONE = frozenset({Operation.COMPUTE, Operation.CHECK})
+"""Operations that need nobody else, tensor parallelism apart."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
@@ -61,6 +66,7 @@ class Pulse:
         step: The step it belongs to; -1 before the first.
         progress_at_s: When `progress` last moved, by the monotonic clock that the processes of a node share.
         slowest_s: Longest time between two moves of `progress` in operations of this kind lately; 0 if unknown.
+        starved_s: For how long its threads have been ready to run and had no processor, since they began.
     """
 
     beats: int
@@ -69,6 +75,7 @@ class Pulse:
     step: int
     progress_at_s: float
     slowest_s: float
+    starved_s: float = 0.0
 
 
 class Liveness:
@@ -95,11 +102,11 @@ class Liveness:
         """
         if self._looked_at_s is None or now_s - self._looked_at_s > self._interval_s:
             # The watcher itself was away. What it missed is no evidence.
-            self._beats.see(pulse.beats, now_s, is_fresh=True)
-            self._progress.see(pulse.progress, now_s, is_fresh=True)
+            self._beats.see(pulse.beats, now_s - pulse.starved_s, is_fresh=True)
+            self._progress.see(pulse.progress, now_s - pulse.starved_s, is_fresh=True)
         self._looked_at_s = now_s
-        silent_s = self._beats.see(pulse.beats, now_s)
-        stuck_s = self._progress.see(pulse.progress, now_s)
+        silent_s = self._beats.see(pulse.beats, now_s - pulse.starved_s)
+        stuck_s = self._progress.see(pulse.progress, now_s - pulse.starved_s)
         is_stuck = pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse)
         # Who beats no more makes no progress either, and that may show first.
         if silent_s >= (0.5 if is_stuck else _LIMIT_INTERVALS) * self._interval_s:
@@ -110,6 +117,23 @@ class Liveness:
         if pulse.slowest_s == 0.0:
             return self._first_limit_s
         return max(_LIMIT_INTERVALS * self._interval_s, _STALL_FACTOR * pulse.slowest_s)
+
+
+def first_to_stop(pulses: Mapping[int, Pulse]) -> int:
+    """Which of a group's ranks the others wait for, as far as their operations tell.
+
+    Rather one that needs nobody for what it does than one that may, and that rather than one that waits; then the one
+    that made progress longest ago.
+
+    Args:
+        pulses: By rank.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, float, int]:
+        operation = pulses[rank].operation
+        return operation in _PATIENT, operation not in _ALONE, pulses[rank].progress_at_s, rank
+
+    return min(pulses, key=order)
 
 
 class Absence:

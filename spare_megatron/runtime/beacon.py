@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
+from pathlib import Path
 
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, OPERATIONS, Operation, Pulse
 
@@ -24,6 +25,7 @@ class Page(ctypes.Structure):
         ("progress", ctypes.c_uint64),
         ("operation", ctypes.c_uint64),
         ("step", ctypes.c_int64),
+        ("beating_thread", ctypes.c_uint64),
         ("progress_at_s", ctypes.c_double),
         ("slowest_s", ctypes.c_double * len(OPERATIONS)),
     )
@@ -36,8 +38,8 @@ def new_page(context: BaseContext) -> Page:
     return page
 
 
-def read_page(page: Page) -> Pulse:
-    """What the rank shows now. Its fields may be some microseconds apart."""
+def read_page(page: Page, pid: int) -> Pulse:
+    """What the rank shows now, and the kernel of it. Fields may be some microseconds apart."""
     index = page.operation
     return Pulse(
         beats=page.beats,
@@ -46,7 +48,19 @@ def read_page(page: Page) -> Pulse:
         step=page.step,
         progress_at_s=page.progress_at_s,
         slowest_s=page.slowest_s[index],
+        starved_s=max(_starved_s(pid, pid), _starved_s(pid, page.beating_thread)),
     )
+
+
+def _starved_s(pid: int, thread: int) -> float:
+    """Seconds that a thread has been ready to run and had no processor; 0 where the kernel does not tell, or it ended.
+
+    The second number of the file, in nanoseconds (Linux, Documentation/scheduler/sched-stats).
+    """
+    try:
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError):
+        return 0.0
 
 
 class Beacon:
@@ -91,6 +105,7 @@ class Beacon:
         self._page.progress += 1
 
     def _beat(self, pause_s: float) -> None:
+        self._page.beating_thread = threading.get_native_id()
         while True:
             self._page.beats += 1
             time.sleep(pause_s)

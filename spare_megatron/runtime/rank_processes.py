@@ -92,7 +92,7 @@ class RankProcesses:
 
     def pulse(self, key: RankKey) -> Pulse:
         """What the rank shows of itself now."""
-        return read_page(self._pages[key])
+        return read_page(self._pages[key], self._children[key].pid)
 
     def reap(self, key: RankKey) -> int:
         """The exit code of a process whose sentinel was ready."""

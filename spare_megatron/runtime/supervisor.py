@@ -8,7 +8,7 @@ import time
 from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.control.open_store import open_store
-from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Liveness
+from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Liveness, first_to_stop
 from spare_megatron.core.rejoin import restart_delay_s
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.injection import InjectedFault
@@ -240,10 +240,12 @@ class _Supervisor:
             return
         pulses = {key: self._ranks.pulse(key) for key in self._liveness}
         causes = {key: cause for key in pulses if (cause := self._liveness[key].look(pulses[key], now_s))}
-        # Where several stand still, the others wait for the one that stood still first.
-        for key in sorted(causes, key=lambda key: pulses[key].progress_at_s):
-            if key[0] not in self._lost:
-                self._lose(*key, f"{causes[key]} in {pulses[key].operation} of step {pulses[key].step}")
+        for (group, rank), cause in causes.items():
+            if group not in self._lost:
+                peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
+                culprit = rank if "heartbeat" in cause else first_to_stop(peers)
+                pulse = peers[culprit]
+                self._lose(group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}")
 
     def _look_at_store(self, now_s: float) -> None:
         silent_s, limit_s = self._link.unanswered_s(), self._control.store_timeout_s

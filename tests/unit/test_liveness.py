@@ -1,0 +1,97 @@
+"""Who counts as lost, and who does not."""
+
+from dataclasses import replace
+
+import pytest
+
+from spare_megatron.core.liveness import Absence, Liveness, Operation, Pulse, first_to_stop
+
+INTERVAL_S = 1.0
+LOOK_S = 0.25
+FIRST_LIMIT_S = 60.0
+
+
+def found_at_s(
+    operation: Operation = Operation.COMPUTE,
+    *,
+    beats: bool,
+    progresses: bool,
+    slowest_s: float = 0.01,
+    starved: float = 0.0,
+    until_s: float = 20.0,
+) -> tuple[float, str] | None:
+    """When a rank is found lost that stands still, in part or in whole, from time 0 on, and why."""
+    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S)
+    for number in range(round(until_s / LOOK_S)):
+        now_s = number * LOOK_S
+        pulse = Pulse(
+            beats=number if beats else 7,
+            progress=number if progresses else 7,
+            operation=operation,
+            step=3,
+            progress_at_s=0.0,
+            slowest_s=slowest_s,
+            starved_s=starved * now_s,
+        )
+        if cause := liveness.look(pulse, now_s):
+            return now_s, cause
+    return None
+
+
+def test_a_rank_that_works_is_not_lost() -> None:
+    assert found_at_s(beats=True, progresses=True) is None
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_a_stopped_rank_is_found_within_two_intervals(operation: Operation) -> None:
+    found = found_at_s(operation, beats=False, progresses=False)
+    assert found is not None
+    assert found[0] <= 2 * INTERVAL_S - LOOK_S  # it may have stopped right after a look
+    assert "no heartbeat" in found[1]
+
+
+def test_a_hanging_rank_is_found_within_two_intervals_unless_it_waits_for_others() -> None:
+    found = found_at_s(beats=True, progresses=False)
+    assert found is not None
+    assert found[0] <= 2 * INTERVAL_S - LOOK_S
+    assert "no progress" in found[1]
+    for operation in (Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY, Operation.JOIN):
+        assert found_at_s(operation, beats=True, progresses=False) is None
+
+
+def test_ten_times_as_slow_as_lately_is_slow_and_not_lost() -> None:
+    found = found_at_s(beats=True, progresses=False, slowest_s=1.0)
+    assert found is not None
+    assert found[0] == 10.0
+
+
+def test_what_has_never_been_done_may_take_its_time() -> None:
+    assert found_at_s(beats=True, progresses=False, slowest_s=0.0, until_s=FIRST_LIMIT_S) is None
+    found = found_at_s(beats=True, progresses=False, slowest_s=0.0, until_s=FIRST_LIMIT_S + 1)
+    assert found is not None
+
+
+def test_a_rank_without_a_processor_is_not_lost() -> None:
+    assert found_at_s(beats=False, progresses=False, starved=1.0) is None
+    found = found_at_s(beats=False, progresses=False, starved=0.5)
+    assert found is not None
+    assert found[0] == 3.0
+
+
+def test_a_watcher_that_was_away_begins_anew() -> None:
+    liveness, absence = Liveness(INTERVAL_S, FIRST_LIMIT_S), Absence(INTERVAL_S)
+    pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
+    for now_s in (0.0, 0.25, 30.0, 30.25, 31.25):
+        assert liveness.look(pulse, now_s) == ""
+        assert absence.look(1, now_s) == ""
+    assert liveness.look(replace(pulse, progress=2), 31.5) == "no heartbeat for 1.5 s"
+    assert absence.look(1, 31.5) == "no heartbeat for 1.5 s"
+    assert absence.look(2, 31.75) == ""
+
+
+def test_the_rank_that_the_others_wait_for_is_named() -> None:
+    pulse = Pulse(beats=1, progress=1, operation=Operation.UPDATE, step=0, progress_at_s=5.0, slowest_s=0.01)
+    waiting = replace(pulse, operation=Operation.TRANSFER, progress_at_s=1.0)
+    culprit = replace(pulse, operation=Operation.COMPUTE, progress_at_s=6.0)
+    assert first_to_stop({0: pulse, 1: waiting, 2: culprit}) == 2
+    assert first_to_stop({0: waiting, 1: replace(waiting, progress_at_s=2.0)}) == 0

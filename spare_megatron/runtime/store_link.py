@@ -22,6 +22,9 @@ NUM_WATCHED = 3
 
 _GRACE_INTERVALS = 3.0
 """After the store was slow, nodes have this long to be heard again: they had the same store."""
+_LEASE_S = 60
+"""How long a store with leases keeps the beat of a node that is gone: it leaves nothing behind."""
+
 _ENDED = "ended"
 
 
@@ -96,6 +99,7 @@ class StoreLink:
         self._ring = [(node + offset) % num_nodes for offset in range(1, num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
         self._beats = 0
+        self._last_beats: dict[int, int] = {}
         self._since_s = time.monotonic()
         self._slow_at_s = -math.inf
         self._thread = threading.Thread(target=self._run, name="store-link", daemon=True)
@@ -154,7 +158,7 @@ class StoreLink:
     def _beat(self, store: ControlStore) -> None:
         began_s = time.monotonic()
         self._beats += 1
-        store.put(f"beat/{self._node}", str(self._beats))
+        store.beat(f"beat/{self._node}", str(self._beats), _LEASE_S)
         near = [other for other in self._ring if other not in self._silent][:NUM_WATCHED]
         watched = [*near, *sorted(self._silent)]  # a silent one may come back, with groups that do
         # With nobody to watch, its own beat: the store has to answer something.
@@ -170,11 +174,13 @@ class StoreLink:
             self._ring.remove(other)
             self._silent.discard(other)
             return
-        if beats is None:  # has not begun: the start has a timeout of its own
-            return
+        if beats is None and other not in self._last_beats:
+            return  # it has not begun, and the start has a timeout of its own
+        # A beat whose lease has run out does not move any more, either.
+        self._last_beats[other] = self._last_beats[other] if beats is None else int(beats)
         if now_s - self._slow_at_s < _GRACE_INTERVALS * self._interval_s:
             self._absences[other] = Absence(self._interval_s)
-        cause = self._absences[other].look(int(beats), now_s)
+        cause = self._absences[other].look(self._last_beats[other], now_s)
         if cause and other not in self._silent:
             self._silent.add(other)
             self._outbox.send(NodeSilent(node=other, cause=cause))

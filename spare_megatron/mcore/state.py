@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,17 @@ def dump_state(chunks: Sequence[Chunk], optimizer: Optimizer) -> bytes:
     torch.save(state, file)
     content = file.getvalue()
     return hashlib.sha256(content).digest() + content
+
+
+def save_state(folder: Path, name: str, data: bytes) -> None:
+    """Writes what `dump_state` gave to FOLDER/NAME.state, which is there whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f"{name}.tmp"
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(folder / f"{name}.state")
 
 
 def load_state(data: bytes, chunks: Sequence[Chunk], optimizer: Optimizer) -> None:

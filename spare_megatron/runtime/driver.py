@@ -45,6 +45,7 @@ from spare_megatron.runtime.reports import (
     RunEvent,
     RunStopped,
     Starting,
+    StoreGone,
 )
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, NodeSpec, RankMain
 from spare_megatron.runtime.supervisor import supervise
@@ -93,6 +94,8 @@ class Driver:
         self._has_raised = False
         self._is_halted = False
         self._has_begun = False
+        self._store_failure = ""
+        self._without_store: set[int] = set()
 
     def run(self) -> EndRecord:
         """Runs to the end, whatever that is; leaves no process behind.
@@ -169,7 +172,12 @@ class Driver:
             for item in [item for item in ready if item in sentinels]:
                 self._node_ended(sentinels.pop(item))
             if store is not None and store.process.sentinel in ready:
-                raise RunFailed(f"the control store died: {describe_exit(store.process.exitcode)}")
+                store_sentinel.clear()
+                store.process.join()
+                # Its supervisors notice by themselves, and end when their ranks have saved their state.
+                self._store_failure = self._store_failure or (
+                    f"the control store died: {describe_exit(store.process.exitcode)}"
+                )
 
     def _is_over(self, running: Iterable[int]) -> bool:
         """Whether nodes that still run have nothing to do with the run any more. They may be stopped or cut off."""
@@ -190,7 +198,7 @@ class Driver:
         failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
         if node in self._ended:
             failure = self._ended[node].failure
-        if failure and (len(self._nodes) == 1 or not self._has_begun):
+        if failure and not self._store_failure and (len(self._nodes) == 1 or not self._has_begun):
             raise RunFailed(f"node {node}: {failure}")
 
     def _take(self, report: NodeReport) -> None:
@@ -202,6 +210,10 @@ class Driver:
                 return
             case GroupRejoined(member=member):
                 self._lost.discard(member.group)
+            case StoreGone(node=node, reason=reason):
+                self._without_store.add(node)
+                if self._is_over(set(self._nodes) - self._without_store):
+                    self._give_store_up(reason)
             case RanksReady():
                 self._has_begun = True
             case RunStopped(reason=reason):
@@ -219,6 +231,12 @@ class Driver:
                     self._on_event(report)
                     raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
         self._on_event(report)
+
+    def _give_store_up(self, reason: str) -> None:
+        """No node that is left can reach it. Ranks that wait for it find out when it is gone."""
+        self._store_failure = self._store_failure or reason
+        if self._store_process is not None:
+            self._store_process.process.kill()
 
     def _inflict(self, wanted: FaultWanted) -> None:
         """A fault of the trace that strikes a node or the control store from outside."""
@@ -257,6 +275,10 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------- end
 
     def _end(self) -> EndRecord:
+        if self._store_failure:
+            saved = sorted((self._run_dir / "state").glob("step-*"))
+            where = f"; the state is in {saved[-1]}" if saved else ""
+            return EndRecord(outcome="failed", reason=self._store_failure + where)
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         codes = {code for (group, _), code in exits.items() if group not in self._lost}
         outcome: Outcome = "failed"

@@ -93,6 +93,7 @@ class GroupExecutor:
         self._step: _Step | None = None
         self._head = 0
         self._has_lost = False  # a group, in the step under way
+        self.num_steps = 0  # that the parameters hold
         self._params_digest = ""
 
     # ----------------------------------------------------------------------------------------------------- begin
@@ -114,6 +115,7 @@ class GroupExecutor:
         self._head = head
         with self._probe.during(Operation.JOIN):
             self._transfer.run(action, head)
+        self.num_steps = action.step
         self._params_digest = self.check_params(action.step)
         if self._agreement.member in action.members:
             with self._probe.during(Operation.JOIN):
@@ -281,6 +283,7 @@ class GroupExecutor:
         self._probe(Phase.AFTER_COMMIT)
         with self._probe.during(Operation.UPDATE):
             result = self._trainer.update(self._buffer, self._now.loss_sum)
+        self.num_steps = step + 1
         step_s = time.monotonic() - self._now.started_s
         self._write_if_leader(
             UpdateRecord(

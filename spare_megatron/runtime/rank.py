@@ -20,6 +20,7 @@ from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
+from spare_megatron.mcore.state import save_state
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement, GroupBroken
 from spare_megatron.runtime.beacon import Beacon
@@ -62,6 +63,10 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
         os._exit(code)
 
 
+_SAVING_GROUPS = 2
+"""Groups that save their state when the store is gone: one may be lost at the same time."""
+
+
 class _Rank:
     """One rank's parts, put together."""
 
@@ -74,17 +79,18 @@ class _Rank:
         self._beacon = Beacon(spec.page)
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
         self._controller = Controller(controller_setup(spec.config))
+        self._executor: GroupExecutor | None = None
 
     def run(self) -> ExitCode:
         """Trains, and turns the ways in which a run may end for this rank into exit codes."""
         try:
             self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
-            self._executor = self._build_executor()
-            first = self._join() if self._spec.incarnation else self._start()
+            executor = self._executor = self._build_executor()
+            first = self._join() if self._spec.incarnation else self._start(executor)
             if isinstance(first, Stop):
                 return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
-                return self._stopped(train(self._controller, self._executor, first))
+                return self._stopped(train(self._controller, executor, first))
         except JoinFailed as error:
             print(error, file=sys.stderr)
             return ExitCode.JOIN_FAILED
@@ -92,8 +98,7 @@ class _Rank:
             print(error, file=sys.stderr)
             return ExitCode.FENCED
         except StoreLost as error:
-            print(error, file=sys.stderr)
-            return ExitCode.STORE_LOST
+            return self._without_store(error)
         except GroupBroken as error:
             return self._broken(error)
         except RuntimeError as error:
@@ -145,9 +150,9 @@ class _Rank:
             params_check_every_steps=config.train.params_check_every_steps,
         )
 
-    def _start(self) -> deque[Action]:
+    def _start(self, executor: GroupExecutor) -> deque[Action]:
         """With all others, at the start of the run."""
-        self._executor.start()
+        executor.start()
         wait_for_all_groups(self._spec, self._store, self._ranks)
         self._report_ready()
         return start(self._controller)
@@ -175,8 +180,21 @@ class _Rank:
         """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""
         print(error, file=sys.stderr)
         reason = f"rank {self._spec.rank} lost a peer in its group"
-        fence(self._log, self._spec.member, reason, self._controller.head)
+        try:
+            fence(self._log, self._spec.member, reason, self._controller.head)
+        except StoreLost as lost:
+            return self._without_store(lost)
         return ExitCode.GROUP_BROKEN
+
+    def _without_store(self, error: StoreLost) -> ExitCode:
+        """Nothing can be decided any more. What has been committed is saved, by as many groups as may be needed."""
+        print(error, file=sys.stderr)
+        if self._executor is None or not self._executor.num_steps:
+            return ExitCode.STORE_LOST
+        if self._spec.group in self._controller.members[:_SAVING_GROUPS]:
+            folder = self._spec.run_dir / "state" / f"step-{self._executor.num_steps:08d}"
+            save_state(folder, self._spec.name, self._trainer.dump_state())
+        return ExitCode.STORE_LOST
 
     def _request_fault(self, fault: Fault) -> None:
         """Inflicts the fault with what this rank is made of, or has others do it and waits until it has struck."""

@@ -131,6 +131,14 @@ class StoreAway:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreGone:
+    """It is given up: the run ends when the ranks have saved their state."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreBack:
     """It answers again."""
 
@@ -162,7 +170,7 @@ class GoOn:
     wanted: FaultWanted
 
 
-NodeReport = RankReport | RanksStarted | GroupLost | StoreAway | StoreBack | NodeEnded
+NodeReport = RankReport | RanksStarted | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
 
 # ------------------------------------------------------------------------------------------------------ from the driver
 

@@ -33,6 +33,7 @@ from spare_megatron.runtime.reports import (
     StepCommitted,
     StoreAway,
     StoreBack,
+    StoreGone,
 )
 from spare_megatron.runtime.spec import NodeSpec
 from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, NodeSilent, StoreLink
@@ -43,8 +44,13 @@ _LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
 _CAUSES: dict[int, str] = {
     ExitCode.GROUP_BROKEN: "lost a peer in its group",
     ExitCode.FENCED: "found itself fenced; the log entry says why",
+    ExitCode.STORE_LOST: "lost the control store",
+    ExitCode.JOIN_FAILED: "could not take the state over",
 }
 """What the exit codes of lost groups mean, for people."""
+
+_SAVING_S = 60.0
+"""How long ranks may take to save their state once the store is gone."""
 
 _FAREWELL_S = 5.0
 """Longest wait for the store to take the node's last word."""
@@ -87,6 +93,7 @@ class _Supervisor:
         self._coming_back: set[GroupId] = set()
         self._has_begun = False
         self._is_over = False
+        self._store_failure = ""
         self._head_hint = 0
         self._agenda = Agenda()
         self._looked_at_s = time.monotonic()
@@ -111,15 +118,14 @@ class _Supervisor:
             return "stopped"
         except _Failed as error:
             return str(error)
-        return ""
+        return self._store_failure
 
     def close(self, failure: str) -> None:
         """Leaves no process behind."""
         self._ranks.end()
         if not failure:
             self._link.stop(_FAREWELL_S)
-            with contextlib.suppress(_Failed):  # the store may have gone before its last word
-                self._serve_link()
+            self._serve_link()
         self._journal.close()
         self._tell(
             NodeEnded(node=self._spec.node, exits=self._ranks.exits, lost=frozenset(self._lost), failure=failure)
@@ -133,7 +139,7 @@ class _Supervisor:
         """Serves reports, deaths and silence until no rank is left, or about to come back."""
         self._look()
         ranks = self._ranks
-        while ranks.sentinels or self._num_fences_wanted or (self._coming_back and not self._is_over):
+        while ranks.sentinels or self._is_awaiting_more():
             ready = wait([*ranks.pipes, *ranks.sentinels, self._driver, self._inbox], self._agenda.pause_s())
             # Deaths first: a fence is urgent, a report is not.
             for key in [ranks.sentinels.pop(item) for item in ready if item in ranks.sentinels]:
@@ -148,6 +154,12 @@ class _Supervisor:
         for pipe in ranks.pipes:
             while pipe.poll() and self._serve(pipe):
                 pass
+
+    def _is_awaiting_more(self) -> bool:
+        """Whether a fence is still to be written, or a group to be started again."""
+        if self._store_failure:
+            return False
+        return bool(self._num_fences_wanted or (self._coming_back and not self._is_over))
 
     def _serve(self, pipe: Connection) -> bool:
         """One report of a rank; False if there will be none any more."""
@@ -216,7 +228,11 @@ class _Supervisor:
         self._liveness.pop(key, None)
         if code in _LOSSLESS_EXITS:
             self._is_over = True
-        if code in _LOSSLESS_EXITS or group in self._lost:
+        if code in _LOSSLESS_EXITS or group in self._lost or self._store_failure:
+            return
+        if code == ExitCode.STORE_LOST:
+            # Perhaps the store is gone for everybody. The link will know by then.
+            self._agenda.after(self._interval_s, lambda: self._lose_without_store(group, rank))
             return
         pipe = self._ranks.child(key).reports
         while pipe.poll() and self._serve(pipe):
@@ -224,6 +240,10 @@ class _Supervisor:
         error = _last_line(self._tracebacks.get(key, ""))
         cause = error or _CAUSES.get(code) or describe_exit(code)
         self._lose(group, rank, cause, "" if error.startswith(INJECTED) else error)
+
+    def _lose_without_store(self, group: GroupId, rank: int) -> None:
+        if not self._store_failure and group not in self._lost:
+            self._lose(group, rank, _CAUSES[ExitCode.STORE_LOST])
 
     def _look(self) -> None:
         """At all beacons, and at whether the store answers; from now on ever again."""
@@ -256,10 +276,21 @@ class _Supervisor:
             self._tell(StoreBack(node=self._spec.node, away_s=now_s - self._away_since_s))
             self._away_since_s = None
         if silent_s > limit_s:
-            raise _Failed(
+            self._give_store_up(
                 f"the control store did not answer for control.store_timeout_s={limit_s:g}; see why it does not, "
                 "and whether it can be reached from here"
             )
+
+    def _give_store_up(self, reason: str) -> None:
+        """Ranks find out for themselves, save their state and end; who has not in time is ended."""
+        if self._store_failure:
+            return
+        self._store_failure, self._is_over = reason, True
+        self._tell(StoreGone(node=self._spec.node, reason=reason))
+        self._agenda.after(_SAVING_S, self._stop_saving)
+
+    def _stop_saving(self) -> None:
+        raise _Failed(f"{self._store_failure}; some ranks had not saved their state {_SAVING_S:g} s later")
 
     # ------------------------------------------------------------------------------------------------------ loss
 
@@ -289,7 +320,7 @@ class _Supervisor:
                     for group in self._spec.config.parallel.groups_on(node):
                         self._want_fence(group, -1, f"node {node}: {cause}")
                 case LinkLost(reason=reason):
-                    raise _Failed(f"the control store is gone: {reason}")
+                    self._give_store_up(f"the control store is gone: {reason}")
 
     def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
         """The loss is in the log: it is told, and the group may come back."""

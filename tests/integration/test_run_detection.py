@@ -1,6 +1,7 @@
 """Ranks, nodes and a store that stop without dying: found, or waited for, and nothing lost."""
 
 import dataclasses
+import hashlib
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -145,3 +146,11 @@ def test_a_store_that_is_gone_for_good_ends_the_run(text_corpus: Path, tmp_path:
     assert summary.groups_lost == 0
     assert summary.verdict == "unknown"
     assert multiprocessing.active_children() == []
+    (folder,) = (tmp_path / "run" / "state").iterdir()
+    assert str(folder) in summary.outcome_reason
+    assert folder.name == f"step-{summary.steps_committed:08d}"
+    names = [f"group-{group:04d}-rank-{rank}.state" for group in (0, 1) for rank in (0, 1)]
+    assert sorted(file.name for file in folder.iterdir()) == names
+    for name in names:
+        data = (folder / name).read_bytes()
+        assert hashlib.sha256(data[32:]).digest() == data[:32]

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.runtime.processes import fork_server
 from tests.integration.etcd_cluster import EtcdCluster, find_etcd, running_cluster
-
-_CORPUS_BYTES = 300_000
+from tests.integration.text_corpus import write_text_corpus
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,12 +23,7 @@ def _warm_fork_server() -> None:
 def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Path prefix of a corpus of some of Python's own sources, as bytes."""
     prefix = tmp_path_factory.mktemp("text") / "python"
-    documents: list[bytes] = []
-    for file in sorted(Path(os.__file__).parent.glob("*.py")):
-        documents.append(file.read_bytes())
-        if sum(map(len, documents)) > _CORPUS_BYTES:
-            break
-    write_corpus(documents, prefix)
+    write_text_corpus(prefix)
     return prefix
 
 

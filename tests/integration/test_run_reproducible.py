@@ -13,6 +13,7 @@ from tests.integration.whole_run import (
     complete_run,
     kill,
     losses_of,
+    params_of,
     patched_in,
     tiny_config,
 )
@@ -83,11 +84,3 @@ def reproducible(
     assert_masked(run)
     assert all(len(applied) == 1 for applied in losses_of(run.journal).values())
     return run
-
-
-def params_of(run: Run) -> dict[int, set[str]]:
-    """Committed steps -> digests of the parameters after them, over all groups that lived to tell."""
-    digests: dict[int, set[str]] = {}
-    for record in run.journal.of(ParamsRecord):
-        digests.setdefault(record.step, set()).add(record.sha256)
-    return digests

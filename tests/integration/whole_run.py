@@ -25,7 +25,7 @@ from spare_megatron.config.validate import problems
 from spare_megatron.core.phases import Phase
 from spare_megatron.faults.trace import groups_hit, resolve_trace
 from spare_megatron.journal.files import Journal, read_journal
-from spare_megatron.journal.records import EntryRecord, FaultRecord, RecoveryRecord, UpdateRecord
+from spare_megatron.journal.records import EntryRecord, FaultRecord, ParamsRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.summary import Summary, summarize
 from spare_megatron.runtime.reports import RunEvent
 from spare_megatron.runtime.run import look_at_machine, start_run
@@ -168,3 +168,11 @@ def losses_of(journal: Journal) -> dict[int, set[tuple[float, float]]]:
     for record in journal.of(UpdateRecord):
         losses.setdefault(record.step, set()).add((record.loss, record.grad_norm))
     return losses
+
+
+def params_of(run: Run) -> dict[int, set[str]]:
+    """Committed steps -> digests of the parameters after them, over all groups that lived to tell."""
+    digests: dict[int, set[str]] = {}
+    for record in run.journal.of(ParamsRecord):
+        digests.setdefault(record.step, set()).add(record.sha256)
+    return digests

@@ -1,0 +1,123 @@
+"""One cell of the matrix as a real run, held against the run without faults."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.journal.records import FaultRecord, LossRecord
+from spare_megatron.runtime.run import look_at_machine
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import (
+    HEARTBEAT_S,
+    Run,
+    assert_masked,
+    complete_run,
+    fenced_groups,
+    losses_of,
+    params_of,
+    retries_of,
+    tiny_config,
+)
+from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, STEP, Cell, draw_faults
+
+LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
+SLACK_S = 2.0
+"""For a machine that is busy with other things."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a cell cost.
+
+    Attributes:
+        fenced: Groups that were lost.
+        found_s: From the fault to the fence of its victim.
+        recovery_s: From the loss, or the end of a survivor's own compute, to a committed step and a new communicator,
+            with the time it takes to find the loss; over all groups lost meanwhile.
+        num_retries: Failed attempts of the step.
+    """
+
+    fenced: tuple[int, ...]
+    found_s: float
+    recovery_s: float
+    num_retries: int
+
+
+def why_not_here(cell: Cell, corpus: Path) -> str:
+    """Why this machine cannot run the cell; empty if it can."""
+    is_possible = not cell.needs_root or look_at_machine(_config(corpus, (), isolate=False)).can_isolate
+    return "" if is_possible else "networks of their own for the nodes need root and iproute2"
+
+
+def run_without_faults(corpus: Path, run_dir: Path) -> Run:
+    """What every cell has to end like."""
+    run = complete_run(_config(corpus, (), isolate=False), run_dir)
+    assert_masked(run)
+    return run
+
+
+def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) -> Outcome:
+    """Runs the cell and asserts everything that the matrix promises.
+
+    Args:
+        cell: The cell.
+        seed: Decides whose the faults are.
+        corpus: The corpus of the expected run.
+        run_dir: Where it runs.
+        expected: The run without faults.
+    """
+    faults = draw_faults(cell, seed)
+    victim = faults[-1]
+    moment = (victim.group, victim.step, victim.phase)
+    watch = Watch(in_second_attempt=frozenset({moment} if cell.moment.is_again else ()))
+    run = complete_run(_config(corpus, faults, isolate=cell.needs_root), run_dir, watch)
+    assert_masked(run)  # with it, that all faults struck
+    assert fenced_groups(run.journal) == {fault.group for fault in faults}
+    checked = CliRunner().invoke(app, ["check", str(run_dir)])
+    assert checked.exit_code == 0, checked.output
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert params_of(run) == params_of(expected)
+    assert run.summary.params_sha256 == expected.summary.params_sha256
+    found_s = _found_after_s(run, victim)
+    assert found_s <= 2 * HEARTBEAT_S + SLACK_S, f"found after {found_s:.1f} s"
+    return Outcome(
+        fenced=tuple(sorted(fenced_groups(run.journal))),
+        found_s=found_s,
+        recovery_s=sum(recovery.total_s for recovery in run.summary.recoveries),
+        num_retries=retries_of(run.journal)[STEP],
+    )
+
+
+def _config(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool) -> RunConfig:
+    cluster = ClusterConfig(device="cpu", num_nodes=NUM_GROUPS if isolate else 1, isolate_nodes=isolate)
+    return tiny_config(
+        corpus,
+        LAYOUT,
+        steps=NUM_STEPS,
+        faults=faults,
+        mode="reproducible",
+        cluster=cluster,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    )
+
+
+def _found_after_s(run: Run, fault: FaultConfig) -> float:
+    """Seconds from the fault to the fence of its group."""
+    struck = [
+        line.at_s
+        for line in run.journal.lines
+        if isinstance(line.record, FaultRecord)
+        and (line.record.group, line.record.phase, line.record.kind) == (fault.group, fault.phase, fault.kind)
+    ]
+    fenced = [
+        line.at_s
+        for line in run.journal.lines
+        if isinstance(line.record, LossRecord) and line.record.group == fault.group
+    ]
+    (struck_at_s,) = struck
+    return min(fenced) - struck_at_s

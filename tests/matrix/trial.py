@@ -1,5 +1,6 @@
 """One cell of the matrix as a real run, held against the run without faults."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig, RunConfig
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from spare_megatron.runtime.run import look_at_machine
+from spare_megatron.runtime.supervisor import INJECTED
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
     HEARTBEAT_S,
@@ -27,6 +29,16 @@ from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, STEP, Cell, dr
 LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
 SLACK_S = 2.0
 """For a machine that is busy with other things."""
+
+_BROKEN = "|lost a peer in its group"  # another rank of the group may be seen to end first
+_CAUSES: dict[FaultKind, re.Pattern[str]] = {
+    "kill": re.compile("SIGKILL$" + _BROKEN),
+    "raise": re.compile(re.escape(INJECTED) + _BROKEN),
+    "stop": re.compile("no heartbeat"),
+    "hang": re.compile("no progress|no heartbeat"),  # on a busy machine its beats may be late, too
+    "cut": re.compile(r"node \d+: no heartbeat"),
+}
+"""What a victim has to be lost for, as its supervisor or those of other nodes wrote down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +94,8 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert params_of(run) == params_of(expected)
     assert run.summary.params_sha256 == expected.summary.params_sha256
+    causes = [loss.cause for loss in run.journal.of(LossRecord) if loss.group == victim.group]
+    assert all(_CAUSES[cell.kind].match(cause) for cause in causes), causes
     found_s = _found_after_s(run, victim)
     assert found_s <= 2 * HEARTBEAT_S + SLACK_S, f"found after {found_s:.1f} s"
     return Outcome(

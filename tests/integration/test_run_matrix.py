@@ -1,0 +1,39 @@
+"""Cells of the fault matrix as real runs: a sample that differs from commit to commit and follows from it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.whole_run import Run
+from tests.matrix.cells import Cell, sample_cells
+from tests.matrix.trial import run_cell, run_without_faults, why_not_here
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_CELLS = 10
+
+
+def seed_of_commit() -> int:
+    """A number that follows from the commit; 0 outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return int(found.stdout[:8], 16) if found.returncode == 0 else 0
+
+
+SEED = seed_of_commit()
+
+
+@pytest.fixture(scope="module")
+def expected(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_without_faults(text_corpus, tmp_path_factory.mktemp("matrix") / "none")
+
+
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("cell", sample_cells(NUM_CELLS, SEED), ids=str)
+def test_a_cell_of_the_matrix_is_masked_and_ends_with_the_bits_of_the_run_without_faults(
+    text_corpus: Path, tmp_path: Path, expected: Run, cell: Cell, seed: int
+) -> None:
+    if reason := why_not_here(cell, text_corpus):
+        pytest.skip(reason)
+    run_cell(cell, seed, text_corpus, tmp_path / "run", expected)

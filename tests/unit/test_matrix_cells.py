@@ -1,0 +1,39 @@
+"""The fault matrix as a table: nothing is missing from it, and its draws are fair and repeatable."""
+
+from collections import Counter
+
+import pytest
+
+from spare_megatron.core.phases import Phase
+from tests.matrix.cells import CELLS, KINDS, MOMENTS, draw_faults, sample_cells
+
+AGAIN = {Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE}
+
+
+def test_every_kind_meets_every_phase_and_every_stage_of_a_recovery() -> None:
+    assert {moment.phase for moment in MOMENTS} == set(Phase)
+    assert {m.phase for m in MOMENTS if m.in_recovery} == {Phase.PATCH, Phase.REBUILD} | AGAIN
+    assert {m.phase for m in MOMENTS if m.is_again} == AGAIN
+    assert len({str(cell) for cell in CELLS}) == len(CELLS) == len(KINDS) * len(MOMENTS) == 75
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sample_has_each_kind_equally_often_and_no_moment_twice(seed: int) -> None:
+    cells = sample_cells(10, seed)
+    assert Counter(cell.kind for cell in cells) == dict.fromkeys(KINDS, 2)
+    assert len({cell.moment for cell in cells}) == 10
+    assert cells == sample_cells(10, seed)
+
+
+def test_samples_come_to_every_cell() -> None:
+    assert {cell for seed in range(200) for cell in sample_cells(10, seed)} == set(CELLS)
+
+
+def test_faults_of_a_cell_hit_groups_that_differ_and_vary_with_the_seed() -> None:
+    for cell in CELLS:
+        faults = draw_faults(cell, 7)
+        assert len({fault.group for fault in faults}) == len(faults) == (2 if cell.moment.in_recovery else 1)
+        assert (faults[-1].kind, faults[-1].phase) == (cell.kind, cell.moment.phase)
+        assert faults == draw_faults(cell, 7)
+        victims = {(draw_faults(cell, seed)[-1].group, draw_faults(cell, seed)[-1].rank) for seed in range(100)}
+        assert len(victims) == 8

@@ -18,7 +18,7 @@ from tests.integration.whole_run import (
     Run,
     assert_masked,
     complete_run,
-    fenced_groups,
+    entries_of,
     losses_of,
     params_of,
     retries_of,
@@ -87,19 +87,20 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     moment = (victim.group, victim.step, victim.phase)
     watch = Watch(in_second_attempt=frozenset({moment} if cell.moment.is_again else ()))
     run = complete_run(_config(corpus, faults, isolate=cell.needs_root), run_dir, watch)
+    fences = {entry["group"]: entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence"}
+    assert fences.keys() == {fault.group for fault in faults}, f"fenced: {fences}"
     assert_masked(run)  # with it, that all faults struck
-    assert fenced_groups(run.journal) == {fault.group for fault in faults}
     checked = CliRunner().invoke(app, ["check", str(run_dir)])
     assert checked.exit_code == 0, checked.output
-    assert losses_of(run.journal) == losses_of(expected.journal)
-    assert params_of(run) == params_of(expected)
+    assert losses_of(run.journal) == losses_of(expected.journal), "losses differ from those of the run without faults"
+    assert params_of(run) == params_of(expected), "parameters differ from those of the run without faults"
     assert run.summary.params_sha256 == expected.summary.params_sha256
     causes = [loss.cause for loss in run.journal.of(LossRecord) if loss.group == victim.group]
     assert all(_CAUSES[cell.kind].match(cause) for cause in causes), causes
     found_s = _found_after_s(run, victim)
     assert found_s <= 2 * HEARTBEAT_S + SLACK_S, f"found after {found_s:.1f} s"
     return Outcome(
-        fenced=tuple(sorted(fenced_groups(run.journal))),
+        fenced=tuple(sorted(fences)),
         found_s=found_s,
         recovery_s=sum(recovery.total_s for recovery in run.summary.recoveries),
         num_retries=retries_of(run.journal)[STEP],

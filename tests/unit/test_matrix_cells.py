@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from spare_megatron.core.phases import Phase
-from tests.matrix.cells import CELLS, KINDS, MOMENTS, draw_faults, sample_cells
+from tests.matrix.cells import CELLS, KINDS, MOMENTS, NUM_GROUPS, NUM_STAGES, draw_faults, sample_cells
 
 AGAIN = {Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE}
 
@@ -29,11 +29,14 @@ def test_samples_come_to_every_cell() -> None:
     assert {cell for seed in range(200) for cell in sample_cells(10, seed)} == set(CELLS)
 
 
-def test_faults_of_a_cell_hit_groups_that_differ_and_vary_with_the_seed() -> None:
+def test_faults_of_a_cell_hit_different_groups_and_follow_from_the_seed() -> None:
     for cell in CELLS:
         faults = draw_faults(cell, 7)
         assert len({fault.group for fault in faults}) == len(faults) == (2 if cell.moment.in_recovery else 1)
         assert (faults[-1].kind, faults[-1].phase) == (cell.kind, cell.moment.phase)
         assert faults == draw_faults(cell, 7)
-        victims = {(draw_faults(cell, seed)[-1].group, draw_faults(cell, seed)[-1].rank) for seed in range(100)}
-        assert len(victims) == 8
+
+
+def test_every_rank_of_every_group_is_a_victim_with_some_seed() -> None:
+    victims = [draw_faults(CELLS[-1], seed)[-1] for seed in range(100)]
+    assert len({(victim.group, victim.rank) for victim in victims}) == NUM_GROUPS * NUM_STAGES

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron import __version__
-from spare_megatron.cli import check, plan, preprocess, simulate, train
+from spare_megatron.cli import campaign, check, plan, preprocess, simulate, train
 
 app = typer.Typer(
     name="spare",
@@ -35,6 +35,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("preprocess")(preprocess.preprocess)
 app.command("train")(train.train)
+app.command("campaign")(campaign.campaign)
 app.command("check")(check.check)
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
 """`spare train`: one run on this machine."""
 
-import datetime
 import json
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.running import INTERRUPTED, choose_run_dir, load_runnable, run_and_show, told_interruption
 
-EXIT_CODES = {"finished": 0, "wipe_out": 3, "halted": 4, "failed": 1, "interrupted": 130}
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXIT_CODES = {"finished": 0, "wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTED}
 
 
 def train(
@@ -34,39 +31,16 @@ def train(
     2 the configuration cannot run, 3 wipe-out, 4 halted because groups disagreed or the training diverged,
     130 interrupted.
     """
-    from spare_megatron.cli.progress import RunProgress, print_summary
-    from spare_megatron.config.loader import load_run_config
-    from spare_megatron.config.validate import problems, warnings
-    from spare_megatron.runtime.run import look_at_machine, start_run
+    from spare_megatron.cli.progress import print_summary
 
     console = Console(stderr=as_json)
     with explained_errors("train"):
-        loaded = load_run_config(config, overrides or ()).config
-        machine = look_at_machine(loaded)
-        found = problems(loaded, machine)
-        if found:
-            raise ValueError("this configuration cannot run:\n" + "\n".join(f"  - {text}" for text in found))
-        for text in warnings(loaded, machine):
-            typer.echo(f"spare train: warning: {text}", err=True)
-        folder = run_dir or Path("runs") / f"{loaded.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        for number in _ENDING_SIGNALS:
-            signal.signal(number, _interrupt)
-        try:
-            with RunProgress(loaded, console) as progress:
-                summary = start_run(loaded, folder, progress.take)
-        except KeyboardInterrupt:
-            where = f"the run so far is in {folder}" if folder.exists() else "the run had not begun"
-            typer.echo(f"spare train: interrupted; all processes are ended, {where}", err=True)
-            raise typer.Exit(EXIT_CODES["interrupted"]) from None
+        loaded = load_runnable("train", config, overrides or ())
+        folder = choose_run_dir(loaded, run_dir)
+        with told_interruption("train", folder):
+            summary = run_and_show(loaded, folder, console)
     print_summary(summary, folder, console)
     if as_json:
         sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
     is_proven = summary.verdict == "valid"
     raise typer.Exit(EXIT_CODES[summary.outcome] or (0 if is_proven else 1))
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM ends a run as Ctrl-C does. Once it is ending, no further signal may leave processes behind."""
-    for number in _ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt

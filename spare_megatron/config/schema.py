@@ -194,6 +194,22 @@ class FaultsConfig:
     """Seed of everything the trace leaves open."""
     trace: tuple[FaultConfig, ...] = ()
     """The faults, each in a table of its own."""
+    mean_steps: float | None = None
+    """Mean number of steps from one random fault to the next, instead of a trace; draws none when absent."""
+    distribution: Literal["exponential", "weibull"] = "exponential"
+    """How the steps between random faults are distributed."""
+    shape: float = 0.78
+    """Shape of the Weibull distribution; below 1 faults come in bursts."""
+    kinds: tuple[FaultKind, ...] = ()
+    """Kinds to draw from, one named twice twice as often; all that a run like this can survive when empty."""
+    mix: Literal["listed", "llama3"] = "listed"
+    """llama3 draws kinds as often as their causes interrupted the training of Llama 3."""
+    max_seconds: float = 0.4
+    """Longest of the random faults that pass by themselves."""
+    domain_share: float = 0.0
+    """Share of random lasting faults of single groups that hit all groups of a domain at once."""
+    recovery_steps: int = 50
+    """Steps after a random fault in which its groups are not hit again, and count as lost if they may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +218,8 @@ class TrainConfig:
 
     steps: int = 20
     """Optimizer steps to commit."""
+    max_minutes: float | None = None
+    """Minutes after its start at which a run ends with the step under way, committed steps or not; never when absent."""
     micro_batch_size: int = 2
     """Sequences in a microbatch."""
     seed: int = 1234

@@ -9,6 +9,7 @@ from typing import Literal
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_faults import fault_problems
+from spare_megatron.config.validate_rates import rate_problems
 from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
 
@@ -87,6 +88,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *store_problems(config.control),
         *_megatron(config),
         *fault_problems(config),
+        *rate_problems(config),
         *_isolation(config, machine),
         *_device(config, machine),
         *_data(config, machine),
@@ -134,6 +136,8 @@ def _too_small(config: RunConfig) -> Iterator[str]:
         for key, value in settings.items():
             if value < least:
                 yield f"{key}={value} must be at least {least}; raise it"
+    if train.max_minutes is not None and not train.max_minutes > 0:
+        yield f"train.max_minutes={train.max_minutes} must be above 0; raise it, or remove it to train all steps"
     factor = train.gradient_outlier_factor
     if not (factor == 0.0 or factor > 1.0):
         yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to judge no sizes; change it"

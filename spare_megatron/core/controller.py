@@ -18,8 +18,8 @@ middle of a recovery, is just one more entry.
 Votes carry a digest of the parameters wherever they are compared. A group that differs from the majority has added
 wrong gradients to the sum: the fence that puts it out discards the attempt, which then can only be tried again.
 
-Whoever writes the commit also decides by its own clock whether a checkpoint is due, and which waiting groups to take
-in; the entry tells everybody, so that no two groups need the same clock.
+Whoever writes the commit also decides by its own clock whether a checkpoint is due and whether the run's time is over,
+and which waiting groups to take in; the entry tells everybody, so that no two groups need the same clock.
 
 A group that comes back is another member: the same group in its next incarnation. It folds the log from the start and
 carries out nothing until a commit admits it. Its fence is its own: one that is written late for an earlier incarnation
@@ -81,6 +81,8 @@ class ControllerSetup:
     """Seconds from one checkpoint to the next; None saves never."""
     last_resort: bool = False
     """Every group can read all data: shards without a surviving host go to any survivors; microbatches only."""
+    ends_at_s: float | None = None
+    """On the driver's clock: the first commit written from then on is the last. None: all steps are trained."""
 
 
 class Controller:
@@ -188,7 +190,7 @@ class Controller:
         if commit.save:
             self._last_save_at_s = now_s
             actions.append(SaveCheckpoint(step=self.step))
-        if self.step == self._setup.num_steps:
+        if commit.is_last or self.step == self._setup.num_steps:
             return (*actions, FinishRun(step=self.step))
         # Whoever wrote the commit may have heard of two for one group, of one lost meanwhile, or of one too early.
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
@@ -251,7 +253,13 @@ class Controller:
         entry = self._objection(votes, different)
         if entry is None and not self._is_discarded and all(vote.is_complete for vote in different):
             is_due = self._is_save_due(now_s)
-            entry = Commit(step=self.step, attempt=event.attempt, save=is_due, admit=event.waiting)
+            entry = Commit(
+                step=self.step,
+                attempt=event.attempt,
+                save=is_due,
+                admit=event.waiting,
+                is_last=self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s,
+            )
         return (AppendEntry(index=self.head, entry=entry or Retry(step=self.step, attempt=event.attempt)),)
 
     def _objection(self, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:

@@ -25,12 +25,14 @@ class Commit:
         admit: Who takes part from the next step on. They are named here and not in an entry of their own, for
             any entry between two commits makes groups abandon the reduction they are in. Void for those who are
             fenced by then, and where the group takes part already.
+        is_last: The run ends with this step, whatever the number of steps it was to have.
     """
 
     step: int
     attempt: int
     save: bool = False
     admit: tuple[Member, ...] = ()
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ def check_journal(journal: Journal) -> Verdict:
         findings.append(Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1"))
         return _verdict(findings, 0)
     run = runs[0]
-    fold = _fold(journal, run)
+    fold = fold_journal(journal, run)
     for rule in (_check_log, _check_fold, _check_contributions, _check_hosts, _check_votes, _check_updates):
         findings += rule(journal, run, fold)
     for rule in (_check_params, _check_faults, _check_end):
@@ -72,7 +72,8 @@ def _verdict(findings: list[Finding], steps_committed: int) -> Verdict:
     return Verdict(verdict=verdict, reasons=reasons, steps_committed=steps_committed)
 
 
-def _fold(journal: Journal, run: RunRecord) -> Fold:
+def fold_journal(journal: Journal, run: RunRecord) -> Fold:
+    """The log as the groups read it, and what their supervisors tell of its end."""
     entries: dict[int, dict[str, Any]] = {}
     for record in journal.of(EntryRecord):
         entries.setdefault(record.index, record.entry)
@@ -277,14 +278,15 @@ def _check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
 
 
 def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Every fault of the trace struck, and cost the run the group it hit."""
+    """Every fault of the trace struck if its group was there to be hit, and cost the run the group it hit."""
     struck = {(r.step, r.group, r.rank, r.phase) for r in journal.of(FaultRecord)}
+    began_with = {commit.step: commit.began_with for commit in fold.kept}
     for fault in run.faults:
-        if fault["step"] >= len(fold.kept):
-            continue  # the run ended before it
+        if fault["group"] not in began_with.get(fault["step"], ()):
+            continue  # the run ended before it, or the group was lost to something else
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
             yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
-        elif fault["step"] < run.num_steps - 1:
+        elif fault["step"] < len(fold.kept) - 1:
             for group in set(fault.get("costs", [fault["group"]])) - set(fold.last_fenced_at):
                 severity: Severity = "invalid" if _is_whole(fold) else "unknown"
                 yield Finding(severity=severity, reason=f"the fault {fault} struck, but no entry fences group {group}")
@@ -295,13 +297,18 @@ def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding
     ends = journal.of(EndRecord)
     if len(ends) != 1:
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
-    elif ends[0].outcome == "finished" and len(fold.kept) != run.num_steps:
+    elif ends[0].outcome == "finished" and not _is_complete(run, fold):
         reason = f"the run finished with {len(fold.kept)} of {run.num_steps} steps committed"
         yield Finding(severity="invalid", reason=reason)
     elif ends[0].outcome == "wipe_out" and not _is_wiped_out(run, fold):
         yield Finding(severity="invalid", reason="the run ended as a wipe-out, and every shard has a surviving host")
     elif ends[0].outcome in ("failed", "halted"):
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
+
+
+def _is_complete(run: RunRecord, fold: Fold) -> bool:
+    """Whether all steps are committed, or as many as the run's time allowed."""
+    return len(fold.kept) == run.num_steps or any(commit.is_last for commit in fold.kept)
 
 
 def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:

@@ -1,7 +1,7 @@
 """The decision log as a journal has it, folded: who took part when, what was committed, what a restart undid."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spare_megatron.journal.records import RunRecord
@@ -18,16 +18,20 @@ class Committed:
         step: The step.
         attempt: The attempt.
         members: The groups that took part when it was written; all of them voted.
+        began_with: The groups that took part when the step began.
         saved: A checkpoint holds the state after it.
         is_undone: A later restart went back before it.
+        is_last: It ends the run, whatever the number of steps it was to have.
     """
 
     index: int
     step: int
     attempt: int
     members: Members
+    began_with: Members
     saved: bool
     is_undone: bool
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,7 @@ class _Folding:
     def __init__(self, run: RunRecord) -> None:
         self.run = run
         self.incarnations = dict.fromkeys(range(run.num_groups), 0)  # of those that take part
+        self.began_with: Members = frozenset(self.incarnations)
         self.last_fenced: dict[int, int] = {}  # incarnation
         self.step = 0
         self.attempt = 0
@@ -121,15 +126,20 @@ class _Folding:
             step=entry["step"],
             attempt=entry["attempt"],
             members=frozenset(self.incarnations),
+            began_with=self.began_with,
             saved=bool(entry.get("save", False)),
             is_undone=False,
+            is_last=bool(entry.get("is_last", False)),
         )
+        if self.commits and self.commits[-1].is_last:
+            self.errors.append(f"step {commit.step} is committed after the last")
         self.commits.append(commit)
         self.step = commit.step + 1
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
-        if commit.step + 1 < self.run.num_steps:  # the last commit takes nobody in
+        if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit takes nobody in
             self.incarnations = self._not_fenced(entry.get("admit", ())) | self.incarnations
+        self.began_with = frozenset(self.incarnations)
 
     def _restart(self, entry: Mapping[str, Any]) -> None:
         kept = [commit for commit in self.commits if commit.index not in self.undone]
@@ -138,6 +148,7 @@ class _Folding:
             self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}
         self.incarnations = self._not_fenced(entry["members"])
+        self.began_with = frozenset(self.incarnations)
         self.step = entry["step"]
         self.num_restarts += 1
 
@@ -147,17 +158,7 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     folding = _Folding(run)
     for index in sorted(entries):
         folding.take(index, entries[index])
-    commits = tuple(
-        Committed(
-            index=commit.index,
-            step=commit.step,
-            attempt=commit.attempt,
-            members=commit.members,
-            saved=commit.saved,
-            is_undone=commit.index in folding.undone,
-        )
-        for commit in folding.commits
-    )
+    commits = tuple(replace(commit, is_undone=commit.index in folding.undone) for commit in folding.commits)
     return Fold(
         entries=entries,
         commits=commits,

@@ -2,8 +2,10 @@
 
 import os
 import sys
+import time
 import traceback
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -78,7 +80,8 @@ class _Rank:
         self._journal = JournalWriter(spec.run_dir, spec.name)
         self._beacon = Beacon(spec.page)
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
-        self._controller = Controller(controller_setup(spec.config))
+        ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
+        self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
         self._executor: GroupExecutor | None = None
 
     def run(self) -> ExitCode:

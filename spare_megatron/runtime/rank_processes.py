@@ -1,6 +1,7 @@
 """The rank processes of one node: started, told apart by their lives, reaped."""
 
 import os
+import time
 from collections.abc import Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -27,6 +28,8 @@ class RankProcesses:
         self._spec = spec
         # Forked, not from the fork server, so that ranks are this process's children and die with it.
         self._context = get_context("fork")
+        minutes = spec.config.train.max_minutes
+        self._ends_at_s = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._keys = spec.config.parallel.ranks_on(spec.node)
         self._children: dict[RankKey, Child] = {}
         self._pages: dict[RankKey, Page] = {}
@@ -64,6 +67,7 @@ class RankProcesses:
             faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key),
             page=page,
             supervisor_pid=os.getpid(),
+            seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
         )
         child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
         self.pipes[child.reports] = key

@@ -14,6 +14,7 @@ from spare_megatron import __version__
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
+from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import RunRecord
@@ -69,7 +70,7 @@ def start_run(
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
     if run_dir.exists() and any(run_dir.iterdir()):
         raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
-    faults = resolve_trace(config)
+    faults = (*resolve_trace(config), *draw_faults(config))
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
     preflight(config)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ class RankSpec:
         faults: The faults to inject into this rank.
         page: Memory shared with the supervisor, for the rank's beacon.
         supervisor_pid: Its parent, with which it dies.
+        seconds_left: Until the run ends with the step under way; None if all steps are to be trained.
     """
 
     config: RunConfig
@@ -42,6 +43,7 @@ class RankSpec:
     faults: tuple[Fault, ...]
     page: Page
     supervisor_pid: int
+    seconds_left: float | None = None
 
     @property
     def name(self) -> str:

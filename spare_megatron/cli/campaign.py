@@ -1,0 +1,62 @@
+"""`spare campaign`: a training under many faults, and whether it stood them all."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
+
+
+def campaign(
+    config: Annotated[Path, typer.Argument(help="The run preset, a TOML file whose [faults] has a trace or a rate.")],
+    minutes: Annotated[
+        float | None, typer.Option(help="End the run after this time, committed steps or not (train.max_minutes).")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Never an existing run's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and progress on stderr.")] = False,
+) -> None:
+    """Train under many faults, and say whether all were masked and nothing was left behind.
+
+    Exit codes: 0 the journal is valid, every fault that was due struck, no process outlived the run and none grew;
+    1 something of that is not so; 2 the configuration cannot run; 130 interrupted.
+    """
+    from spare_megatron.cli.campaign_table import print_campaign
+    from spare_megatron.journal.campaign import campaign_figures
+    from spare_megatron.journal.files import read_journal
+    from spare_megatron.runtime.process_watch import ProcessWatch, process_problems
+
+    console = Console(stderr=as_json)
+    times = [] if minutes is None else [f"train.max_minutes={minutes}"]
+    with explained_errors("campaign"):
+        loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
+        folder = choose_run_dir(loaded, run_dir)
+        with told_interruption("campaign", folder), ProcessWatch() as watch:
+            summary = run_and_show(loaded, folder, console)
+        figures = campaign_figures(read_journal(folder), summary)
+    processes = watch.report()
+    problems = [*figures.problems(summary), *process_problems(processes)]
+    print_campaign(summary, figures, processes, problems, folder, console)
+    result = {
+        "run_dir": str(folder),
+        "is_passed": not problems,
+        "problems": problems,
+        **asdict(figures),
+        "processes": asdict(processes),
+        **asdict(summary),
+    }
+    text = json.dumps(result)
+    (folder / "campaign.json").write_text(text + "\n")
+    if as_json:
+        sys.stdout.write(text + "\n")
+    raise typer.Exit(1 if problems else 0)

@@ -1,0 +1,75 @@
+"""What commands that run a training on this machine have in common."""
+
+import datetime
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from spare_megatron.config.schema import RunConfig
+    from spare_megatron.journal.summary import Summary
+
+INTERRUPTED = 130
+"""Exit code of a command that was ended by a signal."""
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def load_runnable(command: str, path: Path, overrides: Sequence[str]) -> "RunConfig":
+    """The configuration, after telling what may not be meant.
+
+    Raises:
+        ValueError: It cannot run here; the text has every reason.
+    """
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.config.validate import problems, warnings
+    from spare_megatron.runtime.run import look_at_machine
+
+    config = load_run_config(path, overrides).config
+    machine = look_at_machine(config)
+    found = problems(config, machine)
+    if found:
+        raise ValueError("this configuration cannot run:\n" + "\n".join(f"  - {text}" for text in found))
+    for text in warnings(config, machine):
+        typer.echo(f"spare {command}: warning: {text}", err=True)
+    return config
+
+
+def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
+    """The directory that is stated, or one that is named after the run and the time."""
+    return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+@contextmanager
+def told_interruption(command: str, run_dir: Path) -> Iterator[None]:
+    """Around a run: SIGTERM ends it as Ctrl-C does, and either ends the command when all processes are gone."""
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        where = f"the run so far is in {run_dir}" if run_dir.exists() else "the run had not begun"
+        typer.echo(f"spare {command}: interrupted; all processes are ended, {where}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def run_and_show(config: "RunConfig", run_dir: Path, console: Console) -> "Summary":
+    """The whole run, with its progress on the console."""
+    from spare_megatron.cli.progress import RunProgress
+    from spare_megatron.runtime.run import start_run
+
+    with RunProgress(config, console) as progress:
+        return start_run(config, run_dir, progress.take)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Once a run is ending, no further signal may leave processes behind."""
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt

@@ -1,0 +1,78 @@
+"""Which kinds of fault a run draws at random, and how often each."""
+
+from collections.abc import Mapping
+
+from spare_megatron.config.schema import FaultKind, RunConfig
+from spare_megatron.core.interruptions import LLAMA3_INTERRUPTIONS
+
+_ANYWHERE: tuple[FaultKind, ...] = (
+    "kill",
+    "raise",
+    "hang",
+    "stop",
+    "slow",
+    "disk_full",
+    "clock_jump",
+    "nan",
+    "bit_flip",
+    "param_flip",
+)
+
+_LIKE: Mapping[str, tuple[FaultKind, ...]] = {
+    "gpu": ("kill", "hang", "raise"),
+    "hbm": ("raise", "nan"),
+    "software": ("raise", "kill"),
+    "switch_or_cable": ("cut", "hang"),
+    "host_maintenance": ("kill_supervisor", "stop_node", "stop"),
+    "sram": ("nan", "raise"),
+    "system_processor": ("kill", "stop"),
+    "nic": ("cut", "hang"),
+    "nccl_watchdog": ("hang",),
+    "silent_data_corruption": ("bit_flip", "param_flip"),
+    "thermal": ("slow",),
+    "ssd": ("disk_full",),
+    "psu": ("kill_supervisor", "kill"),
+    "cpu": ("stop", "kill"),
+    "chassis": ("kill_supervisor", "kill"),
+    "io_board": ("cut", "kill"),
+    "dependency": ("stop_store", "raise"),
+    "memory": ("param_flip", "kill"),
+}
+"""Cause of an interruption -> the kinds that look most like it to a run. An assumption of this project."""
+
+
+def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
+    """Every kind that can be injected into this run without being sure to end it."""
+    kinds = _ANYWHERE
+    if config.control.store == "embedded":
+        kinds += ("stop_store",)
+    if config.cluster.num_nodes > 1:
+        kinds += ("stop_node", "kill_supervisor")
+    if config.cluster.isolate_nodes:
+        kinds += ("cut",)
+    return kinds
+
+
+def kind_weights(config: RunConfig) -> dict[FaultKind, float]:
+    """How often each kind is drawn, relative to the others; the sum is 1.
+
+    With `faults.mix=llama3` a cause is shared equally by those of its kinds that may be drawn here, and left out where
+    there is none.
+
+    Raises:
+        ValueError: No kind is left.
+    """
+    listed = config.faults.kinds or survivable_kinds(config)
+    weights: dict[FaultKind, float] = {kind: 0.0 for kind in dict.fromkeys(listed)}
+    if config.faults.mix == "listed":
+        for kind in listed:
+            weights[kind] += 1.0
+    else:
+        for cause, count in LLAMA3_INTERRUPTIONS.items():
+            like = [kind for kind in _LIKE[cause] if kind in weights]
+            for kind in like:
+                weights[kind] += count / len(like)
+    total = sum(weights.values())
+    if not total:
+        raise ValueError(f"faults.mix=llama3 has none of faults.kinds={', '.join(listed)}; list others, or none")
+    return {kind: weight / total for kind, weight in weights.items() if weight}

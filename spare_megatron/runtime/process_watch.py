@@ -1,0 +1,159 @@
+"""Watches the processes of a run from outside: what they hold over time, and what is left when the run is over."""
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from statistics import median
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from spare_megatron.runtime.processes import fork_server
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SAMPLE_INTERVAL_S = 0.5
+_LEAST_SAMPLES = 16
+"""A process of which there are fewer has not lived long enough to grow."""
+_FAREWELL_S = 5.0
+"""Processes that are ending when the run is over may take this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What one process holds, or how much more of it than before."""
+
+    memory_bytes: int
+    threads: int
+    file_descriptors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReport:
+    """What was seen of the processes of a run.
+
+    Attributes:
+        num_processes: How many were seen.
+        growth: The largest growth of any of them: the median over the last quarter of its life above that over the
+            second quarter, in the first of which it starts up.
+        largest: The most that any of them held.
+        orphans: Those that outlived the run: pid and command line. They have been killed.
+    """
+
+    num_processes: int
+    growth: Holdings
+    largest: Holdings
+    orphans: tuple[str, ...]
+
+
+MOST_GROWTH = Holdings(memory_bytes=64 << 20, threads=8, file_descriptors=8)
+"""More than what a process may hold more after some time than before: a leak."""
+
+
+class ProcessWatch:
+    """Samples this process and all that descend from it. Use as a context manager around a run.
+
+    While it watches, this process adopts what its descendants leave behind, so that nothing escapes it.
+    """
+
+    def __init__(self) -> None:
+        self._own = psutil.Process()
+        self._samples: dict[psutil.Process, list[Holdings]] = defaultdict(list)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._before: set[psutil.Process] = set()
+        self._orphans: list[str] = []
+
+    def __enter__(self) -> Self:
+        fork_server()  # it stays for the next run
+        self._before = set(self._own.children(recursive=True))
+        _adopt_descendants(is_wanted=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        end_s = time.monotonic() + _FAREWELL_S
+        while self._left() and time.monotonic() < end_s:
+            time.sleep(0.05)
+        for process in self._left():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._orphans.append(f"{process.pid}: {' '.join(process.cmdline())[:80]}")
+                process.kill()
+                process.wait(_FAREWELL_S)
+        _adopt_descendants(is_wanted=False)
+
+    def report(self) -> ProcessReport:
+        """What was seen, after the end."""
+        lived = [samples for samples in self._samples.values() if len(samples) >= _LEAST_SAMPLES]
+        held = [sample for samples in self._samples.values() for sample in samples]
+        return ProcessReport(
+            num_processes=len(self._samples),
+            growth=_largest([_growth(samples) for samples in lived]),
+            largest=_largest(held),
+            orphans=tuple(self._orphans),
+        )
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_SAMPLE_INTERVAL_S):
+            for process in (self._own, *self._own.children(recursive=True)):
+                with contextlib.suppress(psutil.Error, FileNotFoundError):  # it has ended
+                    self._samples[process].append(_holdings(process))
+
+    def _left(self) -> list[psutil.Process]:
+        """Descendants of the run that have not ended; those that have are reaped."""
+        left = []
+        for process in set(self._own.children(recursive=True)) - self._before:
+            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+                elif process.ppid() == self._own.pid:
+                    os.waitpid(process.pid, os.WNOHANG)
+        return left
+
+
+def process_problems(report: ProcessReport) -> list[str]:
+    """Why a run left something behind, or would have in time; empty if it did not."""
+    found = [f"process {orphan} outlived the run" for orphan in report.orphans]
+    for item in fields(Holdings):
+        grown, limit = getattr(report.growth, item.name), getattr(MOST_GROWTH, item.name)
+        if grown > limit:
+            found.append(f"a process grew by {grown} {item.name.replace('_', ' ')}, more than {limit}")
+    return found
+
+
+def _holdings(process: psutil.Process) -> Holdings:
+    with process.oneshot():
+        return Holdings(
+            memory_bytes=process.memory_info().rss,
+            threads=process.num_threads(),
+            file_descriptors=process.num_fds(),
+        )
+
+
+def _growth(samples: list[Holdings]) -> Holdings:
+    quarter = len(samples) // 4
+    second, last = samples[quarter : 2 * quarter], samples[-quarter:]
+    names = [item.name for item in fields(Holdings)]
+    return Holdings(
+        **{
+            name: int(median(getattr(s, name) for s in last) - median(getattr(s, name) for s in second))
+            for name in names
+        }
+    )
+
+
+def _largest(holdings: list[Holdings]) -> Holdings:
+    names = [item.name for item in fields(Holdings)]
+    return Holdings(**{name: max((getattr(held, name) for held in holdings), default=0) for name in names})
+
+
+def _adopt_descendants(*, is_wanted: bool) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(is_wanted))

@@ -1,0 +1,254 @@
+"""Random faults: a function of the seed, distributed as asked for, and always such that redundancy can mask them."""
+
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import spare_megatron
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate_rates import rate_problems
+from spare_megatron.core.interruptions import LLAMA3_INTERRUPTIONS
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import GroupId
+from spare_megatron.faults.mix import kind_weights, survivable_kinds
+from spare_megatron.faults.rates import FIRST_STEP, draw_faults
+from spare_megatron.faults.trace import Fault, groups_hit
+
+EVER = 10**6
+HARMLESS = "faults.kinds=['slow', 'disk_full', 'clock_jump', 'stop_store']"
+
+
+def configured(*overrides: str) -> RunConfig:
+    base = ["layout.num_groups=6", "layout.pipeline_parallel=2", "spare.redundancy=4", "train.steps=4000"]
+    base.append(f"spare.rejoins={EVER}")
+    config = load_run_config(None, [*base, "faults.mean_steps=25", "spare.microbatches_per_shard=4", *overrides]).config
+    assert list(rate_problems(config)) == []
+    return config
+
+
+def at_risk(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
+    """What the fault may cost, told apart from what it passes: everything that lasts, and corruptions."""
+    if fault.kind in ("bit_flip", "param_flip"):
+        return frozenset({fault.group})
+    return groups_hit(config, fault)
+
+
+# ---------------------------------------------------------------------------------------------------- what is drawn
+
+
+def test_without_a_rate_none_is_drawn() -> None:
+    assert draw_faults(RunConfig()) == ()
+
+
+def test_the_same_configuration_gives_the_same_faults_and_another_seed_others() -> None:
+    assert draw_faults(configured()) == draw_faults(configured())
+    assert len({draw_faults(configured(f"faults.seed={seed}")) for seed in range(20)}) == 20
+
+
+def test_a_longer_run_begins_with_the_same_faults() -> None:
+    short, long = (draw_faults(configured(f"train.steps={steps}")) for steps in (2000, 4000))
+    assert long[: len(short)] == short
+    assert len(long) > len(short) > 40
+
+
+def test_all_kinds_that_a_run_can_survive_are_drawn_with_every_phase_group_and_rank() -> None:
+    config = configured("layout.num_groups=12", "cluster.num_nodes=12", "cluster.isolate_nodes=true")
+    faults = [fault for seed in range(20) for fault in draw_faults(with_seed(config, seed))]
+    assert {fault.kind for fault in faults} == set(survivable_kinds(config))
+    assert "kill_store" not in survivable_kinds(config)
+    assert {fault.phase for fault in faults} == set(Phase) - {Phase.PATCH, Phase.REBUILD}
+    assert {fault.group for fault in faults} == set(range(12))
+    assert {fault.rank for fault in faults} == {0, 1}
+    assert {fault.ordinal for fault in faults if fault.phase is Phase.BACKWARD} == {1, 2, 3, 4}
+    assert {fault.bit for fault in faults if fault.kind == "bit_flip"} <= set(range(32))
+
+
+def with_seed(config: RunConfig, seed: int) -> RunConfig:
+    return replace(config, faults=replace(config.faults, seed=seed))
+
+
+def test_one_rank_a_group_has_nobody_to_send_to() -> None:
+    phases = {fault.phase for fault in draw_faults(configured("layout.pipeline_parallel=1"))}
+    assert not phases & {Phase.SEND, Phase.RECEIVE}
+    assert len(phases) > 4
+
+
+def test_faults_that_pass_last_no_longer_than_allowed() -> None:
+    faults = draw_faults(configured("faults.max_seconds=0.25"))
+    lasting = {"kill", "raise", "nan", "bit_flip", "param_flip", "hang", "stop"}
+    assert all(fault.kind in lasting for fault in faults if fault.seconds is None)
+    times = [abs(fault.seconds) for fault in faults if fault.seconds is not None]
+    assert 0.2 < max(times) <= 0.25
+    assert min(times) > 0.0
+    assert {fault.seconds is None for fault in faults if fault.kind == "hang"} == {True, False}
+    assert min(fault.seconds or 0.0 for fault in faults if fault.kind == "clock_jump") < 0.0
+
+
+# ----------------------------------------------------------------------------------------------------- distributions
+
+
+@pytest.mark.parametrize(
+    ("setting", "distribution"),
+    [
+        ("faults.distribution=exponential", stats.expon(scale=500.0)),
+        ("faults.distribution=weibull", stats.weibull_min(0.78, scale=500.0 / math.gamma(1 + 1 / 0.78))),
+    ],
+)
+def test_gaps_follow_the_distribution(setting: str, distribution: stats.rv_continuous) -> None:
+    config = configured("faults.mean_steps=500", "train.steps=1000000", "faults.recovery_steps=11", setting, HARMLESS)
+    steps = [fault.step for fault in draw_faults(config)]
+    assert len(steps) > 1500
+    assert stats.kstest(np.diff(steps), distribution.cdf).pvalue > 0.01
+    other = stats.weibull_min(0.6, scale=500.0 / math.gamma(1 + 1 / 0.6))
+    assert stats.kstest(np.diff(steps), other.cdf).pvalue < 1e-6
+
+
+def test_a_kind_named_twice_is_drawn_twice_as_often() -> None:
+    assert kind_weights(configured("faults.kinds=['kill', 'slow', 'kill']")) == {"kill": 2 / 3, "slow": 1 / 3}
+
+
+def test_the_mix_of_llama3_draws_kinds_as_often_as_their_causes_struck() -> None:
+    everywhere = ("cluster.num_nodes=12", "cluster.isolate_nodes=true", "layout.num_groups=12")
+    weights = kind_weights(configured("faults.mix=llama3", *everywhere))
+    total = sum(LLAMA3_INTERRUPTIONS.values())
+    assert total == 419
+    assert sum(weights.values()) == pytest.approx(1.0)
+    assert weights["slow"] == pytest.approx(6 / total)  # thermal
+    assert weights["disk_full"] == pytest.approx(3 / total)  # SSD
+    assert weights["bit_flip"] == pytest.approx(6 / 2 / total)  # half of the silent data corruption
+    alone = kind_weights(configured("faults.mix=llama3", "faults.kinds=['slow', 'disk_full']"))
+    assert alone == pytest.approx({"slow": 6 / 9, "disk_full": 3 / 9})
+
+
+def test_a_mix_without_any_of_the_listed_kinds_is_refused() -> None:
+    with pytest.raises(ValueError, match="has none of faults.kinds=clock_jump"):
+        kind_weights(configured("faults.mix=llama3", "faults.kinds=['clock_jump']"))
+
+
+def test_the_interruptions_of_llama3_are_those_of_the_simulators_preset() -> None:
+    preset = Path(spare_megatron.__file__).parent / "simulator" / "presets" / "llama3_16k.toml"
+    mix = tomllib.loads(preset.read_text())["failures"]["mix"]
+    assert {cause: values["weight"] for cause, values in mix.items()} == LLAMA3_INTERRUPTIONS
+
+
+# ------------------------------------------------------------------------------------------------------ survivability
+
+
+def lost_when(config: RunConfig, faults: Sequence[Fault], step: int, num_rejoins: int) -> frozenset[GroupId]:
+    """The groups that may be lost just after this step, counted anew from the whole list."""
+    lost: set[GroupId] = set()
+    times: Counter[GroupId] = Counter()
+    of_node = ("cut", "stop_node", "kill_supervisor")
+    for fault in faults:
+        if fault.step > step:
+            break
+        for group in at_risk(config, fault):
+            times[group] += 1
+            for_good = times[group] > num_rejoins or fault.kind in of_node
+            if for_good or step < fault.step + config.faults.recovery_steps:
+                lost.add(group)
+    return frozenset(lost)
+
+
+@pytest.mark.parametrize("num_rejoins", [0, 1, EVER])
+@pytest.mark.parametrize("settings", [(), ("spare.groups_per_domain=2", "faults.domain_share=0.5")])
+@pytest.mark.parametrize("nodes", [1, 6])
+def test_at_any_time_every_shard_has_a_host_and_a_majority_is_right(
+    num_rejoins: int, settings: tuple[str, ...], nodes: int
+) -> None:
+    num_lost: Counter[int] = Counter()
+    for seed in range(12):
+        config = configured(*settings, f"faults.seed={seed}", f"cluster.num_nodes={nodes}", "faults.mean_steps=8", f"spare.rejoins={num_rejoins}")
+        spare = config.spare
+        placement = make_placement(spare.placement, 6, spare.redundancy, spare.groups_per_domain)
+        faults = draw_faults(config)
+        for fault in faults:
+            lost = lost_when(config, faults, fault.step, num_rejoins)
+            left = frozenset(map(GroupId, range(6))) - lost
+            assert placement.uncovered(left) == ()
+            assert len(left) > 3
+            num_lost[len(lost)] += 1
+    assert set(num_lost) == {0, 1, 2}  # and it goes to the limit
+
+
+@pytest.mark.parametrize("num_rejoins", [0, EVER])
+def test_no_group_is_hit_while_it_may_be_away(num_rejoins: int) -> None:
+    for seed in range(12):
+        config = configured(f"faults.seed={seed}", "faults.mean_steps=8", "cluster.num_nodes=3", "train.steps=1500", f"spare.rejoins={num_rejoins}")
+        faults = draw_faults(config)
+        assert len(faults) > 20
+        for index, fault in enumerate(faults):
+            for earlier in faults[:index]:
+                risk = at_risk(config, earlier)
+                is_gone = num_rejoins == 0 and fault.group in risk
+                assert not is_gone
+                if fault.group in risk | {earlier.group}:
+                    assert fault.step >= earlier.step + config.faults.recovery_steps
+
+
+def test_only_one_corruption_is_open_at_a_time() -> None:
+    config = configured("faults.kinds=['nan', 'bit_flip', 'param_flip']", "faults.mean_steps=5")
+    steps = [fault.step for fault in draw_faults(config)]
+    assert len(steps) > 50
+    assert min(np.diff(steps)) >= config.faults.recovery_steps
+
+
+def test_a_domain_is_hit_as_a_whole() -> None:
+    config = configured("spare.groups_per_domain=2", "faults.domain_share=1.0", "faults.kinds=['kill']")
+    faults = draw_faults(config)
+    pairs = list(zip(faults[::2], faults[1::2], strict=True))
+    assert len(pairs) > 30
+    assert all(first.group % 2 == 0 and second.group == first.group + 1 for first, second in pairs)
+    assert all((first.step, first.phase) == (second.step, second.phase) for first, second in pairs)
+    assert {fault.group for fault in faults} == set(range(6))
+
+
+def test_what_cannot_be_survived_waits_or_is_left_out_and_the_rest_goes_on() -> None:
+    overrides = ("layout.num_groups=2", "spare.redundancy=2", "faults.kinds=['kill', 'slow']")
+    faults = draw_faults(configured(*overrides, "spare.rejoins=0"))
+    assert [fault.kind for fault in faults].count("kill") == 1
+    assert [fault.kind for fault in faults].count("slow") > 20
+    coming_back = [fault for fault in draw_faults(configured(*overrides)) if fault.kind == "kill"]
+    assert len(coming_back) > 20
+    assert min(np.diff([fault.step for fault in coming_back])) >= 50
+
+
+def test_beginning_and_end_of_the_run_are_spared() -> None:
+    for seed in range(20):
+        config = configured(f"faults.seed={seed}", "faults.mean_steps=1", "train.steps=300")
+        steps = [fault.step for fault in draw_faults(config)]
+        assert FIRST_STEP <= min(steps) <= max(steps) < 300 - config.faults.recovery_steps
+
+
+# --------------------------------------------------------------------------------------------------------- problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (("faults.trace=[{phase='forward'}]",), "remove one of them"),
+        (("faults.mean_steps=0",), "faults.mean_steps=0.0 must be above 0"),
+        (("faults.shape=0",), "faults.shape=0.0 must be above 0"),
+        (("faults.domain_share=1.5",), "lies outside 0 to 1"),
+        (("faults.kinds=['kill_store']",), "has kill_store, which ends the run"),
+        (("faults.kinds=['cut']",), "has cut, which needs a network"),
+        (("faults.kinds=['stop_node']",), "which hits the only node there is"),
+        (("faults.kinds=['stop_store']", "control.store=etcd"), "needs a control store of the run's own"),
+        (("faults.max_seconds=60",), "must be below control.store_timeout_s=60"),
+        (("faults.recovery_steps=4000",), "leaves no room for faults in train.steps=4000"),
+        (("faults.recovery_steps=10",), "must be above train.params_check_every_steps=10"),
+    ],
+)
+def test_rates_that_make_no_sense_are_refused(overrides: tuple[str, ...], text: str) -> None:
+    base = ["train.steps=4000", "faults.mean_steps=25"]
+    found = list(rate_problems(load_run_config(None, [*base, *overrides]).config))
+    assert any(text in problem for problem in found), found

@@ -219,7 +219,7 @@ class TrainConfig:
     steps: int = 20
     """Optimizer steps to commit."""
     max_minutes: float | None = None
-    """Minutes after its start at which a run ends with the step under way, committed steps or not; never when absent."""
+    """Minutes from the start of a run to its end with the step under way, if that comes before `steps`."""
     micro_batch_size: int = 2
     """Sequences in a microbatch."""
     seed: int = 1234

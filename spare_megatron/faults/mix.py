@@ -63,7 +63,7 @@ def kind_weights(config: RunConfig) -> dict[FaultKind, float]:
         ValueError: No kind is left.
     """
     listed = config.faults.kinds or survivable_kinds(config)
-    weights: dict[FaultKind, float] = {kind: 0.0 for kind in dict.fromkeys(listed)}
+    weights: dict[FaultKind, float] = dict.fromkeys(dict.fromkeys(listed), 0.0)
     if config.faults.mix == "listed":
         for kind in listed:
             weights[kind] += 1.0

@@ -140,7 +140,7 @@ def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
     for index in itertools.count():
         share = gaps.exponential()
         if faults.distribution == "weibull":
-            # A Weibull variable of scale 1 is an exponential one to the power of 1 / shape, of mean Gamma(1 + 1 / shape).
+            # An exponential variable to the power of 1 / shape is a Weibull one, of mean Gamma(1 + 1 / shape).
             share = share ** (1 / faults.shape) / math.gamma(1 + 1 / faults.shape)
         yield mean * share, np.random.default_rng([faults.seed, _STREAM, index])
 

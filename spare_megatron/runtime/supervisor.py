@@ -1,15 +1,17 @@
 """Looks after the ranks of one node: starts them, reaps them, watches them, and has the group of a lost one fenced."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.control.open_store import open_store
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Liveness, first_to_stop
-from spare_megatron.core.rejoin import restart_delay_s
+from spare_megatron.core.rejoin import LONG_LIFE_INTERVALS, restart_delay_s
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.journal.files import JournalWriter
@@ -91,6 +93,8 @@ class _Supervisor:
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # and not written yet
         self._coming_back: set[GroupId] = set()
+        self._up_since_s: dict[GroupId, float] = {}
+        self._short_lives: Counter[GroupId] = Counter()
         self._has_begun = False
         self._is_over = False
         self._store_failure = ""
@@ -174,6 +178,7 @@ class _Supervisor:
                 self._tracebacks[group, rank] = text
             case RanksReady(group=group):
                 self._has_begun = True
+                self._up_since_s[group] = time.monotonic()
                 self._watch_beats_of(group)
             case FaultWanted():
                 self._inflict(report)
@@ -345,10 +350,14 @@ class _Supervisor:
             self._bring_back(member)
 
     def _bring_back(self, lost: Member) -> None:
-        delay_s = restart_delay_s(lost.incarnation, self._spec.config.spare.rejoins, self._interval_s)
+        if time.monotonic() - self._up_since_s.pop(lost.group, math.inf) >= LONG_LIFE_INTERVALS * self._interval_s:
+            self._short_lives[lost.group] = 0
+        num_short = self._short_lives[lost.group]
+        delay_s = restart_delay_s(lost.incarnation, self._spec.config.spare.rejoins, num_short, self._interval_s)
         if delay_s is None or self._is_over or not self._has_begun or lost.group in self._coming_back:
             return
         self._coming_back.add(lost.group)
+        self._short_lives[lost.group] += 1
         self._agenda.after(delay_s, lambda: self._start_again(lost.group))
 
     def _start_again(self, group: GroupId) -> None:

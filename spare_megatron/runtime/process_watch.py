@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 from types import TracebackType
@@ -16,7 +17,6 @@ import psutil
 from spare_megatron.runtime.processes import fork_server
 
 _PR_SET_CHILD_SUBREAPER = 36
-_SAMPLE_INTERVAL_S = 0.5
 _LEAST_SAMPLES = 16
 """A process of which there are fewer has not lived long enough to grow."""
 _FAREWELL_S = 5.0
@@ -58,9 +58,13 @@ class ProcessWatch:
     """Samples this process and all that descend from it. Use as a context manager around a run.
 
     While it watches, this process adopts what its descendants leave behind, so that nothing escapes it.
+
+    Args:
+        interval_s: Seconds between samples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float = 0.5) -> None:
+        self._interval_s = interval_s
         self._own = psutil.Process()
         self._samples: dict[psutil.Process, list[Holdings]] = defaultdict(list)
         self._is_over = threading.Event()
@@ -96,13 +100,13 @@ class ProcessWatch:
         held = [sample for samples in self._samples.values() for sample in samples]
         return ProcessReport(
             num_processes=len(self._samples),
-            growth=_largest([_growth(samples) for samples in lived]),
+            growth=_largest([growth_of(samples) for samples in lived]),
             largest=_largest(held),
             orphans=tuple(self._orphans),
         )
 
     def _watch(self) -> None:
-        while not self._is_over.wait(_SAMPLE_INTERVAL_S):
+        while not self._is_over.wait(self._interval_s):
             for process in (self._own, *self._own.children(recursive=True)):
                 with contextlib.suppress(psutil.Error, FileNotFoundError):  # it has ended
                     self._samples[process].append(_holdings(process))
@@ -138,7 +142,8 @@ def _holdings(process: psutil.Process) -> Holdings:
         )
 
 
-def _growth(samples: list[Holdings]) -> Holdings:
+def growth_of(samples: Sequence[Holdings]) -> Holdings:
+    """The median of the last quarter of the samples above that of the second."""
     quarter = len(samples) // 4
     second, last = samples[quarter : 2 * quarter], samples[-quarter:]
     names = [item.name for item in fields(Holdings)]
@@ -150,7 +155,7 @@ def _growth(samples: list[Holdings]) -> Holdings:
     )
 
 
-def _largest(holdings: list[Holdings]) -> Holdings:
+def _largest(holdings: Sequence[Holdings]) -> Holdings:
     names = [item.name for item in fields(Holdings)]
     return Holdings(**{name: max((getattr(held, name) for held in holdings), default=0) for name in names})
 

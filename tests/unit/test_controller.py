@@ -104,6 +104,27 @@ def test_the_last_commit_finishes_the_run() -> None:
     assert fold(controller, Commit(step=0, attempt=0)) == [UpdateModel(step=0, attempt=0), FinishRun(step=1)]
 
 
+def test_the_first_commit_that_is_written_after_the_end_of_the_time_is_the_last() -> None:
+    setup = ControllerSetup(
+        placement=make_placement("golomb", 4, 3), microbatches_per_shard=4, num_steps=3, ends_at_s=10.0
+    )
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+    [early] = controller.handle(votes(controller), now_s=9.9)
+    assert early == AppendEntry(index=0, entry=Commit(step=0, attempt=0))
+    [late] = controller.handle(votes(controller), now_s=10.0)
+    assert late == AppendEntry(index=0, entry=Commit(step=0, attempt=0, is_last=True))
+
+
+def test_whoever_reads_the_last_commit_ends_with_its_step_and_takes_nobody_in() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    last = Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),), is_last=True)
+    assert decode_entry(encode_entry(last)) == last
+    assert fold(controller, fence(1), last) == [UpdateModel(step=0, attempt=0), FinishRun(step=1)]
+    assert controller.members == (0, 2, 3)
+
+
 def test_a_fence_decides_nothing_but_asks_for_votes_and_a_new_communicator() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)

@@ -1,0 +1,64 @@
+"""A short campaign as a user starts it: random faults of many kinds, groups that come back, an end by time."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import FaultsConfig, LayoutConfig, RunConfig
+from tests.integration.whole_run import tiny_config
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+STEPS = 300
+
+
+def campaign(config: RunConfig, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and figures of `spare campaign`."""
+    preset = tmp_path / "campaign.toml"
+    preset.write_text(dump_run_config(config))
+    command = [sys.executable, "-m", "spare_megatron.cli.main", "campaign", str(preset), "--json", *options]
+    done = subprocess.run(
+        [*command, "--run-dir", str(tmp_path / "run")],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_random_faults_of_all_kinds_are_masked_and_nothing_is_left_behind(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=4), steps=STEPS, rejoins=100)
+    faults = FaultsConfig(seed=2, mean_steps=10.0, recovery_steps=40, max_seconds=0.2)
+    code, figures = campaign(dataclasses.replace(config, faults=faults), tmp_path)
+    assert figures["problems"] == []
+    assert (code, figures["is_passed"]) == (0, True)
+    assert (figures["verdict"], figures["outcome"], figures["steps_committed"]) == ("valid", "finished", STEPS)
+    fired = {kind: count["fired"] for kind, count in figures["faults"].items() if count["fired"]}
+    assert sum(fired.values()) >= 10
+    assert len(fired) >= 5
+    assert figures["losses"] >= 2
+    assert figures["admissions"] >= 1
+    assert figures["processes"]["orphans"] == []
+    assert figures["processes"]["num_processes"] >= 8
+    goodput = figures["goodput"]
+    assert goodput["useful_s"] + sum(goodput["lost_s"].values()) == pytest.approx(goodput["wall_s"])
+    assert 0.0 < goodput["goodput"] < 1.0
+
+
+def test_a_campaign_ends_in_time_and_fails_if_no_fault_struck(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=100_000)
+    code, figures = campaign(config, tmp_path, "--minutes", "0.1")
+    assert (code, figures["is_passed"]) == (1, False)
+    assert figures["problems"] == ["no fault struck; set faults.mean_steps lower, or train longer"]
+    assert (figures["verdict"], figures["outcome"]) == ("valid", "finished")
+    assert 0 < figures["steps_committed"] < 100_000
+    assert 6.0 <= figures["goodput"]["wall_s"] < 30.0

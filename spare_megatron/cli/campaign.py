@@ -42,7 +42,7 @@ def campaign(
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
         folder = choose_run_dir(loaded, run_dir)
         with told_interruption("campaign", folder), ProcessWatch() as watch:
-            summary = run_and_show(loaded, folder, console)
+            summary = run_and_show(loaded, folder, console, watch.take)
         figures = campaign_figures(read_journal(folder), summary)
     processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes)]

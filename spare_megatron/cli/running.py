@@ -2,7 +2,7 @@
 
 import datetime
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,6 +14,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
+    from spare_megatron.runtime.reports import RunEvent
 
 INTERRUPTED = 130
 """Exit code of a command that was ended by a signal."""
@@ -59,13 +60,20 @@ def told_interruption(command: str, run_dir: Path) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def run_and_show(config: "RunConfig", run_dir: Path, console: Console) -> "Summary":
-    """The whole run, with its progress on the console."""
+def run_and_show(
+    config: "RunConfig", run_dir: Path, console: Console, *listeners: Callable[["RunEvent"], None]
+) -> "Summary":
+    """The whole run, with its progress on the console; others may listen."""
     from spare_megatron.cli.progress import RunProgress
     from spare_megatron.runtime.run import start_run
 
     with RunProgress(config, console) as progress:
-        return start_run(config, run_dir, progress.take)
+
+        def tell(event: "RunEvent") -> None:
+            for take in (progress.take, *listeners):
+                take(event)
+
+        return start_run(config, run_dir, tell)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -2,11 +2,12 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Self
 import psutil
 
 from spare_megatron.runtime.processes import fork_server
+from spare_megatron.runtime.reports import RanksStarted, RunEvent, StepCommitted
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LEAST_SAMPLES = 16
@@ -40,15 +42,19 @@ class ProcessReport:
         num_processes: How many were seen.
         growth: The largest growth of any of them: the median over the last quarter of its life above that over the
             second quarter, in the first of which it starts up.
+        grown_most: For each thing held, which process that was.
         largest: The most that any of them held.
         orphans: Those that outlived the run: pid and command line. They have been killed.
     """
 
     num_processes: int
     growth: Holdings
+    grown_most: Mapping[str, str]
     largest: Holdings
     orphans: tuple[str, ...]
 
+
+_THINGS = tuple(item.name for item in fields(Holdings))
 
 MOST_GROWTH = Holdings(memory_bytes=64 << 20, threads=8, file_descriptors=8)
 """More than what a process may hold more after some time than before: a leak."""
@@ -67,6 +73,8 @@ class ProcessWatch:
         self._interval_s = interval_s
         self._own = psutil.Process()
         self._samples: dict[psutil.Process, list[Holdings]] = defaultdict(list)
+        self._names: dict[int, str] = {self._own.pid: "driver"}
+        self._has_begun = threading.Event()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._before: set[psutil.Process] = set()
@@ -94,19 +102,40 @@ class ProcessWatch:
                 process.wait(_FAREWELL_S)
         _adopt_descendants(is_wanted=False)
 
+    def take(self, event: RunEvent) -> None:
+        """Begins to look when training begins: what loads its libraries grows. Learns the names of ranks."""
+        match event:
+            case RanksStarted(pids=pids):
+                self._names |= {child.pid: child.name for child in multiprocessing.active_children() if child.pid}
+                self._names |= {pid: f"rank {rank} of group {group}" for (group, rank), pid in pids.items()}
+            case StepCommitted():
+                self._has_begun.set()
+
     def report(self) -> ProcessReport:
         """What was seen, after the end."""
-        lived = [samples for samples in self._samples.values() if len(samples) >= _LEAST_SAMPLES]
+        growths = {
+            process: growth_of(samples) for process, samples in self._samples.items() if len(samples) >= _LEAST_SAMPLES
+        }
         held = [sample for samples in self._samples.values() for sample in samples]
         return ProcessReport(
             num_processes=len(self._samples),
-            growth=_largest([growth_of(samples) for samples in lived]),
+            growth=_largest(list(growths.values())),
+            grown_most={
+                name: self._name(max(growths, key=lambda process: getattr(growths[process], name)))
+                for name in _THINGS
+                if growths
+            },
             largest=_largest(held),
             orphans=tuple(self._orphans),
         )
 
+    def _name(self, process: psutil.Process) -> str:
+        return self._names.get(process.pid, f"process {process.pid}")
+
     def _watch(self) -> None:
         while not self._is_over.wait(self._interval_s):
+            if not self._has_begun.is_set():
+                continue
             for process in (self._own, *self._own.children(recursive=True)):
                 with contextlib.suppress(psutil.Error, FileNotFoundError):  # it has ended
                     self._samples[process].append(_holdings(process))
@@ -126,10 +155,10 @@ class ProcessWatch:
 def process_problems(report: ProcessReport) -> list[str]:
     """Why a run left something behind, or would have in time; empty if it did not."""
     found = [f"process {orphan} outlived the run" for orphan in report.orphans]
-    for item in fields(Holdings):
-        grown, limit = getattr(report.growth, item.name), getattr(MOST_GROWTH, item.name)
+    for name in _THINGS:
+        grown, limit = getattr(report.growth, name), getattr(MOST_GROWTH, name)
         if grown > limit:
-            found.append(f"a process grew by {grown} {item.name.replace('_', ' ')}, more than {limit}")
+            found.append(f"{report.grown_most[name]} grew by {grown} {name.replace('_', ' ')}, more than {limit}")
     return found
 
 
@@ -146,18 +175,16 @@ def growth_of(samples: Sequence[Holdings]) -> Holdings:
     """The median of the last quarter of the samples above that of the second."""
     quarter = len(samples) // 4
     second, last = samples[quarter : 2 * quarter], samples[-quarter:]
-    names = [item.name for item in fields(Holdings)]
     return Holdings(
         **{
             name: int(median(getattr(s, name) for s in last) - median(getattr(s, name) for s in second))
-            for name in names
+            for name in _THINGS
         }
     )
 
 
 def _largest(holdings: Sequence[Holdings]) -> Holdings:
-    names = [item.name for item in fields(Holdings)]
-    return Holdings(**{name: max((getattr(held, name) for held in holdings), default=0) for name in names})
+    return Holdings(**{name: max((getattr(held, name) for held in holdings), default=0) for name in _THINGS})
 
 
 def _adopt_descendants(*, is_wanted: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.campaign import CampaignFigures, FaultCount, campaign_figures
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import Journal
@@ -23,6 +24,7 @@ from spare_megatron.runtime.process_watch import (
     growth_of,
     process_problems,
 )
+from spare_megatron.runtime.reports import StepCommitted
 
 NOTHING = Holdings(memory_bytes=0, threads=0, file_descriptors=0)
 
@@ -204,15 +206,20 @@ def test_growth_is_from_the_second_quarter_to_the_last() -> None:
 
 
 def test_growth_beyond_the_limit_and_orphans_are_problems() -> None:
-    fine = ProcessReport(num_processes=1, growth=MOST_GROWTH, largest=NOTHING, orphans=())
+    who = dict.fromkeys(("memory_bytes", "threads", "file_descriptors"), "supervisor 0")
+    fine = ProcessReport(num_processes=1, growth=MOST_GROWTH, grown_most=who, largest=NOTHING, orphans=())
     assert process_problems(fine) == []
     leaking = dataclasses.replace(MOST_GROWTH, file_descriptors=MOST_GROWTH.file_descriptors + 1)
-    bad = ProcessReport(num_processes=1, growth=leaking, largest=NOTHING, orphans=("7: sleep",))
+    bad = dataclasses.replace(fine, growth=leaking, orphans=("7: sleep",))
     assert process_problems(bad) == [
         "process 7: sleep outlived the run",
-        "a process grew by 9 file descriptors, more than 8",
+        "supervisor 0 grew by 9 file descriptors, more than 8",
     ]
 
+
+COMMITTED = StepCommitted(
+    group=GroupId(0), step=0, loss=1.0, grad_norm=1.0, num_alive=1, makespan=1, step_s=1.0, head=1
+)
 
 GROWING = """
 import sys, time
@@ -225,6 +232,7 @@ for number in range(200):
 
 def test_a_process_that_leaks_is_noticed() -> None:
     with ProcessWatch(interval_s=0.05) as watch:
+        watch.take(COMMITTED)
         subprocess.run([sys.executable, "-c", GROWING], timeout=60, check=True)
     report = watch.report()
     assert report.orphans == ()

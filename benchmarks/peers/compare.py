@@ -34,9 +34,9 @@ HIT_STEP, NUM_STEPS = 8, 18
 PEERS = {
     "torchft_1s": TorchftTimes(heartbeat_s=1.0, timeout_s=1.0),
     "torchft_5s": TorchftTimes(heartbeat_s=1.0, timeout_s=5.0),
-    "torchft_defaults": TorchftTimes(heartbeat_s=5.0, timeout_s=60.0),
+    "torchft_5s_beat": TorchftTimes(heartbeat_s=5.0, timeout_s=5.0),
 }
-"""A heartbeat like ours and timeouts as short as these steps allow; the timeout of its own example; as it comes."""
+"""A heartbeat like ours and timeouts as short as these steps allow; the timeout of its example; and its heartbeat."""
 OURS = "ours"
 
 

@@ -281,13 +281,17 @@ def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
     """Every fault of the trace struck if its group was there to be hit, and cost the run the group it hit."""
     struck = {(r.step, r.group, r.rank, r.phase) for r in journal.of(FaultRecord)}
     began_with = {commit.step: commit.began_with for commit in fold.kept}
+    begun_at = {commit.step + 1: commit.index for commit in fold.kept}
     for fault in run.faults:
         if fault["group"] not in began_with.get(fault["step"], ()):
             continue  # the run ended before it, or the group was lost to something else
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
             yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
         elif fault["step"] < len(fold.kept) - 1:
-            for group in set(fault.get("costs", [fault["group"]])) - set(fold.last_fenced_at):
+            there = set(fault.get("costs", [fault["group"]])) & began_with[fault["step"]]
+            for group in sorted(there):
+                if fold.last_fenced_at.get(group, -1) > begun_at.get(fault["step"], -1):
+                    continue  # a fence of before is that of a former life
                 severity: Severity = "invalid" if _is_whole(fold) else "unknown"
                 yield Finding(severity=severity, reason=f"the fault {fault} struck, but no entry fences group {group}")
 

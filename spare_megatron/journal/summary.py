@@ -1,8 +1,8 @@
 """A run in figures, from its journal alone."""
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 from spare_megatron.journal.check import Verdict, check_journal
 from spare_megatron.journal.files import Journal
@@ -109,9 +109,17 @@ def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
 
 
 def _recovery(journal: Journal, records: list[RecoveryRecord]) -> Recovery:
+    """The step of a fault does not matter: a group that dies right after its vote is missed only in the next one."""
     last = max(records, key=lambda record: record.computed_at_s)
     lost = tuple(sorted({group for record in records for group in record.lost}))
-    struck = [(line.at_s, line.record) for line in journal.lines if _is_loss(line.record, lost)]
+    since_s = {group: _taken_in_at_s(journal, group, last.step) for group in lost}
+    struck = [
+        (line.at_s, line.record)
+        for line in journal.lines
+        if isinstance(line.record, FaultRecord | LossRecord)
+        and line.at_s > since_s.get(line.record.group, math.inf)
+        and not (isinstance(line.record, FaultRecord) and line.at_s > last.noticed_at_s)
+    ]
     faults = [record for _, record in struck if isinstance(record, FaultRecord)]
     lost_at_s = min((at_s for at_s, _ in struck), default=last.computed_at_s)
     detect_s = max(0.0, last.noticed_at_s - max(last.computed_at_s, lost_at_s))
@@ -129,9 +137,13 @@ def _recovery(journal: Journal, records: list[RecoveryRecord]) -> Recovery:
     )
 
 
-def _is_loss(record: Any, lost: tuple[int, ...]) -> bool:
-    """Whether the record tells when one of these groups was hit: by an injected fault, or as the supervisor saw it.
-
-    The step does not matter: a group that dies right after its vote is missed only in the next one.
-    """
-    return isinstance(record, FaultRecord | LossRecord) and record.group in lost
+def _taken_in_at_s(journal: Journal, group: int, step: int) -> float:
+    """When the group was last taken in before this step: what hit it before that was an earlier loss."""
+    admissions = [
+        (-incarnation, line.at_s)
+        for line in journal.lines
+        if isinstance(line.record, EntryRecord) and line.record.entry.get("step", step) < step
+        for member, incarnation in line.record.entry.get("admit", ())
+        if member == group
+    ]
+    return min(admissions, default=(0, -math.inf))[1]

@@ -1,6 +1,7 @@
 """Journal lines, files, and the figures drawn from them. Whole runs are checked in tests/integration."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.records import (
+    EntryRecord,
     FaultRecord,
     Line,
     LossRecord,
@@ -197,6 +199,35 @@ def test_without_an_injected_fault_the_loss_is_when_the_supervisor_saw_it() -> N
     loss = LossRecord(group=3, rank=0, cause="SIGKILL", entry_index=9)
     [found] = find_recoveries(journal_of((103.0, loss), (105.0, recovery(0, 101.0, 103.5))))
     assert (found.detect_s, found.phase) == (0.5, None)
+
+
+def test_a_group_lost_twice_is_missed_from_its_second_loss_on() -> None:
+    admitted = {"entry": "commit", "step": 4, "attempt": 5, "admit": [[3, 1]]}
+    records: list[tuple[float, Record]] = [
+        (50.0, FaultRecord(group=3, rank=0, step=2, phase="backward", kind="kill")),
+        (50.2, LossRecord(group=3, rank=0, cause="SIGKILL", entry_index=3)),
+        (60.0, EntryRecord(group=0, index=7, entry=admitted)),
+        (101.5, LossRecord(group=3, rank=0, cause="SIGSEGV", entry_index=9, incarnation=1)),
+        (102.0, recovery(0, 101.0, 102.0)),
+        (200.0, FaultRecord(group=3, rank=0, step=30, phase="forward", kind="kill")),
+    ]
+    [found] = find_recoveries(journal_of(*records))
+    assert (found.detect_s, found.phase) == (0.5, None)
+
+
+@pytest.mark.parametrize(("fenced_before_step", "verdict_says_so"), [(1, True), (2, False)])
+def test_a_fault_is_not_excused_by_the_fence_of_a_former_life(fenced_before_step: int, verdict_says_so: bool) -> None:
+    fault = {"step": 1, "group": 3, "rank": 0, "phase": "forward", "kind": "kill", "costs": [3]}
+    fence = {"entry": "fence", "group": 3, "incarnation": fenced_before_step == 2}
+    steps = [{"entry": "commit", "step": step, "attempt": step, "admit": []} for step in range(3)]
+    back = {"entry": "fence", "group": 3, "incarnation": 0}
+    steps[0]["admit"] = [[3, 1]]
+    log = [back, steps[0], fence, *steps[1:]] if fenced_before_step == 2 else [back, *steps]
+    records = [(float(index), EntryRecord(group=0, index=index, entry=entry)) for index, entry in enumerate(log)]
+    struck = FaultRecord(group=3, rank=0, step=1, phase="forward", kind="kill")
+    journal = journal_of((0.0, replace(RUN, faults=[fault])), *records, (1.0, struck))
+    reasons = check_journal(journal).reasons
+    assert any("no entry fences group 3" in reason for reason in reasons) == verdict_says_so
 
 
 def test_the_summary_of_a_journal_that_was_cut_off_says_so() -> None:

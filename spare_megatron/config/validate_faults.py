@@ -51,6 +51,11 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
 def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
     if fault.kind == "cut" and not config.cluster.isolate_nodes:
         yield f"{where}.kind=cut needs a network that can be cut; set cluster.isolate_nodes=true"
+    if fault.kind in ("stop_store", "kill_store") and config.control.store != "embedded":
+        yield (
+            f"{where}.kind={fault.kind} strikes a store that the run has started itself, and "
+            f"control.store={config.control.store}; set that to embedded or choose another kind"
+        )
     if fault.seconds is not None and fault.kind != "clock_jump" and not fault.seconds > 0:
         yield f"{where}.seconds={fault.seconds} must be above 0; raise it, or remove it for a fault that lasts"
     if fault.seconds is None and fault.kind in ("slow", "clock_jump"):

@@ -86,6 +86,14 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["faults.trace=[{phase='forward', group=4}]"], "faults.trace[0].group=4 lies outside 0 to 3"),
         (["faults.trace=[{phase='forward', rank=-1}]"], "faults.trace[0].rank=-1 lies outside 0 to 0"),
         (["faults.trace=[{phase='send'}]"], "faults.trace[0].phase=send is never reached"),
+        (
+            [
+                "control.store=etcd",
+                "control.endpoints=['http://127.0.0.1:1']",
+                "faults.trace=[{phase='forward', kind='kill_store'}]",
+            ],
+            "faults.trace[0].kind=kill_store strikes a store that the run has started itself",
+        ),
         (["faults.trace=[{phase='patch'}]"], "faults.trace[0].phase=patch is never reached"),
         (
             ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]"],

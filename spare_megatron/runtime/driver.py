@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
@@ -123,7 +123,7 @@ class Driver:
             end = self._end()
             with contextlib.suppress(StoreLost):
                 self._store.clear()
-        except (RunFailed, StoreLost, RuntimeError, ValueError) as error:
+        except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
             # The embedded store first: without it, ranks that see others being ended can fence nobody.
@@ -165,10 +165,11 @@ class Driver:
             ready = wait([*pipes, *sentinels, *store_sentinel], self._agenda.pause_s())
             self._agenda.run_due()
             for pipe in [item for item in ready if item in pipes]:
-                try:
-                    self._take(pipe.recv())
-                except (EOFError, OSError):
+                report = _next_report(pipe)
+                if report is None:
                     del pipes[pipe]
+                else:
+                    self._take(report)
             for item in [item for item in ready if item in sentinels]:
                 self._node_ended(sentinels.pop(item))
             if store is not None and store.process.sentinel in ready:
@@ -189,11 +190,8 @@ class Driver:
         The others find its groups lost by its silence, here as on a cluster.
         """
         child = self._nodes[node]
-        while child.reports.poll():
-            try:
-                self._take(child.reports.recv())
-            except (EOFError, OSError):
-                break
+        while child.reports.poll() and (report := _next_report(child.reports)) is not None:
+            self._take(report)
         child.process.join()
         failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
         if node in self._ended:
@@ -227,7 +225,9 @@ class Driver:
                     return  # several watch a node
                 self._lost.add(group)
                 self._last_cause = cause
-                if not self._store.exists(ALL_GROUPS_READY):
+                # Whoever is ready has seen that all are. The store is not asked then: a fault may have stopped it, and
+                # only this process lets it go on.
+                if not (self._has_begun or self._store.exists(ALL_GROUPS_READY)):
                     self._on_event(report)
                     raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
         self._on_event(report)
@@ -256,17 +256,11 @@ class Driver:
 
     def _stop(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
         """Stops processes, for some seconds or for good."""
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        _signal(pids, signal.SIGSTOP)
         if seconds is not None:
-            self._agenda.after(seconds, lambda: self._wake(pids))
+            self._agenda.after(seconds, lambda: _signal(pids, signal.SIGCONT))
             if then is not None:
                 self._agenda.after(seconds, then)
-
-    def _wake(self, pids: list[int]) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
 
     def _go_on(self, node: int, wanted: FaultWanted) -> None:
         with contextlib.suppress(OSError):  # the node is lost
@@ -301,3 +295,19 @@ class Driver:
         stop = stop_in(DecisionLog(self._store), setup, self._config.control.store_timeout_s)
         if isinstance(stop, StopHalted):
             self._is_halted, self._stop_reason = True, stop.reason
+
+
+def _next_report(pipe: Connection) -> NodeReport | None:
+    """What has come through; None if nothing will any more."""
+    try:
+        report: NodeReport = pipe.recv()
+    except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report
+        return None
+    return report
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    """Sends the signal to those of the processes that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

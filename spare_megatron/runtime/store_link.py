@@ -177,6 +177,7 @@ class StoreLink:
         if beats is None and other not in self._last_beats:
             return  # it has not begun, and the start has a timeout of its own
         # A beat whose lease has run out does not move any more, either.
+        before = self._last_beats.get(other)
         self._last_beats[other] = self._last_beats[other] if beats is None else int(beats)
         if now_s - self._slow_at_s < _GRACE_INTERVALS * self._interval_s:
             self._absences[other] = Absence(self._interval_s)
@@ -184,7 +185,7 @@ class StoreLink:
         if cause and other not in self._silent:
             self._silent.add(other)
             self._outbox.send(NodeSilent(node=other, cause=cause))
-        elif not cause:
+        elif self._last_beats[other] != before:  # not for having been forgiven: it was not away for that
             self._silent.discard(other)
 
 

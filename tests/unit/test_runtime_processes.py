@@ -1,0 +1,106 @@
+"""What those who watch processes make of what they hear, without any process."""
+
+import os
+import signal
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.runtime import driver as driver_module
+from spare_megatron.runtime.driver import Driver
+from spare_megatron.runtime.reports import GroupLost, RanksReady
+from spare_megatron.runtime.store_link import NodeSilent, StoreLink
+
+
+def quiet_link() -> tuple[StoreLink, Any]:
+    """The link of node 0 of 2, never started, and where its events come out."""
+    inbox, outbox = Pipe(duplex=False)
+
+    def connect() -> Any:
+        raise AssertionError("nobody asks the store")
+
+    return StoreLink(node=0, num_nodes=2, interval_s=1.0, connect=connect, outbox=outbox), inbox
+
+
+def events_of(inbox: Any) -> list[Any]:
+    found = []
+    while inbox.poll():
+        found.append(inbox.recv())
+    return found
+
+
+def test_a_silent_node_is_told_of_once_even_if_the_store_is_slow_meanwhile() -> None:
+    """Each further fence of the same groups would end a reduction of all others."""
+    link, inbox = quiet_link()
+    for now_s in (0.0, 0.5, 1.0, 1.5):
+        link._judge(1, "7", now_s)
+    assert [type(event) for event in events_of(inbox)] == [NodeSilent]
+    link._slow_at_s = 2.0
+    for step in range(40):
+        link._judge(1, "7", 2.0 + step / 4)
+    assert events_of(inbox) == []
+
+
+def test_a_node_that_beats_again_may_fall_silent_again() -> None:
+    link, inbox = quiet_link()
+    for now_s in (0.0, 0.5, 1.0, 1.5):
+        link._judge(1, "7", now_s)
+    link._judge(1, "8", 2.0)
+    for now_s in (2.5, 3.0, 3.5):
+        link._judge(1, "8", now_s)
+    assert [event.node for event in events_of(inbox)] == [1, 1]
+
+
+class _StoppedStore:
+    """Whoever asks it waits for good."""
+
+    def exists(self, key: str) -> bool:
+        raise AssertionError(f"asked for {key}")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
+    monkeypatch.setattr(driver_module, "fork_server", lambda: None)
+    return Driver(
+        config=RunConfig(),
+        run_dir=tmp_path,
+        faults=(),
+        journal=JournalWriter(tmp_path, "driver"),
+        on_event=lambda event: None,
+        rank_main=lambda spec, reports: None,
+    )
+
+
+def test_a_loss_in_training_does_not_make_the_driver_ask_a_store_that_only_it_can_wake(driver: Driver) -> None:
+    driver._store = _StoppedStore()  # type: ignore[assignment]
+    driver._take(RanksReady(group=GroupId(0)))
+    driver._take(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback=""))
+    assert driver._lost == {1}
+
+
+def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+    hit: list[int] = []
+
+    def kill(pid: int, number: int) -> None:
+        if pid == 2:
+            raise ProcessLookupError
+        assert number == signal.SIGSTOP
+        hit.append(pid)
+
+    monkeypatch.setattr(os, "kill", kill)
+    driver._stop([1, 2, 3], None, None)
+    assert hit == [1, 3]
+
+
+def test_what_goes_wrong_with_a_report_is_not_taken_for_the_end_of_its_pipe(driver: Driver) -> None:
+    """An error of the disk, say, made the driver deaf to a node, whose supervisor then waited to be heard for good."""
+    ours, theirs = Pipe()
+    theirs.send(RanksReady(group=GroupId(0)))
+    assert driver_module._next_report(ours) == RanksReady(group=GroupId(0))
+    theirs.close()
+    assert driver_module._next_report(ours) is None

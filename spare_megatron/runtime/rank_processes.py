@@ -94,6 +94,11 @@ class RankProcesses:
         """The rank's present process."""
         return self._children[key]
 
+    def is_there(self, key: RankKey, pid: int) -> bool:
+        """Whether this process is the rank's present one and has not ended."""
+        child = self._children[key]
+        return child.pid == pid and child.process.is_alive()
+
     def pulse(self, key: RankKey) -> Pulse:
         """What the rank shows of itself now."""
         return read_page(self._pages[key], self._children[key].pid)

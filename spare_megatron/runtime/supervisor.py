@@ -201,7 +201,8 @@ class _Supervisor:
         seconds = wanted.fault.seconds
         match wanted.fault.kind:
             case "stop":
-                os.kill(wanted.pid, signal.SIGSTOP)
+                if self._ranks.is_there((wanted.fault.group, wanted.fault.rank), wanted.pid):
+                    os.kill(wanted.pid, signal.SIGSTOP)
                 if seconds is not None:
                     self._agenda.after(seconds, lambda: self._let_go_on(wanted))
             case "cut":
@@ -216,16 +217,19 @@ class _Supervisor:
                 self._tell(wanted)
 
     def _let_go_on(self, wanted: FaultWanted) -> None:
-        child = self._ranks.child((wanted.fault.group, wanted.fault.rank))
-        if child.pid == wanted.pid and child.process.is_alive():
-            os.kill(child.pid, signal.SIGCONT)
+        key = (wanted.fault.group, wanted.fault.rank)
+        if self._ranks.is_there(key, wanted.pid):
+            os.kill(wanted.pid, signal.SIGCONT)
             with contextlib.suppress(OSError):  # it has been killed meanwhile
-                child.reports.send("go on")
+                self._ranks.child(key).reports.send("go on")
 
     def _watch_beats_of(self, group: GroupId) -> None:
         """From here on: what comes before has the timeout of the start."""
         for key in self._ranks.of(group):
-            self._liveness[key] = Liveness(self._interval_s, self._control.group_timeout_s)
+            self._liveness[key] = self._new_liveness()
+
+    def _new_liveness(self) -> Liveness:
+        return Liveness(self._interval_s, self._control.group_timeout_s)
 
     def _reap(self, key: RankKey) -> None:
         group, rank = key
@@ -237,7 +241,8 @@ class _Supervisor:
             return
         if code == ExitCode.STORE_LOST:
             # Perhaps the store is gone for everybody. The link will know by then.
-            self._agenda.after(self._interval_s, lambda: self._lose_without_store(group, rank))
+            member = self._ranks.member(group)
+            self._agenda.after(self._interval_s, lambda: self._lose_without_store(member, rank))
             return
         pipe = self._ranks.child(key).reports
         while pipe.poll() and self._serve(pipe):
@@ -246,9 +251,10 @@ class _Supervisor:
         cause = error or _CAUSES.get(code) or describe_exit(code)
         self._lose(group, rank, cause, "" if error.startswith(INJECTED) else error)
 
-    def _lose_without_store(self, group: GroupId, rank: int) -> None:
-        if not self._store_failure and group not in self._lost:
-            self._lose(group, rank, _CAUSES[ExitCode.STORE_LOST])
+    def _lose_without_store(self, member: Member, rank: int) -> None:
+        is_present = member == self._ranks.member(member.group) and member.group not in self._lost
+        if is_present and not self._store_failure:
+            self._lose(member.group, rank, _CAUSES[ExitCode.STORE_LOST])
 
     def _look(self) -> None:
         """At all beacons, and at whether the store answers; from now on ever again."""
@@ -260,8 +266,7 @@ class _Supervisor:
         self._look_at_store(now_s)
         if self._away_since_s is not None:
             # Ranks wait for the store wherever they ask it. That is nobody's fault.
-            for group in {key[0] for key in self._liveness}:
-                self._watch_beats_of(group)
+            self._liveness = {key: self._new_liveness() for key in self._liveness}
             return
         pulses = {key: self._ranks.pulse(key) for key in self._liveness}
         causes = {key: cause for key in pulses if (cause := self._liveness[key].look(pulses[key], now_s))}
@@ -365,6 +370,9 @@ class _Supervisor:
         if self._is_over:
             return
         self._ranks.start_again(group)
+        for key in self._ranks.of(group):  # what its former life may have reported after it was lost
+            self._tracebacks.pop(key, None)
+            self._liveness.pop(key, None)
         self._lost.discard(group)
         member = self._ranks.member(group)
         self._link.name_incarnation(member)

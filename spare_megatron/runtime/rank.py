@@ -165,7 +165,8 @@ class _Rank:
         return catch_up(self._controller, self._agreement, self._report_ready)
 
     def _report_ready(self) -> None:
-        if self._agreement.is_leader:
+        layout, group, rank = self._spec.config.parallel, self._spec.group, self._spec.rank
+        if rank == 0 or layout.node_of(group, rank) != layout.node_of(group, rank - 1):
             self._reports.send(RanksReady(group=self._spec.group))
 
     def _stopped(self, stop: Stop) -> ExitCode:

@@ -33,7 +33,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReady:
-    """The group is up and about to train, or waits to be admitted; sent by its leader."""
+    """The group is up and about to train, or waits to be admitted; sent by its first rank on every node."""
 
     group: GroupId
 

@@ -102,6 +102,15 @@ def test_a_lost_node_costs_its_groups_and_nothing_else(text_corpus: Path, tmp_pa
     assert all("node 1" in loss.cause for loss in run.journal.of(LossRecord))
 
 
+def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tmp_path: Path) -> None:
+    """Its node hears of the group's start from the first of the group's ranks that it has."""
+    config = faulty(text_corpus, [at(Phase.BACKWARD, "stop", rank=1)], num_nodes=8)
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert fenced_groups(run.journal) == {1}
+    assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.IN_REDUCE, Phase.AFTER_VOTE])
 @pytest.mark.parametrize("seconds", [None, 6 * HEARTBEAT_S], ids=["for_good", "mended"])

@@ -9,6 +9,7 @@ import torch
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import Action, AdmitGroups, EntryRead, Fence, RunStarted
 from spare_megatron.core.topology import Member
+from spare_megatron.mcore.state import DamagedState
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
@@ -103,7 +104,10 @@ class StateTransfer:
                 continue
             if data is None:
                 raise JoinFailed(f"group {donor.group} did not give its state: {self._channel.evidence}")
-            self._trainer.load_state(data)
+            try:
+                self._trainer.load_state(data)
+            except DamagedState as error:
+                raise JoinFailed(f"the state that group {donor.group} gave is damaged: {error}") from error
 
     def _exchange(self, mine: bytes, other: Member, head: int) -> bytes | None:
         """The bytes of whichever of the two has some; None if the other is lost. The sum of two, of which one is 0."""

@@ -33,7 +33,7 @@ def fork_server() -> ForkServerContext:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.runtime.rank"])
-    # Ctrl-C reaches every process of the terminal, and only the supervisor is to act on it: the server and all that
+    # Ctrl-C reaches every process of the terminal, and only the driver is to act on it: the server and all that
     # it forks are born with it blocked. Python unblocks it when it starts the resource tracker, so that comes first.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

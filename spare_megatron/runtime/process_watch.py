@@ -20,7 +20,9 @@ from spare_megatron.runtime.reports import RanksStarted, RunEvent, StepCommitted
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LEAST_SAMPLES = 16
-"""A process of which there are fewer has not lived long enough to grow."""
+_ENOUGH_SAMPLES = 120
+"""Of how many samples a process's growth is judged, or of half of all there are. What a rank holds follows the number
+of groups, so that one that was taken in a few steps ago tells nothing."""
 _FAREWELL_S = 5.0
 """Processes that are ending when the run is over may take this long."""
 
@@ -113,9 +115,9 @@ class ProcessWatch:
 
     def report(self) -> ProcessReport:
         """What was seen, after the end."""
-        growths = {
-            process: growth_of(samples) for process, samples in self._samples.items() if len(samples) >= _LEAST_SAMPLES
-        }
+        longest = max(map(len, self._samples.values()), default=0)
+        enough = max(_LEAST_SAMPLES, min(_ENOUGH_SAMPLES, longest // 2))
+        growths = {process: growth_of(samples) for process, samples in self._samples.items() if len(samples) >= enough}
         held = [sample for samples in self._samples.values() for sample in samples]
         return ProcessReport(
             num_processes=len(self._samples),

@@ -166,7 +166,7 @@ def test_at_any_time_every_shard_has_a_host_and_a_majority_is_right(
     num_rejoins: int, settings: tuple[str, ...], nodes: int
 ) -> None:
     num_lost: Counter[int] = Counter()
-    for seed in range(12):
+    for seed in range(6):
         config = configured(
             *settings,
             f"faults.seed={seed}",
@@ -188,7 +188,7 @@ def test_at_any_time_every_shard_has_a_host_and_a_majority_is_right(
 
 @pytest.mark.parametrize("num_rejoins", [0, EVER])
 def test_no_group_is_hit_while_it_may_be_away(num_rejoins: int) -> None:
-    for seed in range(12):
+    for seed in range(6):
         config = configured(
             f"faults.seed={seed}",
             "faults.mean_steps=8",

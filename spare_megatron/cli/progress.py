@@ -15,7 +15,15 @@ from rich.text import Text
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.summary import Recovery, Summary
-from spare_megatron.runtime.reports import GroupLost, RanksReady, RunEvent, RunStopped, Starting, StepCommitted
+from spare_megatron.runtime.reports import (
+    GroupLost,
+    GroupRejoined,
+    RanksReady,
+    RunEvent,
+    RunStopped,
+    Starting,
+    StepCommitted,
+)
 
 _PLAIN_INTERVAL_S = 2.0
 """Without a terminal, seconds between lines about steps; events are told at once."""
@@ -27,7 +35,7 @@ class RunProgress:
     def __init__(self, config: RunConfig, console: Console) -> None:
         self._config = config
         self._console = console
-        self._lost: set[int] = set()
+        self._absent: dict[int, str] = {}  # groups that take no part, and what is known of them
         self._last: StepCommitted | None = None
         self._last_event = "starting"
         self._next_line_at_s = 0.0
@@ -48,13 +56,20 @@ class RunProgress:
         match event:
             case Starting(what=what):
                 self._tell(f"starting: {what}")
+            case RanksReady(group=group) if group in self._absent:
+                self._absent[group] = "coming back"
+                self._tell(f"group {group} is up again and waits for the end of a step")
             case RanksReady():
                 self._last_event = "all ranks start with the same parameters"
+            case GroupRejoined(member=member, step=step):
+                self._absent.pop(member.group, None)
+                self._tell(f"group {member.group} rejoined, and takes part from step {step + 1} on")
             case StepCommitted():
                 self._committed(event)
-            case GroupLost(group=group, rank=rank, cause=cause, traceback=text):
-                self._lost.add(group)
-                self._tell(f"group {group} lost: rank {rank}: {cause}; the others go on")
+            case GroupLost(group=group, rank=rank, cause=cause, traceback=text, is_given_up=is_given_up):
+                self._absent[group] = "given up" if is_given_up else "lost"
+                end = f"; given up after spare.rejoins={self._config.spare.rejoins}" if is_given_up else ""
+                self._tell(f"group {group} lost: rank {rank}: {cause}; the others go on{end}")
                 if text:
                     self._console.print(Text(text.rstrip()))
             case RunStopped(step=step, reason=reason):
@@ -85,8 +100,9 @@ class RunProgress:
     def _render(self) -> RenderableType:
         groups = Text("groups ")
         for group in range(self._config.layout.num_groups):
-            is_lost = group in self._lost
-            groups.append(f" {group}:{'lost' if is_lost else 'alive'} ", style="bold red" if is_lost else "green")
+            state = self._absent.get(group, "alive")
+            style = {"alive": "green", "coming back": "yellow"}.get(state, "bold red")
+            groups.append(f" {group}:{state} ", style=style)
         num_committed = 0 if self._last is None else self._last.step + 1
         bar = ProgressBar(total=self._config.train.steps, completed=num_committed, width=50)
         step = Text("no step committed yet" if self._last is None else self._describe_step(self._last))
@@ -113,6 +129,7 @@ def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
     yield "steps committed", str(summary.steps_committed)
     yield "steps lost", str(summary.steps_lost)
     yield "groups lost", str(summary.groups_lost)
+    yield "groups rejoined", str(summary.groups_rejoined)
     yield "microbatches recomputed", str(summary.microbatches_recomputed)
     yield "final loss", "none" if summary.final_loss is None else f"{summary.final_loss:.4f}"
     yield "spare check", summary.verdict

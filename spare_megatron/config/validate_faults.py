@@ -12,7 +12,7 @@ _WHILE_SUMS_GROW = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Ph
 def fault_problems(config: RunConfig) -> Iterator[str]:
     """Why the faults of the trace cannot be injected."""
     trace, num_groups = config.faults.trace, config.layout.num_groups
-    if len(trace) > num_groups:
+    if len(trace) > num_groups and not config.spare.rejoins:
         yield (
             f"faults.trace has {len(trace)} faults for layout.num_groups={num_groups}; each hits a group of its own, "
             f"so shorten it or raise layout.num_groups"
@@ -20,10 +20,10 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
     hit_by: dict[int, int] = {}
     for index, fault in enumerate(trace):
         yield from _fault_out_of_range(config, index, fault)
-        if fault.group is not None and hit_by.setdefault(fault.group, index) != index:
+        if not config.spare.rejoins and fault.group is not None and hit_by.setdefault(fault.group, index) != index:
             yield (
                 f"faults.trace[{index}].group={fault.group} is the group that faults.trace[{hit_by[fault.group]}] "
-                f"hits; a group is lost once, so name another"
+                f"hits; a group is lost once, so name another, or have groups come back with spare.rejoins"
             )
 
 
@@ -44,8 +44,21 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
         )
     if fault.phase is Phase.PATCH and index == 0:
         yield f"{where}.phase=patch is never reached: no group is lost before it; put a fault before it"
+    if fault.phase is Phase.JOIN:
+        yield from _unreachable_join(config, index, fault)
     yield from _unlikely_times(config, where, fault)
     yield from _impossible_corruption(config, where, fault)
+
+
+def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
+    where = f"faults.trace[{index}]"
+    if index == 0 or not config.spare.rejoins:
+        yield (
+            f"{where}.phase=join is reached only when a lost group comes back: put a fault before it, and set "
+            f"spare.rejoins, which is {config.spare.rejoins}, to at least 1"
+        )
+    if fault.group is None:
+        yield f"{where}.phase=join strikes who gives the state and who takes it; name one in {where}.group"
 
 
 def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:

@@ -112,6 +112,7 @@ class Controller:
         self._is_discarded = False  # the attempt: a group with wrong parameters contributed to it
         self._is_communicator_unused = False
         self._last_save_at_s = 0.0
+        self._num_admitted = 0
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event.
@@ -196,10 +197,11 @@ class Controller:
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
         if admitted:
-            earlier, givers = self.members, self.voters
+            earlier = self.voters
             self._change_voters((*self.voters, *admitted))
-            # Others each time, so that the same groups do not always have the trouble.
-            donors = tuple(givers[(self.step + number) % len(givers)] for number in range(len(admitted)))
+            # In turn, so that the same groups do not always have the trouble.
+            donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
+            self._num_admitted += len(admitted)
             admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
             actions += [admit, self._build_communicator()]
         return (*actions, *self._begin_step())

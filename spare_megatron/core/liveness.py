@@ -41,14 +41,12 @@ class Operation(StrEnum):
     JOIN = "join"
     """Giving the state to a group that comes back, or taking it."""
     CHECK = "check"
-    """Hashing the parameters."""
+    """Hashing the parameters, or packing the whole state: alone, and the longer the larger the model."""
 
 
 OPERATIONS = tuple(Operation)
 
-_PATIENT = frozenset(
-    {Operation.START, Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY, Operation.JOIN}
-)
+_PATIENT = frozenset({Operation.START, Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY})
 """Operations in which a rank waits for others or for the store: who is at fault shows elsewhere, or by a timeout."""
 
 _ALONE = frozenset({Operation.COMPUTE, Operation.CHECK})

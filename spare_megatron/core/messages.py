@@ -281,7 +281,7 @@ class AdmitGroups:
     step: int
     members: tuple[Member, ...]
     donors: tuple[Member, ...]
-    earlier: tuple[GroupId, ...]
+    earlier: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

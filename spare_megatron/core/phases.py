@@ -28,3 +28,5 @@ class Phase(StrEnum):
     """The group has voted, the step is not committed as far as this rank knows."""
     AFTER_COMMIT = "after_commit"
     """The step is committed, the optimizer has not run."""
+    JOIN = "join"
+    """Before the state is given to or taken by a group that comes back, between two steps."""

@@ -65,11 +65,17 @@ class Injector:
         if self._slow is not None and self._slow[:2] == (self._step, phase):
             time.sleep(self._slow[2])
         self._num_reached[phase] += 1
-        moment = (self._step, phase, self._num_reached[phase])
-        for fault in [fault for fault in self._pending if (fault.step, fault.phase, fault.ordinal) == moment]:
+        for fault in [fault for fault in self._pending if self._is_reached(fault, phase)]:
             self._pending.remove(fault)
             self._report(fault)
             self._carry_out(fault)
+
+    def _is_reached(self, fault: Fault, phase: Phase) -> bool:
+        if fault.phase is not phase:
+            return False
+        if phase is Phase.JOIN:  # nobody knows the step beforehand: processes take their time to be up again
+            return fault.step <= self._step
+        return (fault.step, fault.ordinal) == (self._step, self._num_reached[phase])
 
     def _carry_out(self, fault: Fault) -> None:
         match fault.kind:

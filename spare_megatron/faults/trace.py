@@ -13,8 +13,10 @@ from spare_megatron.core.topology import GroupId
 PHASES_OF_A_MICROBATCH = frozenset({Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD})
 """Phases that a rank reaches at least once for every microbatch it computes."""
 
-PHASES_AFTER_A_LOSS = frozenset({Phase.PATCH, Phase.REBUILD})
-"""Phases that a step reaches only when a group has just been lost in it."""
+PHASES_AFTER_A_LOSS = frozenset({Phase.PATCH, Phase.REBUILD, Phase.JOIN})
+"""Phases that are reached only when a group has been lost: in this step, or before a join, which may come any time
+later.
+"""
 
 
 _SURELY_FOUND_INTERVALS = 6
@@ -25,7 +27,7 @@ class Fault:
     """One fault, fully decided.
 
     Attributes:
-        step: Step at which the rank is hit, from 0.
+        step: Step at which the rank is hit, from 0; with phase join the first at which it may be.
         group: Group that is hit.
         rank: Rank inside that group.
         phase: Moment of the step.

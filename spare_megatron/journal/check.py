@@ -260,8 +260,12 @@ def _check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
     digests: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
     for record in journal.of(ParamsRecord):
         digests[record.num_restarts, record.step][record.group] = record.sha256
+    contributed = {(record.group, record.step) for record in journal.of(ContributionRecord)}
     for key, by_group in sorted(digests.items()):
         step, put_out = key[1], fold.discarded.get(key, frozenset())
+        if step < len(fold.kept):  # whoever was lost before it entered the next reduction spoiled nothing with its own
+            lost = set(by_group) & set(fold.last_fenced_at)
+            put_out |= {group for group in lost if (group, step) not in contributed}
         if len({sha256 for group, sha256 in by_group.items() if group not in put_out}) > 1:
             yield Finding(severity="invalid", reason=f"after {step} steps the groups hold different parameters")
     for group in sorted(fold.members - set(digests.get((fold.num_restarts, len(fold.kept)), {}))):

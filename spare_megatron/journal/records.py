@@ -150,6 +150,8 @@ class LossRecord:
     pending: list[dict[str, Any]] = field(default_factory=list)
     """What each of its ranks was about when it was found lost: rank, operation, step."""
     incarnation: int = 0
+    is_given_up: bool = False
+    """The group has used up its restarts and stays away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from spare_megatron.journal.records import (
     ParamsRecord,
     RecoveryRecord,
     UpdateRecord,
+    VoteRecord,
 )
 
 
@@ -61,6 +62,8 @@ class Summary:
     steps_lost: int
     """Steps that were committed and had to be committed again: 0 as long as no checkpoint is loaded."""
     groups_lost: int
+    groups_rejoined: int
+    """Times that a group which was lost has voted again."""
     microbatches_recomputed: int
     final_loss: float | None
     params_sha256: str | None
@@ -85,6 +88,7 @@ def summarize(journal: Journal) -> Summary:
         steps_committed=verdict.steps_committed,
         steps_lost=num_commits - verdict.steps_committed,
         groups_lost=len(fenced),
+        groups_rejoined=len({(r.group, r.incarnation) for r in journal.of(VoteRecord) if r.incarnation}),
         microbatches_recomputed=_count_recomputed(journal),
         final_loss=None if last is None else last.loss,
         params_sha256=None if last_params is None else last_params.sha256,

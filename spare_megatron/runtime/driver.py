@@ -86,7 +86,8 @@ class Driver:
         self._context = fork_server()
         self._nodes: dict[int, Child] = {}
         self._ended: dict[int, NodeEnded] = {}
-        self._lost: set[GroupId] = set()
+        self._last_lost: dict[GroupId, int] = {}  # incarnation
+        self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
         self._agenda = Agenda()
         self._stop_reason = ""
@@ -184,6 +185,11 @@ class Driver:
         """Whether nodes that still run have nothing to do with the run any more. They may be stopped or cut off."""
         return all(self._lost.issuperset(self._config.parallel.groups_on(node)) for node in running)
 
+    @property
+    def _lost(self) -> frozenset[GroupId]:
+        """The groups that take no part. A loss may be told after the group has come back."""
+        return frozenset(group for group, lost in self._last_lost.items() if lost >= self._last_rejoined.get(group, 0))
+
     def _node_ended(self, node: int) -> None:
         """The supervisor of a node is gone. If it did not end by itself, its ranks died with it.
 
@@ -207,7 +213,7 @@ class Driver:
                 self._inflict(report)
                 return
             case GroupRejoined(member=member):
-                self._lost.discard(member.group)
+                self._last_rejoined[member.group] = member.incarnation
             case StoreGone(node=node, reason=reason):
                 self._without_store.add(node)
                 if self._is_over(set(self._nodes) - self._without_store):
@@ -220,10 +226,10 @@ class Driver:
                 self._has_raised = True
             case NodeEnded(node=node):
                 self._ended[node] = report
-            case GroupLost(group=group, rank=rank, cause=cause):
-                if group in self._lost:
+            case GroupLost(group=group, rank=rank, cause=cause, incarnation=incarnation):
+                if incarnation <= self._last_lost.get(group, -1) and not report.is_given_up:
                     return  # several watch a node
-                self._lost.add(group)
+                self._last_lost[group] = incarnation
                 self._last_cause = cause
                 # Whoever is ready has seen that all are. The store is not asked then: a fault may have stopped it, and
                 # only this process lets it go on.

@@ -115,14 +115,16 @@ class GroupExecutor:
         self._head = head
         with self._probe.during(Operation.JOIN):
             self._transfer.run(action, head)
-        self.num_steps = action.step
-        self._params_digest = self.check_params(action.step)
+        self._params_digest = self._hash_params()
         if self._agreement.member in action.members:
             with self._probe.during(Operation.JOIN):
-                confirm(self._params_digest, action, head - 1, self._agreement, self._join_timeout_s)
+                confirm(self._params_digest, action, head, self._agreement, self._join_timeout_s, self._probe)
             self._report_if_leader(GroupRejoined(member=self._agreement.member, step=action.step))
         else:
             self._agreement.publish_digest(head - 1, self._params_digest)
+        # Not before: a state that was refused is not the state of a group that takes part.
+        self._write_if_leader(ParamsRecord(group=self._group, step=action.step, sha256=self._params_digest))
+        self.num_steps = action.step
 
     # --------------------------------------------------------------------------------------------------- compute
 
@@ -323,12 +325,15 @@ class GroupExecutor:
 
         Collective over: all ranks of the group.
         """
+        digest = self._hash_params()
+        self._write_if_leader(ParamsRecord(group=self._group, step=step, sha256=digest))
+        return digest
+
+    def _hash_params(self) -> str:
         with self._probe.during(Operation.CHECK):
             sha256 = self._trainer.params_sha256()
         with self._probe.during(Operation.SETTLE):
-            digest = self._agreement.combine_digests(sha256)
-        self._write_if_leader(ParamsRecord(group=self._group, step=step, sha256=digest))
-        return digest
+            return self._agreement.combine_digests(sha256)
 
     def stop(self, step: int) -> None:
         """Writes down how the group ends after this many committed steps.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from spare_megatron.core.controller import Controller
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import Action, AdmitGroups, EntryRead, Fence, RunStarted
 from spare_megatron.core.topology import Member
 from spare_megatron.mcore.state import DamagedState
@@ -14,6 +15,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.fold import Stop
+from spare_megatron.runtime.probe import RankProbe
 
 _POLL_S = 0.005
 
@@ -65,6 +67,7 @@ class StateTransfer:
         agreement: The group's voice.
         channel: For the transfers, between two groups at a time.
         device: Where the channel's tensors are.
+        probe: Told before a transfer begins.
     """
 
     def __init__(
@@ -74,11 +77,13 @@ class StateTransfer:
         agreement: GroupAgreement,
         channel: CrossGroupCommunicator,
         device: torch.device,
+        probe: RankProbe,
     ) -> None:
         self._trainer = trainer
         self._agreement = agreement
         self._channel = channel
         self._device = device
+        self._probe = probe
 
     def run(self, action: AdmitGroups, head: int) -> None:
         """Gives the state to those this group is the donor of, or takes it.
@@ -96,29 +101,31 @@ class StateTransfer:
         for newcomer, donor in donors:
             if self._agreement.member not in (newcomer, donor):
                 continue
+            self._probe.begin_join(action.step)
             is_newcomer = self._agreement.member == newcomer
             self._channel.begin_build(f"{head - 1}/{newcomer.group}", sorted((newcomer.group, donor.group)))
-            mine = b"" if is_newcomer else self._trainer.dump_state()
+            with self._probe.during(Operation.CHECK):
+                mine = b"" if is_newcomer else self._trainer.dump_state()
             data = self._exchange(mine, donor if is_newcomer else newcomer, head)
             if not is_newcomer:
                 continue
             if data is None:
                 raise JoinFailed(f"group {donor.group} did not give its state: {self._channel.evidence}")
             try:
-                self._trainer.load_state(data)
+                self._trainer.load_state(data.numpy().tobytes())
             except DamagedState as error:
                 raise JoinFailed(f"the state that group {donor.group} gave is damaged: {error}") from error
 
-    def _exchange(self, mine: bytes, other: Member, head: int) -> bytes | None:
+    def _exchange(self, mine: bytes, other: Member, head: int) -> torch.Tensor | None:
         """The bytes of whichever of the two has some; None if the other is lost. The sum of two, of which one is 0."""
         size = self._sum(torch.tensor([len(mine)], dtype=torch.int64), other, head)
         if size is None:
             return None
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        if mine:
-            data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        summed = self._sum(data, other, head)
-        return None if summed is None else summed.numpy().tobytes()
+        with self._probe.during(Operation.CHECK):
+            data = torch.zeros(int(size), dtype=torch.uint8)
+            if mine:
+                data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        return self._sum(data, other, head)
 
     def _sum(self, tensor: torch.Tensor, other: Member, head: int) -> torch.Tensor | None:
         buffer = tensor.to(self._device)
@@ -126,21 +133,39 @@ class StateTransfer:
         return buffer.cpu() if is_complete else None
 
 
-def confirm(digest: str, action: AdmitGroups, index: int, agreement: GroupAgreement, timeout_s: float) -> None:
+def confirm(
+    digest: str, action: AdmitGroups, head: int, agreement: GroupAgreement, timeout_s: float, probe: RankProbe
+) -> None:
     """Makes sure that more than half of those who took part before hold the parameters that were taken over.
 
-    Otherwise the copy of a wrong state could outvote the right ones in the next comparison.
+    Otherwise the copy of a wrong state could outvote the right ones in the next comparison. Whoever has been lost
+    since the admission has no say: it may never tell.
+
+    Args:
+        digest: Of the parameters taken over.
+        action: The admission.
+        head: Entries of the log folded so far, that of the admission the last.
+        agreement: The group's voice.
+        timeout_s: Longest wait for the others.
+        probe: Told that the rank is there while it waits.
 
     Raises:
         JoinFailed: They do not, or have not said so in time.
     """
     end_s = time.monotonic() + timeout_s
-    while (verdict := majority_holds(digest, agreement.digests(index, action.earlier))) is None:
+    while (verdict := majority_holds(digest, _told(action, head, agreement))) is None:
         if time.monotonic() > end_s:
             raise JoinFailed(f"too few groups have told their parameters within {timeout_s:g} s")
         time.sleep(_POLL_S)
+        probe.progress()
     if not verdict:
         raise JoinFailed("the state that was taken over is not that of the other groups")
+
+
+def _told(action: AdmitGroups, head: int, agreement: GroupAgreement) -> list[str | None]:
+    """What those have told so far who took part before and still do."""
+    left = [member.group for member in action.earlier if not agreement.is_lost(member, head)]
+    return agreement.digests(head - 1, left)
 
 
 def majority_holds(digest: str, others: Sequence[str | None]) -> bool | None:

@@ -27,6 +27,11 @@ class RankProbe:
         self._injector.step = step
         self._beacon.begin_step(step)
 
+    def begin_join(self, step: int) -> None:
+        """Groups are taken in that take part from this step on."""
+        self._injector.step = step
+        self._injector(Phase.JOIN)
+
     def progress(self) -> None:
         self._beacon.progress()
 

@@ -38,7 +38,7 @@ from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop, controller_setup
 from spare_megatron.runtime.join import JoinFailed, StateTransfer, catch_up
 from spare_megatron.runtime.probe import RankProbe
-from spare_megatron.runtime.reports import ExitCode, FaultWanted, RankRaised, RanksReady, RunStopped
+from spare_megatron.runtime.reports import ExitCode, FaultStruck, FaultWanted, RankRaised, RanksReady, RunStopped
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.train import start, train
 
@@ -145,7 +145,9 @@ class _Rank:
             agreement=agreement,
             communicator=connect(),
             journal=self._journal,
-            transfer=StateTransfer(trainer=self._trainer, agreement=agreement, channel=channel, device=device),
+            transfer=StateTransfer(
+                trainer=self._trainer, agreement=agreement, channel=channel, device=device, probe=self._probe
+            ),
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
             probe=self._probe,
@@ -216,3 +218,4 @@ class _Rank:
             group=fault.group, rank=fault.rank, step=fault.step, phase=str(fault.phase), kind=fault.kind
         )
         self._journal.write(record)
+        self._reports.send(FaultStruck(fault=fault))

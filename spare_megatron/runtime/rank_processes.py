@@ -5,10 +5,12 @@ import time
 from collections.abc import Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from typing import Any
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Pulse
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.faults.trace import Fault
 from spare_megatron.runtime.beacon import Page, new_page, read_page
 from spare_megatron.runtime.processes import Child, end_child, start_child
 from spare_megatron.runtime.reports import RankKey
@@ -33,6 +35,7 @@ class RankProcesses:
         self._keys = spec.config.parallel.ranks_on(spec.node)
         self._children: dict[RankKey, Child] = {}
         self._pages: dict[RankKey, Page] = {}
+        self._faults = set(spec.faults)  # that have yet to strike
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
@@ -64,7 +67,7 @@ class RankProcesses:
             rank=rank,
             device=_choose_device(self._spec.config, self._spec.node, key),
             store=self._spec.store,
-            faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key),
+            faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key and f in self._faults),
             page=page,
             supervisor_pid=os.getpid(),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
@@ -72,6 +75,10 @@ class RankProcesses:
         child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
         self.pipes[child.reports] = key
         self.sentinels[child.process.sentinel] = key
+
+    def forget_fault(self, fault: Fault) -> None:
+        """It has struck, and no later life of the group meets it."""
+        self._faults.discard(fault)
 
     def of(self, group: GroupId) -> list[RankKey]:
         """The node's ranks of a group."""
@@ -102,6 +109,11 @@ class RankProcesses:
     def pulse(self, key: RankKey) -> Pulse:
         """What the rank shows of itself now."""
         return read_page(self._pages[key], self._children[key].pid)
+
+    def pending(self, group: GroupId) -> list[dict[str, Any]]:
+        """What each of the group's ranks here is about, as the journal has it."""
+        pulses = {rank: self.pulse((group, rank)) for _, rank in self.of(group)}
+        return [{"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()]
 
     def reap(self, key: RankKey) -> int:
         """The exit code of a process whose sentinel was ready."""

@@ -92,7 +92,14 @@ class FaultWanted:
     pid: int
 
 
-RankReport = RanksReady | GroupRejoined | StepCommitted | RankRaised | RunStopped | FaultWanted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultStruck:
+    """A fault of the trace is about to strike: the group's next life must not meet it again."""
+
+    fault: Fault
+
+
+RankReport = RanksReady | GroupRejoined | StepCommitted | RankRaised | RunStopped | FaultStruck | FaultWanted
 
 # ----------------------------------------------------------------------------------------------------- from supervisors
 
@@ -114,12 +121,16 @@ class GroupLost:
         rank: The rank that showed it; -1 if its whole node is lost.
         cause: Why, in a line.
         traceback: Of the exception that ended the rank, where there was one.
+        incarnation: Which life of the group it was.
+        is_given_up: The group has used up its restarts.
     """
 
     group: GroupId
     rank: int
     cause: str
     traceback: str
+    incarnation: int = 0
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

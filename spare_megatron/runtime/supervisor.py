@@ -1,30 +1,29 @@
 """Looks after the ranks of one node: starts them, reaps them, watches them, and has the group of a lost one fenced."""
 
 import contextlib
-import math
 import os
 import signal
 import sys
 import time
-from collections import Counter
 from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.control.open_store import open_store
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Liveness, first_to_stop
-from spare_megatron.core.rejoin import LONG_LIFE_INTERVALS, restart_delay_s
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.runtime.agenda import Agenda
+from spare_megatron.runtime.causes import LOSSLESS_EXITS, cause_of_end
 from spare_megatron.runtime.network import NodeNetwork
-from spare_megatron.runtime.processes import describe_exit, log_to_file
+from spare_megatron.runtime.processes import log_to_file
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.reports import (
     ExitCode,
+    FaultStruck,
     FaultWanted,
     GoOn,
     GroupLost,
+    GroupRejoined,
     NodeEnded,
     NodeReport,
     RankKey,
@@ -37,28 +36,15 @@ from spare_megatron.runtime.reports import (
     StoreBack,
     StoreGone,
 )
+from spare_megatron.runtime.restarts import Restarts
 from spare_megatron.runtime.spec import NodeSpec
 from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, NodeSilent, StoreLink
-
-_LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
-"""Ends that all groups come to by themselves: no reason to fence anybody."""
-
-_CAUSES: dict[int, str] = {
-    ExitCode.GROUP_BROKEN: "lost a peer in its group",
-    ExitCode.FENCED: "found itself fenced; the log entry says why",
-    ExitCode.STORE_LOST: "lost the control store",
-    ExitCode.JOIN_FAILED: "could not take the state over",
-}
-"""What the exit codes of lost groups mean, for people."""
 
 _SAVING_S = 60.0
 """How long ranks may take to save their state once the store is gone."""
 
 _FAREWELL_S = 5.0
 """Longest wait for the store to take the node's last word."""
-
-INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
-"""How the last line of the traceback of an injected fault begins."""
 
 
 def supervise(spec: NodeSpec, driver: Connection) -> None:
@@ -92,9 +78,7 @@ class _Supervisor:
         self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # and not written yet
-        self._coming_back: set[GroupId] = set()
-        self._up_since_s: dict[GroupId, float] = {}
-        self._short_lives: Counter[GroupId] = Counter()
+        self._restarts = Restarts(spec.config.spare.rejoins, self._interval_s)
         self._has_begun = False
         self._is_over = False
         self._store_failure = ""
@@ -163,7 +147,7 @@ class _Supervisor:
         """Whether a fence is still to be written, or a group to be started again."""
         if self._store_failure:
             return False
-        return bool(self._num_fences_wanted or (self._coming_back and not self._is_over))
+        return bool(self._num_fences_wanted or (self._restarts.coming_back and not self._is_over))
 
     def _serve(self, pipe: Connection) -> bool:
         """One report of a rank; False if there will be none any more."""
@@ -178,8 +162,13 @@ class _Supervisor:
                 self._tracebacks[group, rank] = text
             case RanksReady(group=group):
                 self._has_begun = True
-                self._up_since_s[group] = time.monotonic()
+                self._restarts.up(group)
                 self._watch_beats_of(group)
+            case GroupRejoined(member=member):
+                self._restarts.not_admitted.discard(member.group)
+            case FaultStruck(fault=fault):
+                self._ranks.forget_fault(fault)
+                return True
             case FaultWanted():
                 self._inflict(report)
                 return True
@@ -235,26 +224,37 @@ class _Supervisor:
         group, rank = key
         code = self._ranks.reap(key)
         self._liveness.pop(key, None)
-        if code in _LOSSLESS_EXITS:
-            self._is_over = True
-        if code in _LOSSLESS_EXITS or group in self._lost or self._store_failure:
+        if code in LOSSLESS_EXITS:
+            self._end_with_the_run()
+        if code in LOSSLESS_EXITS or group in self._lost or self._store_failure:
             return
         if code == ExitCode.STORE_LOST:
             # Perhaps the store is gone for everybody. The link will know by then.
             member = self._ranks.member(group)
             self._agenda.after(self._interval_s, lambda: self._lose_without_store(member, rank))
             return
-        pipe = self._ranks.child(key).reports
-        while pipe.poll() and self._serve(pipe):
-            pass  # the traceback comes before the end
-        error = _last_line(self._tracebacks.get(key, ""))
-        cause = error or _CAUSES.get(code) or describe_exit(code)
-        self._lose(group, rank, cause, "" if error.startswith(INJECTED) else error)
+        self._hear(group)  # the traceback comes before the end
+        self._lose(group, rank, *cause_of_end(code, self._tracebacks.get(key, "")))
 
     def _lose_without_store(self, member: Member, rank: int) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
         if is_present and not self._store_failure:
-            self._lose(member.group, rank, _CAUSES[ExitCode.STORE_LOST])
+            self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
+
+    def _hear(self, group: GroupId) -> None:
+        """All that the group's ranks have reported so far."""
+        for pipe in [pipe for pipe, key in self._ranks.pipes.items() if key[0] == group]:
+            while pipe.poll() and self._serve(pipe):
+                pass
+
+    def _end_with_the_run(self) -> None:
+        """Nobody waits for groups that have yet to be taken in."""
+        self._is_over = True
+        for group in sorted(self._restarts.not_admitted):
+            self._hear(group)
+        for group in self._restarts.not_admitted:
+            self._lost.add(group)
+            self._ranks.kill(group)
 
     def _look(self) -> None:
         """At all beacons, and at whether the store answers; from now on ever again."""
@@ -336,39 +336,47 @@ class _Supervisor:
         """The loss is in the log: it is told, and the group may come back."""
         self._num_fences_wanted -= 1
         group = wanted.group
-        is_here = group in self._ranks.groups
-        pulses = {key[1]: self._ranks.pulse(key) for key in (self._ranks.of(group) if is_here else ())}
+        is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
+        may_restart = is_lost and self._spec.config.spare.rejoins > 0 and not self._is_over
+        is_given_up = may_restart and not self._bring_back(member)
         record = LossRecord(
             group=group,
             rank=wanted.rank,
             cause=wanted.cause,
             entry_index=index,
             incarnation=member.incarnation,
-            pending=[
-                {"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()
-            ],
+            pending=self._ranks.pending(group),
+            is_given_up=is_given_up,
         )
         self._journal.write(record)
-        text = self._tracebacks.pop((group, wanted.rank), "")
-        self._tell(GroupLost(group=group, rank=wanted.rank, cause=wanted.cause, traceback=text))
-        if is_here and member == self._ranks.member(group) and group in self._lost:
-            self._bring_back(member)
+        self._tell(
+            GroupLost(
+                group=group,
+                rank=wanted.rank,
+                cause=wanted.cause,
+                traceback=self._tracebacks.pop((group, wanted.rank), ""),
+                incarnation=member.incarnation,
+                is_given_up=is_given_up,
+            )
+        )
 
-    def _bring_back(self, lost: Member) -> None:
-        if time.monotonic() - self._up_since_s.pop(lost.group, math.inf) >= LONG_LIFE_INTERVALS * self._interval_s:
-            self._short_lives[lost.group] = 0
-        num_short = self._short_lives[lost.group]
-        delay_s = restart_delay_s(lost.incarnation, self._spec.config.spare.rejoins, num_short, self._interval_s)
-        if delay_s is None or self._is_over or not self._has_begun or lost.group in self._coming_back:
-            return
-        self._coming_back.add(lost.group)
-        self._short_lives[lost.group] += 1
-        self._agenda.after(delay_s, lambda: self._start_again(lost.group))
+    def _bring_back(self, lost: Member) -> bool:
+        """Starts the group again, at once or later; False if it is to stay away."""
+        is_whole = len(self._ranks.of(lost.group)) == self._spec.config.parallel.ranks_per_group
+        if self._is_over or not self._has_begun or not is_whole:
+            return False
+        if lost.group in self._restarts.coming_back:
+            return True
+        delay_s = self._restarts.delay_s(lost)
+        if delay_s is not None:
+            self._agenda.after(delay_s, lambda: self._start_again(lost.group))
+        return delay_s is not None
 
     def _start_again(self, group: GroupId) -> None:
-        self._coming_back.discard(group)
+        self._restarts.coming_back.discard(group)
         if self._is_over:
             return
+        self._hear(group)
         self._ranks.start_again(group)
         for key in self._ranks.of(group):  # what its former life may have reported after it was lost
             self._tracebacks.pop(key, None)
@@ -390,8 +398,3 @@ class _Supervisor:
             self._driver.send(report)
         except OSError as error:
             raise _Stopped from error
-
-
-def _last_line(traceback: str) -> str:
-    lines = traceback.strip().splitlines()
-    return lines[-1] if lines else ""

@@ -11,8 +11,10 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.etcd_gateway import EtcdGateway
 from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.reports import RunEvent, StepCommitted, StoreAway
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
+from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,3 +94,11 @@ def test_training_pauses_while_etcd_has_no_quorum_and_nobody_is_lost(
     assert paused
     assert any(isinstance(event, StoreAway) for event in run.events)
     assert_masked(run)
+
+
+def test_a_lost_group_comes_back_over_etcd(own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path) -> None:
+    tiny = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=6, faults=[kill("forward", 2, 1)], rejoins=1)
+    watch = Watch(awaited=frozenset({(3, Member(GroupId(1), 1))}))
+    run = complete_run(with_etcd(tiny, own_cluster), tmp_path / "run", watch)
+    assert_masked(run)
+    assert run.summary.groups_rejoined == 1

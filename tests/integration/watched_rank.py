@@ -20,19 +20,22 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.liveness import Operation
-from spare_megatron.core.messages import AttemptReduce, Event
+from spare_megatron.core.messages import AttemptReduce, Commit, Entry, Event, decode_entry
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.topology import Member
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.runtime import rank
+from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.bootstrap import wait_for_all_groups
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.spec import RankSpec
 
 _TIMEOUT_S = 20.0
+_RESTART_TIMEOUT_S = 60.0
 _POLL_S = 0.002
 
 Moment = tuple[int, int, Phase]
@@ -50,6 +53,8 @@ class Watch:
         in_second_attempt: Moments that count only from the second attempt of their step on.
         unfinished_reduces: Moments inside a reduction at which it cannot be complete anywhere: one other group comes
             to it only when the log has moved on.
+        awaited: Steps at whose end members are taken in: before, these do not ask for it, and all who take part
+            enter the reduction only when they have.
         late_groups: Groups that begin to train, and tell that they are ready, only when the first entry is written.
         census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
     """
@@ -58,6 +63,7 @@ class Watch:
     after_other_votes: frozenset[Moment] = frozenset()
     in_second_attempt: frozenset[Moment] = frozenset()
     unfinished_reduces: frozenset[Moment] = frozenset()
+    awaited: frozenset[tuple[int, Member]] = frozenset()
     late_groups: frozenset[int] = frozenset()
     census_steps: frozenset[int] = frozenset()
 
@@ -68,6 +74,7 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     trainer.Optimizer = partial(_DumpingOptimizer, watch, spec)
     rank.Injector = partial(_ChoosyInjector, watch, now)
     rank.GroupExecutor = partial(_WatchedExecutor, watch, now)
+    rank.GroupAgreement = partial(_TimelyAgreement, watch)
     if spec.group in watch.late_groups:
         rank.wait_for_all_groups = _wait_for_the_first_entry
     rank.run_rank(spec, reports)
@@ -151,6 +158,34 @@ def _wait_for_the_first_entry(spec: RankSpec, store: ControlStore, ranks: Any) -
     DecisionLog(open_store(spec.store)).wait(0, _TIMEOUT_S)
 
 
+class _TimelyAgreement(GroupAgreement):
+    """Asks to be admitted in the step at whose end that is wanted."""
+
+    def __init__(self, watch: Watch, *parts: Any, **settings: Any) -> None:
+        super().__init__(*parts, **settings)
+        self._steps = {member: step for step, member in watch.awaited}
+
+    def announce(self) -> None:
+        if self.is_leader and self.member in self._steps:
+            step, index = self._steps[self.member] - 1, 0
+            while not _is_commit(decode_entry(self._log.wait(index, _RESTART_TIMEOUT_S)), step):
+                index += 1
+        super().announce()
+
+
+def _is_commit(entry: Entry, step: int) -> bool:
+    return isinstance(entry, Commit) and entry.step == step
+
+
+def _wait_until_waiting(spec: RankSpec, member: Member) -> None:
+    log = DecisionLog(open_store(spec.store))
+    end_s = time.monotonic() + _RESTART_TIMEOUT_S
+    while member not in log.waiting([member.group]):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"{member} does not wait to be taken in")
+        time.sleep(_POLL_S)
+
+
 class _ChoosyInjector(Injector):
     """Carries out the faults of the trace at moments that are named more closely."""
 
@@ -184,6 +219,9 @@ class _WatchedExecutor(GroupExecutor):
 
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
         self._attempts.attempt(action)
+        for member in [member for step, member in self._watch.awaited if step == action.step]:
+            with self._probe.during(Operation.AWAIT_ENTRY):
+                _wait_until_waiting(self._attempts.spec, member)
         if self._is_held_back(action):
             with self._probe.during(Operation.AWAIT_ENTRY):
                 DecisionLog(open_store(self._attempts.spec.store)).wait(self._head, _TIMEOUT_S)

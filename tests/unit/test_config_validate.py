@@ -96,11 +96,21 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (["faults.trace=[{phase='patch'}]"], "faults.trace[0].phase=patch is never reached"),
         (
-            ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]"],
+            ["faults.trace=[{phase='forward'}, {phase='join', group=1}]", "spare.rejoins=0"],
+            "faults.trace[1].phase=join is reached only when a lost group comes back",
+        ),
+        (["faults.trace=[{phase='forward'}, {phase='join'}]"], "name one in faults.trace[1].group"),
+        (
+            ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]", "spare.rejoins=0"],
             "faults.trace[1].group=1 is the group that faults.trace[0] hits",
         ),
         (
-            ["layout.num_groups=1", "spare.redundancy=1", "faults.trace=[{phase='forward'}, {phase='forward'}]"],
+            [
+                "layout.num_groups=1",
+                "spare.redundancy=1",
+                "spare.rejoins=0",
+                "faults.trace=[{phase='forward'}, {phase='forward'}]",
+            ],
             "faults.trace has 2 faults for layout.num_groups=1",
         ),
         (

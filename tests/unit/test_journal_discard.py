@@ -58,10 +58,11 @@ def updated(group: int, step: int, attempt: int) -> UpdateRecord:
     )
 
 
-def checked(entries: Sequence[dict[str, Any]], wrong: Sequence[int] = (2,)) -> Verdict:
+def checked(entries: Sequence[dict[str, Any]], wrong: Sequence[int] = (2,), took_part: bool = True) -> Verdict:
     """The verdict on two steps of three groups, of which some have wrong parameters after the first.
 
-    The log decides which attempt of the second step is committed; groups 0 and 1 take over the shard of group 2.
+    The log decides which attempt of the second step is committed; groups 0 and 1 take over the shard of group 2, which
+    may have been lost before it took part in the first.
     """
     records: list[Record] = [
         RunRecord(
@@ -82,7 +83,8 @@ def checked(entries: Sequence[dict[str, Any]], wrong: Sequence[int] = (2,)) -> V
         digest = "wrong" if group in wrong else "right"
         records += attempted(group, 0, 0, [0, 1, 2], [group])
         records += [updated(group, 0, 0), ParamsRecord(group=group, step=1, sha256=digest)]
-        records += attempted(group, 1, 1, [0, 1, 2], [group])
+        if took_part or group != 2:
+            records += attempted(group, 1, 1, [0, 1, 2], [group])
     last = entries[-1]["attempt"]
     if last == 2:
         records += [*attempted(0, 1, 2, [0, 1], [0, 2]), *attempted(1, 1, 2, [0, 1], [1])]
@@ -110,6 +112,12 @@ def test_whose_part_was_not_discarded_must_have_had_the_parameters_of_the_others
         verdict = checked(entries)
         assert verdict.verdict == "invalid"
         assert verdict.reasons == ("invalid: after 1 steps the groups hold different parameters",)
+
+
+def test_whoever_was_lost_before_it_entered_the_next_reduction_may_have_had_other_parameters() -> None:
+    """As a donor whose memory is corrupted right before it gives its state, and which finds its gradient infinite."""
+    verdict = checked([commit(0, 0), PLAIN, RETRY, commit(1, 2)], took_part=False)
+    assert (verdict.verdict, verdict.reasons, verdict.steps_committed) == ("valid", (), 2)
 
 
 def test_those_who_stay_must_have_the_same_parameters() -> None:

@@ -55,7 +55,7 @@ def test_a_hanging_rank_is_found_within_two_intervals_unless_it_waits_for_others
     assert found is not None
     assert found[0] <= 2 * INTERVAL_S - LOOK_S
     assert "no progress" in found[1]
-    for operation in (Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY, Operation.JOIN):
+    for operation in (Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY):
         assert found_at_s(operation, beats=True, progresses=False) is None
 
 

@@ -1,0 +1,205 @@
+"""Losses around the return of a group: of the newcomer, of its donor, of others, at every moment of it."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord, UpdateRecord
+from spare_megatron.runtime.reports import GroupLost, GroupRejoined
+from tests.integration.reference import assert_exact
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 8
+AWAITED = 4
+"""The step at whose end the group that was lost first is taken in."""
+LOSS = kill(Phase.FORWARD, 2, 1)
+FOUR = LayoutConfig(num_groups=4)
+
+
+def awaiting(*awaited: tuple[int, int, int]) -> Watch:
+    """Step, group and incarnation of those that are waited for."""
+    return Watch(awaited=frozenset((step, Member(GroupId(group), life)) for step, group, life in awaited))
+
+
+def strike(kind: FaultKind, phase: Phase, step: int, group: int, rank: int = 0) -> FaultConfig:
+    return replace(kill(phase, step, group, rank), kind=kind)
+
+
+def lives(run: Run) -> list[tuple[int, int, int]]:
+    """Group, incarnation and first step of those that came back."""
+    return [(e.member.group, e.member.incarnation, e.step) for e in run.events if isinstance(e, GroupRejoined)]
+
+
+def groups_at_the_end(run: Run) -> set[int]:
+    last = {record.group for record in run.journal.of(UpdateRecord) if record.step == run.config.train.steps - 1}
+    ends = {r.group: r.sha256 for r in run.journal.of(ParamsRecord) if r.step == run.config.train.steps}
+    assert set(ends) >= last
+    assert len(set(ends.values())) == 1
+    return last
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "hang"])
+def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
+    text_corpus: Path, tmp_path: Path, kind: FaultKind
+) -> None:
+    """Its next life is taken in, and does not meet the fault again."""
+    faults = [LOSS, strike(kind, Phase.JOIN, 2, 1)]
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
+    assert_masked(run)
+    assert lives(run) == [(1, 2, AWAITED + 3)]
+    assert run.summary.groups_rejoined == 1
+    assert groups_at_the_end(run) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_donor_lost_during_the_transfer_takes_its_newcomer_along(
+    text_corpus: Path, tmp_path: Path, kind: FaultKind
+) -> None:
+    faults = [LOSS, strike(kind, Phase.JOIN, 2, 0)]
+    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
+    watch = awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1), (AWAITED + 2, 1, 2))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert_masked(run)
+    assert sorted(lives(run)) == [(0, 1, AWAITED + 3), (1, 2, AWAITED + 3)]
+    assert groups_at_the_end(run) == {0, 1, 2, 3}
+
+
+def test_a_rank_of_a_newcomer_lost_in_the_transfer_of_two(text_corpus: Path, tmp_path: Path) -> None:
+    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
+    faults = [LOSS, strike("kill", Phase.JOIN, 2, 1, rank=1)]
+    config = tiny_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=2)
+    run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
+    assert_masked(run)
+    assert lives(run) == [(1, 2, AWAITED + 3)]
+
+
+@pytest.mark.parametrize("phase", [Phase.AFTER_COMMIT, Phase.FORWARD, Phase.IN_REDUCE])
+def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Path, phase: Phase) -> None:
+    """After the commit that admits, or in the first step: the newcomer does not wait for what the lost one says."""
+    step = AWAITED if phase is Phase.AFTER_COMMIT else AWAITED + 1
+    config = tiny_config(
+        text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=[LOSS, kill(phase, step, 2)], rejoins=1
+    )
+    watch = replace(awaiting((AWAITED, 1, 1), (AWAITED + 2, 2, 1)), dump_steps=frozenset({AWAITED, AWAITED + 1}))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert_masked(run)
+    assert sorted(lives(run)) == [(1, 1, AWAITED + 1), (2, 1, AWAITED + 3)]
+    assert groups_at_the_end(run) == {0, 1, 2}
+    assert_exact(run, [AWAITED, AWAITED + 1])
+
+
+def test_a_newcomer_lost_right_after_its_admission_is_masked(text_corpus: Path, tmp_path: Path) -> None:
+    faults = [LOSS, kill(Phase.BACKWARD, AWAITED + 1, 1)]
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
+    assert_masked(run)
+    assert lives(run) == [(1, 1, AWAITED + 1), (1, 2, AWAITED + 3)]
+    assert run.summary.groups_rejoined == 1, "its second life never voted"
+
+
+def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Path, tmp_path: Path) -> None:
+    faults = [LOSS, kill(Phase.FORWARD, 4, 1), kill(Phase.FORWARD, 6, 1)]
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1), (5, 1, 2)))
+    assert_masked(run)
+    assert lives(run) == [(1, 1, 4), (1, 2, 6)]
+    losses = sorted((record.incarnation, record.is_given_up) for record in run.journal.of(LossRecord))
+    assert losses == [(0, False), (1, False), (2, True)]
+    assert [event.is_given_up for event in run.events if isinstance(event, GroupLost)] == [False, False, True]
+    assert groups_at_the_end(run) == {0, 2}
+
+
+@pytest.mark.parametrize("lost", [(1, 2), (1, 2, 3)], ids=["two", "all_but_one"])
+def test_groups_lost_in_one_step_come_back_in_one_commit(
+    text_corpus: Path, tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    faults = [kill(Phase.BACKWARD, 2, group) for group in lost]
+    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=1, mode="reproducible")
+    whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
+    run = complete_run(config, tmp_path / "run", awaiting(*((AWAITED, group, 1) for group in lost)))
+    assert_masked(run)
+    assert sorted(lives(run)) == [(group, 1, AWAITED + 1) for group in lost]
+    assert [len(entry["admit"]) for entry in entries_of(run.journal) if entry.get("admit")] == [len(lost)]
+    assert groups_at_the_end(run) == {0, 1, 2, 3}
+    assert run.summary.params_sha256 == whole.summary.params_sha256
+
+
+def test_a_group_of_stages_and_tensor_ranks_comes_back_with_bf16(text_corpus: Path, tmp_path: Path) -> None:
+    layout = LayoutConfig(num_groups=2, pipeline_parallel=2, tensor_parallel=2)
+    config = tiny_config(text_corpus, layout, steps=6, faults=[LOSS], rejoins=1, mode="reproducible", precision="bf16")
+    whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
+    run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1)))
+    assert_masked(run)
+    assert lives(run) == [(1, 1, 4)]
+    assert run.summary.params_sha256 == whole.summary.params_sha256
+
+
+@pytest.mark.parametrize("bit", [None, 20], ids=["infinite", "small"])
+def test_the_copy_of_wrong_parameters_is_refused(text_corpus: Path, tmp_path: Path, bit: int | None) -> None:
+    """The donor's parameters change right before it gives them. Neither it nor the newcomer outvotes the others.
+
+    Its gradient gives it away if it is large enough, else the next vote does.
+    """
+    faults = [LOSS, replace(strike("param_flip", Phase.JOIN, 2, 0), bit=bit)]
+    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
+    watch = awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1), (AWAITED + 2, 1, 2))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
+    assert {(record.group, record.kind) for record in run.journal.of(FaultRecord)} == {(1, "kill"), (0, "param_flip")}
+    fences = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
+    assert {(fence["group"], fence["incarnation"]) for fence in fences} == {(0, 0), (1, 0), (1, 1)}
+    assert [fence["group"] for fence in fences if fence["discard"]] == ([] if bit is None else [0])
+    assert sorted(lives(run)) == [(0, 1, AWAITED + 3), (1, 2, AWAITED + 3)]
+    assert groups_at_the_end(run) == {0, 1, 2, 3}
+
+
+def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -> None:
+    fault = replace(strike("stop_node", Phase.FORWARD, 2, 1), seconds=4.0)
+    cluster = ClusterConfig(device="cpu", num_nodes=4)
+    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
+    run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))
+    assert_masked(run)
+    assert lives(run) == [(1, 1, AWAITED + 1)]
+    assert groups_at_the_end(run) == {0, 1, 2, 3}
+
+
+def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        text_corpus, LayoutConfig(num_groups=3), steps=4, faults=[kill(Phase.FORWARD, 3, 1)], rejoins=1
+    )
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert lives(run) == []
+    ends = [line.at_s for line in run.journal.lines]
+    last_update = max(line.at_s for line in run.journal.lines if isinstance(line.record, UpdateRecord))
+    assert ends[-1] - last_update < 5.0
+
+
+def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Path) -> None:
+    faults = [kill(Phase.FORWARD, 2, group) for group in range(3)]
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=3)
+    run = complete_run(config, tmp_path / "run")
+    assert run.summary.outcome == "wipe_out", run.summary.outcome_reason
+    assert run.summary.verdict == "valid", run.summary.reasons
+    losses = [line.at_s for line in run.journal.lines if isinstance(line.record, LossRecord)]
+    assert run.journal.lines[-1].at_s - losses[-1] < 15.0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")
+def test_a_node_that_was_cut_off_comes_back(text_corpus: Path, tmp_path: Path) -> None:
+    fault = replace(strike("cut", Phase.FORWARD, 2, 1), seconds=4.0)
+    cluster = ClusterConfig(device="cpu", num_nodes=4, isolate_nodes=True)
+    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
+    run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))
+    assert_masked(run)
+    assert lives(run) == [(1, 1, AWAITED + 1)]
+    assert groups_at_the_end(run) == {0, 1, 2, 3}

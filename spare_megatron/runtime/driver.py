@@ -274,11 +274,18 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------- end
 
+    def _saved_state(self) -> str:
+        """Where a whole group has saved its state, for people."""
+        layout = self._config.parallel
+        for folder in sorted((self._run_dir / "state").glob("step-*"), reverse=True):
+            for group in range(layout.num_groups):
+                if len(list(folder.glob(f"group-{group:04d}-rank-*.state"))) == layout.ranks_per_group:
+                    return f"; the state is in {folder}"
+        return ""
+
     def _end(self) -> EndRecord:
         if self._store_failure:
-            saved = sorted((self._run_dir / "state").glob("step-*"))
-            where = f"; the state is in {saved[-1]}" if saved else ""
-            return EndRecord(outcome="failed", reason=self._store_failure + where)
+            return EndRecord(outcome="failed", reason=self._store_failure + self._saved_state())
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         codes = {code for (group, _), code in exits.items() if group not in self._lost}
         outcome: Outcome = "failed"

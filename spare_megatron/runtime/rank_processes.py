@@ -136,6 +136,7 @@ class RankProcesses:
 
 
 def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
-    """The rank's device on its node."""
-    local_rank = config.parallel.ranks_on(node).index(key)
-    return f"cuda:{local_rank}" if config.cluster.device == "gpu" else "cpu"
+    """The rank's device. All nodes are on one machine and share its GPUs."""
+    layout = config.parallel
+    index = node * layout.ranks_per_node + layout.ranks_on(node).index(key)
+    return f"cuda:{index}" if config.cluster.device == "gpu" else "cpu"

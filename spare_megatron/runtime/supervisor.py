@@ -335,6 +335,7 @@ class _Supervisor:
     def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
         """The loss is in the log: it is told, and the group may come back."""
         self._num_fences_wanted -= 1
+        self._head_hint = max(self._head_hint, index)
         group = wanted.group
         is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
         may_restart = is_lost and self._spec.config.spare.rejoins > 0 and not self._is_over

@@ -15,7 +15,7 @@ _CAUSES: dict[int, str] = {
 }
 """What the exit codes of lost groups mean."""
 
-_INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
+INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
 """How the last line of the traceback of an injected fault begins."""
 
 
@@ -29,4 +29,4 @@ def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
     lines = traceback.strip().splitlines()
     error = lines[-1] if lines else ""
     cause = error or _CAUSES.get(code) or describe_exit(code)
-    return cause, "" if error.startswith(_INJECTED) else error
+    return cause, "" if error.startswith(INJECTED) else error

@@ -140,7 +140,7 @@ class Renewals:
         return Loss(at_s=at_s, groups=(victim,))
 
     def came_back(self, _now_s: float, _groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
-        raise NotImplementedError("groups return at restarts alone")
+        raise AssertionError("groups return at restarts alone")
 
     def restarted(self, began_s: float, now_s: float, _came_back: tuple[GroupId, ...]) -> None:
         self._left_s = max(self._left_s - (began_s - self._now_s) * self._rate, 0.0)
@@ -163,7 +163,7 @@ class FreshClocks:
         return replace(loss, at_s=self._began_s + loss.at_s)
 
     def came_back(self, _now_s: float, _groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
-        raise NotImplementedError("groups return at restarts alone")
+        raise AssertionError("groups return at restarts alone")
 
     def restarted(self, _began_s: float, now_s: float, _came_back: tuple[GroupId, ...]) -> None:
         self._process, self._began_s = make_process(self._spec, self._num_groups, self._rng), now_s

@@ -164,13 +164,11 @@ class NodeEnded:
     Attributes:
         node: The node.
         exits: How each rank ended.
-        lost: Groups that were found lost on this node.
         failure: Why the run cannot go on, where that is so.
     """
 
     node: int
     exits: Mapping[RankKey, int]
-    lost: frozenset[GroupId]
     failure: str = ""
 
 

@@ -115,9 +115,7 @@ class _Supervisor:
             self._link.stop(_FAREWELL_S)
             self._serve_link()
         self._journal.close()
-        self._tell(
-            NodeEnded(node=self._spec.node, exits=self._ranks.exits, lost=frozenset(self._lost), failure=failure)
-        )
+        self._tell(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
         sys.stdout.flush()
         os._exit(0)  # the link's thread may be waiting for a store that does not answer
 

@@ -50,6 +50,9 @@ from spare_megatron.runtime.reports import (
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, NodeSpec, RankMain
 from spare_megatron.runtime.supervisor import supervise
 
+STORE_END_TIMEOUT_S = 2.0
+"""How long a control store that nobody reaches is given to turn out to be dead."""
+
 
 class RunFailed(Exception):
     """The run could not start or go on, for a reason that no redundancy masks."""
@@ -175,11 +178,8 @@ class Driver:
                 self._node_ended(sentinels.pop(item))
             if store is not None and store.process.sentinel in ready:
                 store_sentinel.clear()
-                store.process.join()
                 # Its supervisors notice by themselves, and end when their ranks have saved their state.
-                self._store_failure = self._store_failure or (
-                    f"the control store died: {describe_exit(store.process.exitcode)}"
-                )
+                self._store_died(store)
 
     def _is_over(self, running: Iterable[int]) -> bool:
         """Whether nodes that still run have nothing to do with the run any more. They may be stopped or cut off."""
@@ -240,9 +240,19 @@ class Driver:
 
     def _give_store_up(self, reason: str) -> None:
         """No node that is left can reach it. Ranks that wait for it find out when it is gone."""
+        store = self._store_process
+        if store is not None:
+            store.process.join(STORE_END_TIMEOUT_S)  # its connections break before its end is seen here
+            if store.process.exitcode is not None:
+                self._store_died(store)
+            store.process.kill()
         self._store_failure = self._store_failure or reason
-        if self._store_process is not None:
-            self._store_process.process.kill()
+
+    def _store_died(self, store: Child) -> None:
+        store.process.join()
+        self._store_failure = self._store_failure or (
+            f"the control store died: {describe_exit(store.process.exitcode)}"
+        )
 
     def _inflict(self, wanted: FaultWanted) -> None:
         """A fault of the trace that strikes a node or the control store from outside."""

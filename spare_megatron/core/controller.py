@@ -26,10 +26,10 @@ carries out nothing until a commit admits it. Its fence is its own: one that is 
 hits nobody, and one for a later incarnation hits the earlier as well, which somebody must have found lost before.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from spare_megatron.core.decision import Attempted, decide, is_save_due
 from spare_megatron.core.messages import (
     Action,
     AdmitGroups,
@@ -54,7 +54,6 @@ from spare_megatron.core.messages import (
     StopHalted,
     StopWipeOut,
     UpdateModel,
-    Vote,
     VotesRead,
 )
 from spare_megatron.core.order import Granularity, Order, initial_order
@@ -245,52 +244,16 @@ class Controller:
     # ------------------------------------------------------------------------------------------------- deciding
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
-        votes = event.votes
-        try:
-            counted = list(map(votes.__getitem__, self.members))
-        except KeyError:
-            return ()  # somebody has yet to vote
-        # With 1000 groups every pass counts, and a driver may hand in one vote for all of them.
-        different = counted[:1] + [vote for vote in counted if vote is not counted[0]]
-        entry = self._objection(votes, different)
-        if entry is None and not self._is_discarded and all(vote.is_complete for vote in different):
-            is_due = self._is_save_due(now_s)
-            entry = Commit(
-                step=self.step,
-                attempt=event.attempt,
-                save=is_due,
-                admit=event.waiting,
-                is_last=self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s,
-            )
-        return (AppendEntry(index=self.head, entry=entry or Retry(step=self.step, attempt=event.attempt)),)
-
-    def _objection(self, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
-        """What has to be said before anybody asks whether the sum is complete.
-
-        Where parameters differ, those of the majority of all who voted are right, and one group after the other is
-        put out that has others. Whoever is lost already needs that only if nobody else has discarded the attempt.
-        """
-        if len({vote.plan_digest for vote in of_members}) > 1:
-            return Halt(step=self.step, reason=f"groups have different plans: {_by_value(votes, 'plan_digest')}")
-        cast = of_members if len(votes) == len(self.members) else votes.values()
-        if len({vote.params_digest for vote in cast} - {""}) < 2:
-            return None
-        num_votes = Counter(vote.params_digest for vote in votes.values() if vote.params_digest)
-        digest, num_agreeing = num_votes.most_common(1)[0]
-        if 2 * num_agreeing <= num_votes.total():
-            return Halt(step=self.step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}")
-        wrong = {group for group, vote in votes.items() if vote.params_digest not in ("", digest)}
-        if self._is_discarded:
-            wrong &= set(self.members)
-        if not wrong:
-            return None
-        reason = f"its parameters before step {self.step} differ from those of {num_agreeing} groups"
-        group = min(wrong)
-        return Fence(group=group, incarnation=dict(self._attempted_by)[group], reason=reason, discard=True)
-
-    def _is_save_due(self, now_s: float) -> bool:
-        interval_s = self._setup.save_interval_s
-        return interval_s is not None and now_s - self._last_save_at_s >= interval_s
+        attempted = Attempted(
+            step=self.step, members=self.members, voters=self._attempted_by, is_discarded=self._is_discarded
+        )
+        entry = decide(
+            attempted,
+            event,
+            save=is_save_due(self._setup.save_interval_s, now_s - self._last_save_at_s),
+            is_last=self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s,
+        )
+        return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
     # ------------------------------------------------------------------------------------------------- planning
 
@@ -334,11 +297,3 @@ class Controller:
             voters=self.voters,
             plan_digest=self._plan_digest,
         )
-
-
-def _by_value(votes: Mapping[GroupId, Vote], field: str) -> str:
-    """`value: groups` for every value that the votes hold, for a message."""
-    groups: dict[str, list[int]] = {}
-    for group in sorted(votes):
-        groups.setdefault(str(getattr(votes[group], field))[:12] or "none", []).append(group)
-    return "; ".join(f"{value}: groups {ids}" for value, ids in sorted(groups.items()))

@@ -1,0 +1,97 @@
+"""What the next entry says once every survivor has voted on an attempt.
+
+Commit if each of them holds the complete sum (what a group contributed before it was lost stays counted), Retry
+otherwise. Before that come the objections: different plans, or parameters that differ.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spare_megatron.core.messages import Commit, Entry, Fence, Halt, Retry, Vote, VotesRead
+from spare_megatron.core.topology import GroupId, Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempted:
+    """The attempt that is decided, as the log has it by now.
+
+    Attributes:
+        step: The step.
+        members: The groups that are left, ascending.
+        voters: All that began the attempt, also those that were lost since.
+        is_discarded: A group with wrong parameters contributed to it: the sum is never committed.
+    """
+
+    step: int
+    members: tuple[GroupId, ...]
+    voters: tuple[Member, ...]
+    is_discarded: bool
+
+
+def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool) -> Entry | None:
+    """The entry that decides the attempt, or None while somebody has yet to vote.
+
+    Args:
+        attempted: The attempt.
+        event: The votes on it.
+        save: Whether a commit is to take a checkpoint.
+        is_last: Whether a commit is to end the run.
+    """
+    votes = event.votes
+    try:
+        counted = list(map(votes.__getitem__, attempted.members))
+    except KeyError:
+        return None
+    # With 1000 groups every pass counts, and a driver may hand in one vote for all of them.
+    different = counted[:1] + [vote for vote in counted if vote is not counted[0]]
+    objection = _objection(attempted, votes, different)
+    if objection is not None:
+        return objection
+    if attempted.is_discarded or not all(vote.is_complete for vote in different):
+        return Retry(step=attempted.step, attempt=event.attempt)
+    return Commit(step=attempted.step, attempt=event.attempt, save=save, admit=event.waiting, is_last=is_last)
+
+
+def is_save_due(interval_s: float | None, since_s: float) -> bool:
+    """Whether the next commit takes a checkpoint.
+
+    Args:
+        interval_s: Seconds from one checkpoint to the next; None saves never.
+        since_s: Seconds since the last one.
+    """
+    return interval_s is not None and since_s >= interval_s
+
+
+def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
+    """What has to be said before anybody asks whether the sum is complete.
+
+    Where parameters differ, those of the majority of all who voted are right, and one group after the other is
+    put out that has others. Whoever is lost already needs that only if nobody else has discarded the attempt.
+    """
+    step = attempted.step
+    if len({vote.plan_digest for vote in of_members}) > 1:
+        return Halt(step=step, reason=f"groups have different plans: {_by_value(votes, 'plan_digest')}")
+    cast = of_members if len(votes) == len(attempted.members) else votes.values()
+    if len({vote.params_digest for vote in cast} - {""}) < 2:
+        return None
+    num_votes = Counter(vote.params_digest for vote in votes.values() if vote.params_digest)
+    digest, num_agreeing = num_votes.most_common(1)[0]
+    if 2 * num_agreeing <= num_votes.total():
+        return Halt(step=step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}")
+    wrong = {group for group, vote in votes.items() if vote.params_digest not in ("", digest)}
+    if attempted.is_discarded:
+        wrong &= set(attempted.members)
+    if not wrong:
+        return None
+    reason = f"its parameters before step {step} differ from those of {num_agreeing} groups"
+    group = min(wrong)
+    return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=reason, discard=True)
+
+
+def _by_value(votes: Mapping[GroupId, Vote], field: str) -> str:
+    """`value: groups` for every value that the votes hold, for a message."""
+    groups: dict[str, list[int]] = {}
+    for group in sorted(votes):
+        groups.setdefault(str(getattr(votes[group], field))[:12] or "none", []).append(group)
+    return "; ".join(f"{value}: groups {ids}" for value, ids in sorted(groups.items()))

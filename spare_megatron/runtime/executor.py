@@ -1,34 +1,22 @@
 """Carries out the controller's actions on one rank: compute, reduce, vote, follow the log, update."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
-from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
-from spare_megatron.core.messages import AdmitGroups, AttemptReduce, Entry, EntryRead, Event, Fence, Vote
+from spare_megatron.core.messages import AdmitGroups, AttemptReduce, Entry, EntryRead, Event, Fence
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import (
-    ContributionRecord,
-    EntryRecord,
-    ParamsRecord,
-    Record,
-    UpdateRecord,
-    VoteRecord,
-    digest_of_work,
-)
+from spare_megatron.journal.records import EntryRecord, ParamsRecord, Record, UpdateRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
-from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.join import StateTransfer, confirm
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
+from spare_megatron.runtime.reduction import Reduction
 from spare_megatron.runtime.reports import GroupRejoined, StepCommitted
 
 
@@ -41,7 +29,6 @@ class _Step:
     computed: list[Microbatch]
     makespan: int
     num_alive: int
-    loss_sum: float = float("nan")
 
 
 class GroupExecutor:
@@ -51,13 +38,12 @@ class GroupExecutor:
         group: The rank's group.
         trainer: The rank's part of the model.
         agreement: The group's voice.
-        communicator: The rank's cross-group communicator.
+        reduction: The rank's part in the sums over all groups.
         journal: The rank's journal; only leaders write here.
         transfer: For groups that come back.
         join_timeout_s: How long one that comes back waits for the others to confirm its state.
         report: Tells the supervisor of a committed step.
         probe: Told what the rank is about.
-        guard: Judges this rank's gradients before they are summed with those of others.
         params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for those after a
             recovery and at the end only.
     """
@@ -68,28 +54,25 @@ class GroupExecutor:
         group: GroupId,
         trainer: GroupTrainer,
         agreement: GroupAgreement,
-        communicator: CrossGroupCommunicator,
+        reduction: Reduction,
         journal: JournalWriter,
         transfer: StateTransfer,
         join_timeout_s: float,
         report: Callable[[StepCommitted | GroupRejoined], None],
         probe: RankProbe,
-        guard: GradientGuard,
         params_check_every_steps: int,
     ) -> None:
         self._group = group
         self._trainer = trainer
         self._agreement = agreement
-        self._communicator = communicator
+        self._reduction = reduction
         self._journal = journal
         self._transfer = transfer
         self._join_timeout_s = join_timeout_s
         self._report = report
         self._probe = probe
-        self._guard = guard
         self._params_check_every_steps = params_check_every_steps
         self._clock = RecoveryClock(group)
-        self._buffer: torch.Tensor | None = None
         self._step: _Step | None = None
         self._head = 0
         self._has_lost = False  # a group, in the step under way
@@ -157,7 +140,7 @@ class GroupExecutor:
         """Begins to build the communicator of the next attempt."""
         if key >= 0:
             self._probe(Phase.REBUILD)
-        self._communicator.begin_build(key, members)
+        self._reduction.build_communicator(key, members)
 
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
         """Sums over the groups out of place and casts the group's vote.
@@ -168,79 +151,9 @@ class GroupExecutor:
         Raises:
             UnsoundGradient: What this group would add must not be added.
         """
-        buffer = self._trainer.gradients.new_buffer() if self._buffer is None else self._buffer
-        self._buffer = None
-        self._probe(Phase.BEFORE_REDUCE)
-        self._trainer.gradients.pack_into(buffer)
-        self._judge(action.step, buffer)
-        self._write_contribution(action)
-        with self._probe.during(Operation.REDUCE):
-            is_complete = self._communicator.reduce(buffer, lambda: self._agreement.is_written(self._head))
-        self._clock.reduced(self._communicator.ready_at_s)
-        if is_complete:
-            self._buffer = buffer
-            self._probe(Phase.AFTER_REDUCE)
-        return self._vote(action, is_complete)
-
-    def _judge(self, step: int, buffer: torch.Tensor) -> None:
-        """Lets nothing into the sum that would spoil it for all groups.
-
-        Collective over: all ranks of the group, so that all of them raise the same, whoever found it.
-
-        Raises:
-            UnsoundGradient: A rank of this group has gradients that are not finite, or far larger than usual.
-        """
-        norm = self._trainer.gradients.norm_of(buffer)
-        finding = self._guard.judge(step, norm, len(self._now.computed))
-        with self._probe.during(Operation.SETTLE):
-            finding = Finding(self._agreement.highest(finding))
-        if finding is not Finding.SOUND:
-            raise self._guard.error(finding, step)
-
-    def _vote(self, action: AttemptReduce, is_complete: bool) -> list[Event]:
-        work_digest = digest_of_work(self._now.computed)
-        loss_sum = None if self._buffer is None else self._trainer.loss_of(self._buffer)
-        with self._probe.during(Operation.SETTLE):
-            opinion = self._agreement.settle(is_complete=is_complete, work_digest=work_digest, loss_sum=loss_sum)
-        self._now.loss_sum = opinion.loss_sum
-        last_votes = None
-        if self._agreement.is_leader:
-            record = VoteRecord(
-                group=self._group,
-                step=action.step,
-                attempt=action.attempt,
-                is_complete=opinion.is_complete,
-                work_digest=work_digest,
-                evidence=self._communicator.evidence,
-                incarnation=self._agreement.member.incarnation,
-            )
-            self._journal.write(record)
-            vote = Vote(
-                is_complete=opinion.is_complete,
-                plan_digest=action.plan_digest,
-                params_digest=self._params_digest,
-            )
-            with self._probe.during(Operation.VOTE):
-                last_votes = self._agreement.vote(action.attempt, vote, action.voters)
-        self._probe(Phase.AFTER_VOTE)
-        return [] if last_votes is None else [last_votes]
-
-    def _write_contribution(self, action: AttemptReduce) -> None:
-        if not self._agreement.is_leader:
-            return
-        microbatches: dict[str, list[int]] = defaultdict(list)
-        for item in self._now.computed:
-            microbatches[str(item.shard)].append(item.index)
-        record = ContributionRecord(
-            group=self._group,
-            step=action.step,
-            attempt=action.attempt,
-            epoch=action.epoch,
-            members=[int(member) for member in action.members],
-            microbatches=dict(microbatches),
-            incarnation=self._agreement.member.incarnation,
-        )
-        self._journal.write(record)
+        events = self._reduction.attempt(action, self._now.computed, params_digest=self._params_digest, head=self._head)
+        self._clock.reduced(self._reduction.ready_at_s)
+        return events
 
     # --------------------------------------------------------------------------------------------------- the log
 
@@ -279,12 +192,11 @@ class GroupExecutor:
 
     def update_model(self, step: int, attempt: int) -> None:
         """Applies the committed sums to the parameters."""
-        assert self._buffer is not None, "a commit needs the group's own complete sum"
         self._clock.committed()
         self._write_recoveries()
         self._probe(Phase.AFTER_COMMIT)
         with self._probe.during(Operation.UPDATE):
-            result = self._trainer.update(self._buffer, self._now.loss_sum)
+            result = self._trainer.update(self._reduction.sums, self._reduction.loss_sum)
         self.num_steps = step + 1
         step_s = time.monotonic() - self._now.started_s
         self._write_if_leader(

@@ -38,6 +38,7 @@ from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop, controller_setup
 from spare_megatron.runtime.join import JoinFailed, StateTransfer, catch_up
 from spare_megatron.runtime.probe import RankProbe
+from spare_megatron.runtime.reduction import Reduction
 from spare_megatron.runtime.reports import ExitCode, FaultStruck, FaultWanted, RankRaised, RanksReady, RunStopped
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.train import start, train
@@ -139,11 +140,19 @@ class _Rank:
             probe=self._probe,
         )
         channel = connect(purpose="transfer")
+        reduction = Reduction(
+            trainer=self._trainer,
+            agreement=agreement,
+            communicator=connect(),
+            journal=self._journal,
+            probe=self._probe,
+            guard=GradientGuard(config.train.gradient_outlier_factor),
+        )
         return GroupExecutor(
             group=spec.group,
             trainer=self._trainer,
             agreement=agreement,
-            communicator=connect(),
+            reduction=reduction,
             journal=self._journal,
             transfer=StateTransfer(
                 trainer=self._trainer, agreement=agreement, channel=channel, device=device, probe=self._probe
@@ -151,7 +160,6 @@ class _Rank:
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
             probe=self._probe,
-            guard=GradientGuard(config.train.gradient_outlier_factor),
             params_check_every_steps=config.train.params_check_every_steps,
         )
 

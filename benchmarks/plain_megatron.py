@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
@@ -25,7 +26,7 @@ from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.model import Chunk, layer_spec, padded_vocab_size
+from spare_megatron.mcore.model import Chunk, layer_spec
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.transformer import transformer_config
 

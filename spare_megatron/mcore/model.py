@@ -16,12 +16,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
-
-_VOCAB_MULTIPLE = 128
-"""The vocabulary of each tensor-parallel rank is padded to a multiple of this, as Megatron's training does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +53,6 @@ def build_chunks(
         _build_chunk(config, transformer, spec, groups, device, virtual)
         for virtual in range(config.layout.virtual_pipeline)
     ]
-
-
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding table.
-
-    >>> padded_vocab_size(257, 2)
-    512
-    """
-    multiple = _VOCAB_MULTIPLE * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
 
 
 def _build_chunk(

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
+from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
 from spare_megatron.mcore import check_megatron_core, rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.gradients import fixed_point
-from spare_megatron.mcore.model import layer_spec, padded_vocab_size
+from spare_megatron.mcore.model import layer_spec
 from spare_megatron.mcore.transformer import transformer_config
 
 CPU = torch.device("cpu")

@@ -1,0 +1,99 @@
+"""`spare config`: what a configuration says, where each value comes from, and what it comes to."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+
+if TYPE_CHECKING:
+    from spare_megatron.config.schema import RunConfig
+    from spare_megatron.config.validate import Machine
+
+app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
+
+Preset = Annotated[Path, typer.Argument(help="The run preset, a TOML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command("show")
+def show(preset: Preset, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print every setting with its origin, and what the numbers come to: ranks, parameters, batch, memory."""
+    from spare_megatron.cli.config_table import print_implications, print_settings
+    from spare_megatron.config.implications import implications
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.config.resolved import settings
+    from spare_megatron.config.validate import problems
+    from spare_megatron.planner.endurance import endured_losses
+
+    with explained_errors("config show"):
+        loaded = load_run_config(preset, overrides or ())
+        config = loaded.config
+        found = problems(config, _fitting_machine(config))
+        if found:
+            raise ValueError(_refusal(found))
+        facts = implications(config)
+        endured = endured_losses(config.layout.num_groups, config.spare.redundancy)
+    if as_json:
+        table = {
+            key: {"value": value, "origin": loaded.provenance.get(key, "default")} for key, value in settings(config)
+        }
+        typer.echo(json.dumps({"settings": table, **asdict(facts), "endured_losses": endured}))
+        return
+    print_settings(loaded)
+    print_implications(facts, endured)
+
+
+@app.command("check")
+def check(
+    preset: Preset,
+    overrides: Overrides = None,
+    elsewhere: Annotated[
+        bool, typer.Option("--elsewhere", help="For a machine with as many GPUs and the data that it needs.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say everything that keeps a configuration from running here, and what may not be meant.
+
+    Exit codes: 0 it can run, 2 it cannot.
+    """
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.config.validate import problems, warnings
+
+    with explained_errors("config check"):
+        config = load_run_config(preset, overrides or ()).config
+        machine = _fitting_machine(config) if elsewhere else _this_machine(config)
+        found = problems(config, machine)
+        doubts = [] if found else warnings(config, machine)
+        if as_json:
+            typer.echo(json.dumps({"problems": found, "warnings": doubts}))
+            raise typer.Exit(2 if found else 0)
+        if found:
+            raise ValueError(_refusal(found))
+    for text in doubts:
+        typer.echo(f"warning: {text}")
+    typer.echo(f"{preset} can run {'on a fitting machine' if elsewhere else 'here'}")
+
+
+def _refusal(found: list[str]) -> str:
+    return "this configuration cannot run:\n" + "\n".join(f"  - {text}" for text in found)
+
+
+def _this_machine(config: "RunConfig") -> "Machine":
+    from spare_megatron.runtime.run import look_at_machine
+
+    return look_at_machine(config)
+
+
+def _fitting_machine(config: "RunConfig") -> "Machine":
+    """A machine of which only the configuration itself can ask too much."""
+    from spare_megatron.config.validate import Machine
+
+    num_ranks = config.parallel.num_ranks
+    return Machine(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True, can_isolate=True)

@@ -1,0 +1,60 @@
+"""The numbers of parameters that a configuration implies, against the models that Megatron builds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.model_shape import model_shape
+from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig
+from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.trainer import GroupTrainer
+from tests.integration.mcore_group import CPU, run_group
+
+LLAMA_LIKE = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "kv_channels": 24,
+    "qk_layernorm": True,
+}
+
+
+def count_parameters(config: RunConfig) -> int:
+    chunks = GroupTrainer(config, CPU).chunks
+    return sum(parameter.numel() for chunk in chunks for parameter in chunk.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("stages", "is_tied", "megatron"),
+    [
+        (1, True, {}),
+        (2, True, {"add_bias_linear": False, "add_qkv_bias": True}),
+        (1, False, LLAMA_LIKE),
+    ],
+)
+def test_each_stage_holds_as_many_parameters_as_the_shape_says(
+    text_corpus: Path, stages: int, is_tied: bool, megatron: dict[str, object]
+) -> None:
+    model = ModelConfig(hidden_size=64, ffn_hidden_size=160, vocab_size=200, tie_embeddings=is_tied)
+    if megatron is LLAMA_LIKE:
+        model = replace(model, position_embedding="rope")
+    config = RunConfig(
+        model=model,
+        layout=LayoutConfig(num_groups=1, pipeline_parallel=stages),
+        data=DataConfig(corpus=str(text_corpus)),
+        megatron=megatron,
+    )
+    prepare_index(config)
+    assert run_group(count_parameters, config) == model_shape(config).of_stages(stages)
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [("125m", 125e6), ("350m", 350e6), ("1p3b", 1.3e9), ("7b", 6.7e9), ("22b", 22e9), ("175b", 175e9)],
+)
+def test_presets_have_the_published_sizes(preset: str, published: float) -> None:
+    path = Path(__file__).parents[2] / f"configs/model/gpt_{preset}.toml"
+    assert model_shape(load_run_config(path).config).num_parameters == pytest.approx(published, rel=0.03)

@@ -1,0 +1,67 @@
+"""`spare config`: what it prints, and what it refuses."""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+
+DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
+NODE = str(Path(__file__).parents[2] / "configs/run/gpt_1p3b_node.toml")
+
+
+def run(*arguments: str, expected: int = 0) -> str:
+    result = CliRunner().invoke(app, ["config", *arguments])
+    assert result.exit_code == expected, result.output
+    return result.output
+
+
+def test_show_tells_where_each_value_comes_from_and_what_it_comes_to() -> None:
+    shown = json.loads(run("show", DEMO, "--set", "train.steps=7", "--json"))
+    origins = {key: Path(shown["settings"][key]["origin"]).name for key in ("model.hidden_size", "layout.num_groups")}
+    assert origins == {"model.hidden_size": "gpt_demo.toml", "layout.num_groups": "demo_cpu.toml"}
+    assert shown["settings"]["train.steps"] == {"value": 7, "origin": "--set train.steps=7"}
+    assert shown["settings"]["spare.rejoins"]["origin"] == "default"
+    # 4 groups x 4 microbatches x 2 sequences x 128 tokens, 7 times
+    assert (shown["num_ranks"], shown["tokens_per_step"], shown["tokens"]) == (8, 4096, 28672)
+
+
+def test_the_tables_name_every_setting() -> None:
+    lines = run("show", DEMO)
+    keys = json.loads(run("show", DEMO, "--json"))["settings"]
+    assert [key for key in keys if key not in lines] == []
+
+
+def test_the_memory_of_mixed_precision_is_that_of_the_textbook() -> None:
+    """2 bytes of weights, 4 of gradients and 12 of fp32 parameters and moments for each parameter (ZeRO, section 3)."""
+    shown = json.loads(run("show", NODE, "--json"))
+    memory, count = shown["memory"], shown["num_parameters"]
+    names = ("weights_bytes", "gradients_bytes", "optimizer_bytes")
+    assert [memory[name] / count for name in names] == [2, 4, 12]
+
+
+def test_stored_activations_are_those_of_the_paper() -> None:
+    """22B of arXiv 2205.05198 without sequence parallelism: s b h (10 + 24/t) bytes in each of 48 layers."""
+    layout = (
+        "--set",
+        "layout.tensor_parallel=8",
+        "--set",
+        "train.micro_batch_size=4",
+        "--set",
+        "model.hidden_size=6144",
+    )
+    model = {"hidden_size": 6144, "num_layers": 48, "num_attention_heads": 64, "vocab_size": 51200}
+    shape = [word for key, value in model.items() for word in ("--set", f"model.{key}={value}")]
+    shown = json.loads(run("show", NODE, *layout, *shape, "--json"))
+    logits = 2048 * 4 * 4 * 51200 / 8
+    assert shown["memory"]["activations_bytes"] == 48 * 2048 * 4 * 6144 * (10 + 24 / 8) + logits
+
+
+def test_check_names_all_that_is_wrong_and_elsewhere_forgives_what_this_machine_lacks() -> None:
+    assert "data.corpus" in run("check", NODE, "--set", "cluster.device=cpu", expected=2)
+    run("check", NODE, "--elsewhere")
+    wrong = run("check", NODE, "--elsewhere", "--set", "spare.redundancy=9", "--set", "train.steps=0", expected=2)
+    assert "spare.redundancy=9" in wrong
+    assert "train.steps=0" in wrong
+    assert len(json.loads(run("check", NODE, "--set", "spare.redundancy=9", "--json", expected=2))["problems"]) >= 1

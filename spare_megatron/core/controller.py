@@ -6,7 +6,7 @@ an earlier one. All groups run the same controller over the same log and so come
     RunStarted      -> BuildCommunicator, ComputeStep, AttemptReduce, ReadEntry
     entry Commit    -> UpdateModel, then the next step (ComputeStep, AttemptReduce, ReadEntry) or FinishRun
     entry Fence     -> BuildCommunicator, ReadVotes, ReadEntry  the loss may or may not have cost us the sum
-    entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce again
+    entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce the rest again
     entry Restart   -> BuildCommunicator, then the step after the checkpoint
     VotesRead       -> AppendEntry(Commit, Retry, or Fence of a group that differs) once every survivor has voted
 
@@ -16,7 +16,8 @@ group contributed before it was lost stays counted), Retry otherwise. So a loss 
 middle of a recovery, is just one more entry.
 
 Votes carry a digest of the parameters wherever they are compared. A group that differs from the majority has added
-wrong gradients to the sum: the fence that puts it out discards the attempt, which then can only be tried again.
+wrong gradients to the sum: the fence that puts it out discards the attempt. Some of its sums may stand in the place of
+local sums by then, so that the step can only be computed again from zero.
 
 Whoever writes the commit also decides by its own clock whether a checkpoint is due and whether the run's time is over,
 and which waiting groups to take in; the entry tells everybody, so that no two groups need the same clock.
@@ -149,7 +150,7 @@ class Controller:
                 return self._commit(entry, now_s)
             case Retry(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
-                return self._retry()
+                return self._retry(entry)
             case Restart(step=step, members=members):
                 return self._restart(step, members, now_s)
             case Halt(step=step, reason=reason):
@@ -216,7 +217,7 @@ class Controller:
         self._ordered_for = self._everybody
         return (self._build_communicator(), *self._begin_step())
 
-    def _retry(self) -> tuple[Action, ...]:
+    def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
         self._is_discarded = False
         # A loss during the attempt has brought a new communicator already. Without one, the attempt's own is broken.
@@ -225,12 +226,15 @@ class Controller:
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
             return (StopHalted(step=self.step, reason=reason),)
+        if retry.recompute:
+            return (*build, *self._begin_step())
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
             return (StopWipeOut(step=self.step, shards=wipe_out.shards),)
-        compute = (ComputePatch(plan=patch),) if patch.work.num_microbatches else ()
-        return (*build, *compute, self._attempt_reduce(), ReadEntry(index=self.head))
+        reduce = self._attempt_reduce(retry.kept)
+        compute = (ComputePatch(plan=patch, into=reduce),) if patch.work.num_microbatches else ()
+        return (*build, *compute, reduce, ReadEntry(index=self.head))
 
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
         """Those in whose place no fence stands yet, in ascending order."""
@@ -262,7 +266,8 @@ class Controller:
             plan = self._plan_step()
         except WipeOut as wipe_out:
             return (StopWipeOut(step=self.step, shards=wipe_out.shards),)
-        return (ComputeStep(plan=plan), self._attempt_reduce(), ReadEntry(index=self.head))
+        reduce = self._attempt_reduce()
+        return (ComputeStep(plan=plan, into=reduce), reduce, ReadEntry(index=self.head))
 
     def _plan_step(self) -> StepPlan:
         if self._ordered_for != self.members:
@@ -286,7 +291,7 @@ class Controller:
         self._is_communicator_unused = True
         return BuildCommunicator(key=self.head - 1, epoch=self.epoch, members=self.members)
 
-    def _attempt_reduce(self) -> AttemptReduce:
+    def _attempt_reduce(self, kept: tuple[int, ...] = ()) -> AttemptReduce:
         self._is_communicator_unused = False
         self._attempted_by = self.voters
         return AttemptReduce(
@@ -296,4 +301,5 @@ class Controller:
             members=self.members,
             voters=self.voters,
             plan_digest=self._plan_digest,
+            kept=kept,
         )

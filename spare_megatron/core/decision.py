@@ -1,7 +1,8 @@
 """What the next entry says once every survivor has voted on an attempt.
 
 Commit if each of them holds the complete sum (what a group contributed before it was lost stays counted), Retry
-otherwise. Before that come the objections: different plans, or parameters that differ.
+otherwise, which keeps the buckets whose sums all of them hold. Before that come the objections: different plans, or
+parameters that differ.
 """
 
 from collections import Counter
@@ -48,9 +49,16 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool)
     objection = _objection(attempted, votes, different)
     if objection is not None:
         return objection
-    if attempted.is_discarded or not all(vote.is_complete for vote in different):
-        return Retry(step=attempted.step, attempt=event.attempt)
+    if attempted.is_discarded:
+        return Retry(step=attempted.step, attempt=event.attempt, recompute=True)
+    if not all(vote.is_complete for vote in different):
+        return Retry(step=attempted.step, attempt=event.attempt, kept=_kept(different))
     return Commit(step=attempted.step, attempt=event.attempt, save=save, admit=event.waiting, is_last=is_last)
+
+
+def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:
+    """For each rank, the buckets whose sums all of these hold; none if one of them tells of no buckets."""
+    return tuple(map(min, zip(*(vote.num_complete for vote in votes), strict=False)))
 
 
 def is_save_due(interval_s: float | None, since_s: float) -> bool:

@@ -62,10 +62,20 @@ class Fence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """The attempt failed on some survivor: patch what is missing and reduce again."""
+    """The attempt failed on some survivor: compute what is missing and reduce again.
+
+    Attributes:
+        step: The step.
+        attempt: The attempt.
+        kept: For each rank of a group, the first buckets whose sums all survivors hold: they stay as they are, and only
+            the others are patched and reduced. None if empty.
+        recompute: No sum of this step may stay: everybody computes all of its work again, from zero sums.
+    """
 
     step: int
     attempt: int
+    kept: tuple[int, ...] = ()
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +123,8 @@ def decode_entry(text: str) -> Entry:
     for name in ("admit", "members"):  # JSON knows no tuples
         if name in fields:
             fields[name] = tuple(Member(*pair) for pair in fields[name])
+    if "kept" in fields:
+        fields["kept"] = tuple(fields["kept"])
     return _ENTRY_KINDS[kind](**fields)
 
 
@@ -127,11 +139,13 @@ class Vote:
         is_complete: Every rank of the group holds the whole cross-group sum of this attempt.
         plan_digest: Digest of all the work the group believes the step consists of.
         params_digest: Digest of the group's parameters before this step, where they were compared; else empty.
+        num_complete: For each rank of the group, the buckets whose sums it holds, from the first on; none if empty.
     """
 
     is_complete: bool
     plan_digest: str
     params_digest: str = ""
+    num_complete: tuple[int, ...] = ()
 
 
 def encode_vote(vote: Vote) -> str:
@@ -139,7 +153,9 @@ def encode_vote(vote: Vote) -> str:
 
 
 def decode_vote(text: str) -> Vote:
-    return Vote(**json.loads(text))
+    fields = json.loads(text)
+    fields["num_complete"] = tuple(fields["num_complete"])  # JSON knows no tuples
+    return Vote(**fields)
 
 
 # --------------------------------------------------------------------------------- events: driver to controller
@@ -179,17 +195,52 @@ Event = RunStarted | EntryRead | VotesRead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptReduce:
+    """Reduce over these groups what is not kept, out of place, and vote on it.
+
+    Attributes:
+        step: The step.
+        attempt: The attempt.
+        epoch: Number of the set of groups.
+        members: The groups, ascending.
+        voters: The same, each with its incarnation.
+        plan_digest: Digest of all the work that the step consists of, for the vote.
+        kept: For each rank of a group, the first buckets whose sums stay as they are.
+    """
+
+    step: int
+    attempt: int
+    epoch: int
+    members: tuple[GroupId, ...]
+    voters: tuple[Member, ...]
+    plan_digest: str
+    kept: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeStep:
-    """Start a step from zero sums and compute this group's part of the plan."""
+    """Start a step from zero sums and compute this group's part of the plan.
+
+    Attributes:
+        plan: The plan.
+        into: The attempt that the sums go into; parts of them may leave as soon as they are complete.
+    """
 
     plan: StepPlan
+    into: AttemptReduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePatch:
-    """Add this group's part of the patch to the step's local sums."""
+    """Add this group's part of the patch to the step's local sums, as far as they are not kept.
+
+    Attributes:
+        plan: The patch.
+        into: The attempt that the sums go into; parts of them may leave as soon as they are complete.
+    """
 
     plan: StepPlan
+    into: AttemptReduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,27 +257,6 @@ class BuildCommunicator:
     key: int
     epoch: int
     members: tuple[GroupId, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptReduce:
-    """Reduce over these groups, out of place, and vote on it.
-
-    Attributes:
-        step: The step.
-        attempt: The attempt.
-        epoch: Number of the set of groups.
-        members: The groups, ascending.
-        voters: The same, each with its incarnation.
-        plan_digest: Digest of all the work that the step consists of, for the vote.
-    """
-
-    step: int
-    attempt: int
-    epoch: int
-    members: tuple[GroupId, ...]
-    voters: tuple[Member, ...]
-    plan_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

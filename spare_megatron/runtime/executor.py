@@ -112,18 +112,22 @@ class GroupExecutor:
     # --------------------------------------------------------------------------------------------------- compute
 
     def compute_step(self, plan: StepPlan, num_alive: int) -> None:
-        """Computes this group's part of the plan, from zero sums."""
+        """Computes this group's part of the plan, from zero sums: the first in the step, or all of it again."""
         self._probe.begin_step(plan.step)
+        is_first = self._step is None or self._step.step != plan.step
         self._step = _Step(
             step=plan.step,
-            started_s=time.monotonic(),
+            started_s=time.monotonic() if is_first else self._now.started_s,
             computed=[],
             makespan=plan.work.makespan,
             num_alive=num_alive,
         )
         self._trainer.begin_step(plan.step)
         self._compute(plan.work.of(self._group))
-        self._clock.computed()
+        if is_first:
+            self._clock.computed()
+        else:
+            self._clock.patched(len(self._now.computed))
 
     def compute_patch(self, plan: StepPlan) -> None:
         """Adds this group's part of a patch to the local sums."""

@@ -8,7 +8,7 @@ from spare_megatron.core.messages import (
     AttemptReduce,
     BuildCommunicator,
     Commit,
-    ComputePatch,
+    ComputeStep,
     Entry,
     Fence,
     ReadEntry,
@@ -22,6 +22,8 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
 from tests.unit.test_controller import fence, fold, halted, make_controller, members
+
+AGAIN = Retry(step=0, attempt=0, recompute=True)
 
 
 def with_params(digests: str, incomplete: str = "") -> dict[GroupId, Vote]:
@@ -53,13 +55,14 @@ def test_a_group_whose_parameters_differ_from_the_majority_is_put_out_and_its_pa
     build, read_votes, _ = fold(controller, entry)
     assert build == BuildCommunicator(key=0, epoch=1, members=(0, 1, 3))
     assert read_votes == ReadVotes(attempt=0, voters=members(0, 1, 2, 3))
-    assert decided(controller, cast) == Retry(step=0, attempt=0), "though all survivors hold the sum"
-    compute, reduce, _ = fold(controller, Retry(step=0, attempt=0))
-    assert isinstance(compute, ComputePatch)
-    patched = sorted(item for group in range(4) for item in compute.plan.work.of(GroupId(group)))
-    assert patched == [Microbatch(2, k) for k in range(4)]
+    assert decided(controller, cast) == AGAIN, "though all survivors hold the sum"
+    compute, reduce, _ = fold(controller, AGAIN)
+    assert isinstance(compute, ComputeStep), "from zero: its part may stand in the sums of some buckets"
+    computed = sorted(item for group in (0, 1, 3) for item in compute.plan.work.of(GroupId(group)))
+    assert computed == [Microbatch(shard, k) for shard in range(4) for k in range(4)]
+    assert compute.into == reduce
     assert isinstance(reduce, AttemptReduce)
-    assert (reduce.attempt, reduce.members) == (1, (0, 1, 3))
+    assert (reduce.attempt, reduce.members, reduce.kept) == (1, (0, 1, 3), ())
     assert decided(controller, with_params("aa.a")) == Commit(step=0, attempt=1)
 
 
@@ -72,7 +75,7 @@ def test_several_groups_that_differ_are_put_out_one_after_the_other() -> None:
         put_out.append(entry.group)
         fold(controller, entry)
     assert put_out == [0, 2]
-    assert entry == Retry(step=0, attempt=0)
+    assert entry == AGAIN
 
 
 @pytest.mark.parametrize(("digests", "num_groups"), [("aabb", 4), ("ab", 2), ("abc", 3), ("aabc", 4)])
@@ -100,8 +103,8 @@ def test_a_group_lost_for_another_reason_after_it_voted_still_discards_the_sum_t
     assert isinstance(entry, Fence)
     assert (entry.group, entry.discard) == (2, True)
     assert fold(controller, entry) == [read_votes, ReadEntry(index=2)]
-    assert decided(controller, cast) == Retry(step=0, attempt=0)
-    *_, reduce, _ = fold(controller, Retry(step=0, attempt=0))
+    assert decided(controller, cast) == AGAIN
+    *_, reduce, _ = fold(controller, AGAIN)
     assert isinstance(reduce, AttemptReduce)
     assert reduce.voters == members(0, 1, 3)
 
@@ -113,6 +116,20 @@ def test_a_lost_group_counts_among_those_who_say_which_parameters_are_right() ->
     entry = decided(controller, with_params("aab"))
     assert isinstance(entry, Fence)
     assert entry.group == 2
+
+
+def test_what_was_kept_of_a_step_is_given_up_when_an_attempt_of_it_is_discarded() -> None:
+    controller = make_controller()
+    controller.handle(RunStarted(), now_s=0.0)
+    _, reduce, _ = fold(controller, Retry(step=0, attempt=0, kept=(2,)))[-3:]
+    assert isinstance(reduce, AttemptReduce)
+    assert reduce.kept == (2,)
+    fold(controller, decided(controller, with_params("aaba")))
+    entry = decided(controller, with_params("aaba"))
+    assert entry == Retry(step=0, attempt=1, recompute=True)
+    *_, reduce, _ = fold(controller, entry)
+    assert isinstance(reduce, AttemptReduce)
+    assert reduce.kept == ()
 
 
 def test_nothing_is_compared_before_every_survivor_has_voted() -> None:

@@ -1,0 +1,79 @@
+"""How far one rank is with the buckets of its flat gradient space, and which sums everybody holds.
+
+The buckets of an attempt are reduced in order, each out of place, and at most `WINDOW` are in flight. While it is not
+certain that every member holds the sum of a bucket, each member keeps its own local sum of it: should the attempt fail,
+what is missing is added to the local sums, and the next attempt reduces them again. From then on the sum takes the
+place of the local sum, and its staging buffer is free.
+
+Nobody has to ask for that certainty. A member whose bucket i is complete has heard from all that they posted i. Nobody
+posts i before its own buckets up to i - WINDOW are complete. So those are complete on every member:
+
+    complete here      0 1 2 3 4          i = 4
+    complete on all    0 1 2              i - WINDOW = 2: their sums take the place of the local sums
+    staged                   3 4 5 6      at most 2 WINDOW
+
+The least number of complete buckets over the survivors of a failed attempt is therefore at least what any of them has
+written over its local sums, and every survivor holds the sums of all buckets before it: they stay, with what a lost
+group contributed to them.
+"""
+
+WINDOW = 2
+"""Buckets in flight: one is reduced while the next is copied and connected."""
+
+MAX_STAGED = 2 * WINDOW
+"""Staging buffers that a rank needs at most."""
+
+
+def cut(num_elements: int, bucket_elements: int) -> tuple[range, ...]:
+    """The buckets of a flat space: equal but for the last.
+
+    >>> cut(10, 4)
+    (range(0, 4), range(4, 8), range(8, 10))
+    """
+    starts = range(0, num_elements, bucket_elements)
+    return tuple(range(start, min(start + bucket_elements, num_elements)) for start in starts)
+
+
+class BucketWindow:
+    """One rank's progress through the buckets of one attempt.
+
+    Args:
+        num_buckets: Buckets of the rank's gradient space.
+        kept: Buckets whose sums every survivor holds from earlier attempts; this one begins after them.
+
+    Attributes:
+        num_posted: Buckets that are in flight, complete or kept.
+        num_complete: Buckets whose sums this rank holds, counted from the first.
+    """
+
+    def __init__(self, num_buckets: int, kept: int) -> None:
+        if not 0 <= kept <= num_buckets:
+            raise ValueError(f"{kept} buckets are said to be kept, the rank has {num_buckets}")
+        self._num_buckets = num_buckets
+        self._kept = kept
+        self.num_posted = kept
+        self.num_complete = kept
+
+    @property
+    def num_everywhere(self) -> int:
+        """Buckets whose sums every member of the attempt holds for certain."""
+        return max(self._kept, self.num_complete - WINDOW)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_complete == self._num_buckets
+
+    def may_post(self, num_ready: int) -> bool:
+        """Whether the next bucket can be sent, of those whose local sums are ready: the first `num_ready`."""
+        return self.num_posted < min(num_ready, self._num_buckets, self.num_complete + WINDOW)
+
+    def post(self) -> int:
+        """Sends the next bucket. Returns which."""
+        self.num_posted += 1
+        return self.num_posted - 1
+
+    def complete(self) -> range:
+        """The first bucket in flight is complete. Returns the buckets that every member holds as of now."""
+        before = self.num_everywhere
+        self.num_complete += 1
+        return range(before, self.num_everywhere)

@@ -7,6 +7,7 @@ an earlier one. All groups run the same controller over the same log and so come
     entry Commit    -> UpdateModel, then the next step (ComputeStep, AttemptReduce, ReadEntry) or FinishRun
     entry Fence     -> BuildCommunicator, ReadVotes, ReadEntry  the loss may or may not have cost us the sum
     entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce the rest again
+    entry Finish    -> FinishRun
     entry Restart   -> BuildCommunicator, then the step after the checkpoint
     VotesRead       -> AppendEntry(Commit, Retry, or Fence of a group that differs) once every survivor has voted
 
@@ -22,12 +23,19 @@ local sums by then, so that the step can only be computed again from zero.
 Whoever writes the commit also decides by its own clock whether a checkpoint is due and whether the run's time is over,
 and which waiting groups to take in; the entry tells everybody, so that no two groups need the same clock.
 
+Where the optimizer state is cut into slices (`core.slices`), GatherParams follows an update, and StartRepairs a loss or
+a finished copy. A step counts as done only when all parameters are whole: a group that could not gather them computes
+nothing and says so in its next vote; after the Retry all groups gather once more, from the owners that are left, and
+those groups compute what the others have. After the last step AttemptFinish is the vote that says so. A slice without a
+host is a wipe-out at once, for nobody can update it. Copies that have become whole are named in votes; the commit that
+these decide makes their members hosts.
+
 A group that comes back is another member: the same group in its next incarnation. It folds the log from the start and
 carries out nothing until a commit admits it. Its fence is its own: one that is written late for an earlier incarnation
 hits nobody, and one for a later incarnation hits the earlier as well, which somebody must have found lost before.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.core.decision import Attempted, decide, is_save_due
@@ -44,6 +52,7 @@ from spare_megatron.core.messages import (
     EntryRead,
     Event,
     Fence,
+    Finish,
     FinishRun,
     Halt,
     ReadEntry,
@@ -59,7 +68,9 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.order import Granularity, Order, initial_order
 from spare_megatron.core.placement import Placement, WipeOut
-from spare_megatron.core.stepplan import Microbatch, StepPlan, Work, make_plan
+from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
+from spare_megatron.core.slices import Ownership, Slicing, StateWipeOut, first_ownership
+from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
 from spare_megatron.core.topology import GroupId, Member
 
 MAX_RETRIES_WITHOUT_LOSS = 5
@@ -83,6 +94,8 @@ class ControllerSetup:
     """Every group can read all data: shards without a surviving host go to any survivors; microbatches only."""
     ends_at_s: float | None = None
     """On the driver's clock: the first commit written from then on is the last. None: all steps are trained."""
+    slices: Slicing | None = None
+    """How the optimizer state is spread over the groups; None: each has all of it."""
 
 
 class Controller:
@@ -104,9 +117,10 @@ class Controller:
         )
         self._order: Order = self._first_order
         self._ordered_for = self._everybody
-        self._assigned: list[Work] = []  # of this step: the plan, then its patches
+        self._plans: list[StepPlan] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
-        self._plan_digest = ""
+        self.ownership = None if setup.slices is None else first_ownership(setup.slices, self.voters)
+        self._is_over = False  # all steps are committed
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # the attempt: a group with wrong parameters contributed to it
@@ -151,6 +165,9 @@ class Controller:
             case Retry(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return self._retry(entry)
+            case Finish(step=step, attempt=attempt):
+                self._expect(entry, step, attempt)
+                return (FinishRun(step=step),)
             case Restart(step=step, members=members):
                 return self._restart(step, members, now_s)
             case Halt(step=step, reason=reason):
@@ -175,9 +192,14 @@ class Controller:
         self._last_error = fence.error or self._last_error
         self._change_voters(left)
         self._retries_without_loss = 0
-        self._orphans += [item for work in self._assigned for item in work.of(group)]
+        self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
+        try:
+            repairs = self._own(self.ownership and self.ownership.for_members(left))
+        except StateWipeOut as wipe_out:
+            return (StopWipeOut(step=self.step, slices=wipe_out.slices),)
         return (
             self._build_communicator(),
+            *repairs,
             ReadVotes(attempt=self.attempt, voters=self._attempted_by),
             ReadEntry(index=self.head),
         )
@@ -188,11 +210,16 @@ class Controller:
         self.attempt += 1
         self._retries_without_loss = 0
         self._last_error = ""
+        actions += self._own(self.ownership and self.ownership.with_copies(commit.restored))
+        actions += self._gather_params()
         if commit.save:
             self._last_save_at_s = now_s
             actions.append(SaveCheckpoint(step=self.step))
         if commit.is_last or self.step == self._setup.num_steps:
-            return (*actions, FinishRun(step=self.step))
+            self._is_over = True
+            if self.ownership is None:
+                return (*actions, FinishRun(step=self.step))
+            return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
         # Whoever wrote the commit may have heard of two for one group, of one lost meanwhile, or of one too early.
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
@@ -204,6 +231,7 @@ class Controller:
             self._num_admitted += len(admitted)
             admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
             actions += [admit, self._build_communicator()]
+            actions += self._own(self.ownership and self.ownership.for_members(self.voters))
         return (*actions, *self._begin_step())
 
     def _restart(self, step: int, members: tuple[Member, ...], now_s: float) -> tuple[Action, ...]:
@@ -215,7 +243,10 @@ class Controller:
         self._last_save_at_s = now_s
         self._order = self._first_order
         self._ordered_for = self._everybody
-        return (self._build_communicator(), *self._begin_step())
+        self._is_over = False
+        slices = self._setup.slices
+        repairs = self._own(None if slices is None else first_ownership(slices, self.voters))
+        return (self._build_communicator(), *repairs, *self._begin_step())
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -226,15 +257,19 @@ class Controller:
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
             return (StopHalted(step=self.step, reason=reason),)
+        gather = self._gather_params() if retry.gather else ()
+        if self._is_over:
+            return (*build, *gather, self._attempt_finish(), ReadEntry(index=self.head))
         if retry.recompute:
-            return (*build, *self._begin_step())
+            return (*build, *gather, *self._begin_step())
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
             return (StopWipeOut(step=self.step, shards=wipe_out.shards),)
         reduce = self._attempt_reduce(retry.kept)
-        compute = (ComputePatch(plan=patch, into=reduce),) if patch.work.num_microbatches else ()
-        return (*build, *compute, reduce, ReadEntry(index=self.head))
+        # Who lacked parameters has all of the step's work still to do.
+        compute = _compute(self._plans[:1], self._plans[1:], reduce) if retry.gather else _compute([], [patch], reduce)
+        return (*build, *gather, *compute, reduce, ReadEntry(index=self.head))
 
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
         """Those in whose place no fence stands yet, in ascending order."""
@@ -249,7 +284,11 @@ class Controller:
 
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         attempted = Attempted(
-            step=self.step, members=self.members, voters=self._attempted_by, is_discarded=self._is_discarded
+            step=self.step,
+            members=self.members,
+            voters=self._attempted_by,
+            is_discarded=self._is_discarded,
+            is_over=self._is_over,
         )
         entry = decide(
             attempted,
@@ -274,18 +313,31 @@ class Controller:
             self._order = self._order.for_groups(frozenset(self.members))
             self._ordered_for = self.members
         self._orphans = []
-        self._assigned = [self._order.work]
-        return self._planned(make_plan(self.step, self.epoch, self._order.work))
+        self._plans = [make_plan(self.step, self.epoch, self._order.work)]
+        return self._plans[0]
 
     def _plan_patch(self) -> StepPlan:
         patch = self._order.patch(frozenset(self.members), self._orphans)
         self._orphans = []
-        self._assigned.append(patch)
-        return self._planned(make_plan(self.step, self.epoch, patch, after=self._plan_digest))
+        self._plans.append(make_plan(self.step, self.epoch, patch, after=self._plan_digest))
+        return self._plans[-1]
 
-    def _planned(self, plan: StepPlan) -> StepPlan:
-        self._plan_digest = plan.digest
-        return plan
+    @property
+    def _plan_digest(self) -> str:
+        """Of all the work of the step."""
+        return self._plans[-1].digest
+
+    # --------------------------------------------------------------------------------------------------- actions
+
+    def _own(self, ownership: Ownership | None) -> tuple[Action, ...]:
+        """The slices are held like this from here on."""
+        earlier, self.ownership = self.ownership, ownership
+        if ownership is None or ownership == earlier:
+            return ()
+        return (StartRepairs(repairs=ownership.repairs, hosts=ownership.hosts),)
+
+    def _gather_params(self) -> tuple[Action, ...]:
+        return () if self.ownership is None else (GatherParams(step=self.step, owners=self.ownership.owners),)
 
     def _build_communicator(self) -> BuildCommunicator:
         self._is_communicator_unused = True
@@ -303,3 +355,16 @@ class Controller:
             plan_digest=self._plan_digest,
             kept=kept,
         )
+
+    def _attempt_finish(self) -> AttemptFinish:
+        self._is_communicator_unused = False
+        self._attempted_by = self.voters
+        return AttemptFinish(step=self.step, attempt=self.attempt, voters=self.voters, plan_digest=self._plan_digest)
+
+
+def _compute(plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: AttemptReduce) -> list[Action]:
+    """What there is to compute of a step, in order: sums may leave only while the last of it is computed."""
+    asked = [patch for patch in patches if patch.work.num_microbatches]
+    intos = [None] * (len(plans) + len(asked) - 1) + [into]
+    steps = [ComputeStep(plan=plan, into=intos.pop(0)) for plan in plans]
+    return [*steps, *(ComputePatch(plan=patch, into=intos.pop(0)) for patch in asked)]

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spare_megatron.core.messages import Commit, Entry, Fence, Halt, Retry, Vote, VotesRead
+from spare_megatron.core.messages import Commit, Entry, Fence, Finish, Halt, Retry, Vote, VotesRead
+from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.topology import GroupId, Member
 
 
@@ -22,12 +23,14 @@ class Attempted:
         members: The groups that are left, ascending.
         voters: All that began the attempt, also those that were lost since.
         is_discarded: A group with wrong parameters contributed to it: the sum is never committed.
+        is_over: All steps are committed; it decides whether the run can end.
     """
 
     step: int
     members: tuple[GroupId, ...]
     voters: tuple[Member, ...]
     is_discarded: bool
+    is_over: bool
 
 
 def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool) -> Entry | None:
@@ -49,11 +52,24 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool)
     objection = _objection(attempted, votes, different)
     if objection is not None:
         return objection
-    if attempted.is_discarded:
-        return Retry(step=attempted.step, attempt=event.attempt, recompute=True)
-    if not all(vote.is_complete for vote in different):
-        return Retry(step=attempted.step, attempt=event.attempt, kept=_kept(different))
-    return Commit(step=attempted.step, attempt=event.attempt, save=save, admit=event.waiting, is_last=is_last)
+    if attempted.is_discarded or not all(vote.is_complete for vote in different):
+        return Retry(
+            step=attempted.step,
+            attempt=event.attempt,
+            kept=() if attempted.is_discarded else _kept(different),
+            recompute=attempted.is_discarded,
+            gather=any(vote.lacks_params for vote in different),
+        )
+    if attempted.is_over:
+        return Finish(step=attempted.step, attempt=event.attempt)
+    return Commit(
+        step=attempted.step,
+        attempt=event.attempt,
+        save=save,
+        admit=event.waiting,
+        is_last=is_last,
+        restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
+    )
 
 
 def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:
@@ -95,6 +111,15 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
     reason = f"its parameters before step {step} differ from those of {num_agreeing} groups"
     group = min(wrong)
     return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=reason, discard=True)
+
+
+def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[SliceCopy, ...]:
+    incarnations = dict(attempted.voters)
+    return tuple(
+        SliceCopy(index, Member(group, incarnations[group]))
+        for group in attempted.members
+        for index in votes[group].restored
+    )
 
 
 def _by_value(votes: Mapping[GroupId, Vote], field: str) -> str:

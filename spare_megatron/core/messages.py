@@ -8,8 +8,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
+from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.stepplan import StepPlan
-from spare_megatron.core.topology import GroupId, Member, ShardId
+from spare_megatron.core.topology import GroupId, Member, ShardId, SliceId
 
 # ---------------------------------------------------------------------------------- entries of the decision log
 
@@ -26,6 +28,8 @@ class Commit:
             any entry between two commits makes groups abandon the reduction they are in. Void for those who are
             fenced by then, and where the group takes part already.
         is_last: The run ends with this step, whatever the number of steps it was to have.
+        restored: Copies of slices that have become whole: their members are hosts from here on. Void where no repair
+            asks for them any more.
     """
 
     step: int
@@ -33,6 +37,7 @@ class Commit:
     save: bool = False
     admit: tuple[Member, ...] = ()
     is_last: bool = False
+    restored: tuple[SliceCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +75,27 @@ class Retry:
         kept: For each rank of a group, the first buckets whose sums all survivors hold: they stay as they are, and only
             the others are patched and reduced. None if empty.
         recompute: No sum of this step may stay: everybody computes all of its work again, from zero sums.
+        gather: Some survivor lacks parameters: they are gathered once more before anything else.
     """
 
     step: int
     attempt: int
     kept: tuple[int, ...] = ()
     recompute: bool = False
+    gather: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """All steps are committed, and every group holds all parameters. Without slices the last commit says as much.
+
+    Attributes:
+        step: Committed steps.
+        attempt: The attempt to end the run.
+    """
+
+    step: int
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +115,12 @@ class Halt:
     reason: str
 
 
-Entry = Commit | Fence | Retry | Restart | Halt
+Entry = Commit | Fence | Retry | Finish | Restart | Halt
 _ENTRY_KINDS: dict[str, type[Entry]] = {
     "commit": Commit,
     "fence": Fence,
     "retry": Retry,
+    "finish": Finish,
     "restart": Restart,
     "halt": Halt,
 }
@@ -125,6 +146,8 @@ def decode_entry(text: str) -> Entry:
             fields[name] = tuple(Member(*pair) for pair in fields[name])
     if "kept" in fields:
         fields["kept"] = tuple(fields["kept"])
+    if "restored" in fields:
+        fields["restored"] = tuple(SliceCopy(index, Member(*pair)) for index, pair in fields["restored"])
     return _ENTRY_KINDS[kind](**fields)
 
 
@@ -140,12 +163,17 @@ class Vote:
         plan_digest: Digest of all the work the group believes the step consists of.
         params_digest: Digest of the group's parameters before this step, where they were compared; else empty.
         num_complete: For each rank of the group, the buckets whose sums it holds, from the first on; none if empty.
+        lacks_params: The group could not gather the parameters of this step, has computed nothing, and reduces nothing.
+        restored: Slices of which the group has a whole copy, of the state before this step, that a repair has asked it
+            for. It says so in every vote until the log has it: a commit makes it a host of them.
     """
 
     is_complete: bool
     plan_digest: str
     params_digest: str = ""
     num_complete: tuple[int, ...] = ()
+    lacks_params: bool = False
+    restored: tuple[SliceId, ...] = ()
 
 
 def encode_vote(vote: Vote) -> str:
@@ -154,7 +182,8 @@ def encode_vote(vote: Vote) -> str:
 
 def decode_vote(text: str) -> Vote:
     fields = json.loads(text)
-    fields["num_complete"] = tuple(fields["num_complete"])  # JSON knows no tuples
+    for name in ("num_complete", "restored"):  # JSON knows no tuples
+        fields[name] = tuple(fields[name])
     return Vote(**fields)
 
 
@@ -219,28 +248,32 @@ class AttemptReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeStep:
-    """Start a step from zero sums and compute this group's part of the plan.
+    """Start a step from zero sums and compute this group's part of the plan, unless that is done.
+
+    A plan comes again, and the patches after it, where some group lacked the parameters to compute it. Their digests
+    tell which of them this group has computed. A group that lacks parameters computes none.
 
     Attributes:
         plan: The plan.
-        into: The attempt that the sums go into; parts of them may leave as soon as they are complete.
+        into: The attempt that the sums go into; parts of them may leave as soon as they are complete. None where a
+            patch follows.
     """
 
     plan: StepPlan
-    into: AttemptReduce
+    into: AttemptReduce | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePatch:
-    """Add this group's part of the patch to the step's local sums, as far as they are not kept.
+    """Add this group's part of the patch to the step's local sums, as far as they are not kept, unless that is done.
 
     Attributes:
         plan: The patch.
-        into: The attempt that the sums go into; parts of them may leave as soon as they are complete.
+        into: As in `ComputeStep`.
     """
 
     plan: StepPlan
-    into: AttemptReduce
+    into: AttemptReduce | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +317,10 @@ class ReadEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateModel:
-    """The step is committed: apply the sums of this attempt to the parameters."""
+    """The step is committed: apply the sums of this attempt to the parameters.
+
+    With slices, to every copy that this group has, also to what it has of one that is still being made.
+    """
 
     step: int
     attempt: int
@@ -323,10 +359,11 @@ class FinishRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopWipeOut:
-    """These shards have no surviving host: only a checkpoint helps."""
+    """These shards, or these slices of the optimizer state, have no surviving host: only a checkpoint helps."""
 
     step: int
-    shards: tuple[ShardId, ...]
+    shards: tuple[ShardId, ...] = ()
+    slices: tuple[SliceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,11 +378,14 @@ Action = (
     ComputeStep
     | ComputePatch
     | AttemptReduce
+    | AttemptFinish
     | BuildCommunicator
     | ReadVotes
     | AppendEntry
     | ReadEntry
     | UpdateModel
+    | GatherParams
+    | StartRepairs
     | SaveCheckpoint
     | AdmitGroups
     | FinishRun

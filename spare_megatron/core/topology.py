@@ -23,6 +23,9 @@ class Member(NamedTuple):
 ShardId = NewType("ShardId", int)
 """Index of a shard of every global batch. There are as many shards as groups."""
 
+SliceId = NewType("SliceId", int)
+"""Index of a slice of a rank position's flat parameter space. There are as many slices as groups."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

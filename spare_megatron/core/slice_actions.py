@@ -1,0 +1,53 @@
+"""What the controller says to a driver where the optimizer state is cut into slices, beside `core.messages`."""
+
+from dataclasses import dataclass
+
+from spare_megatron.core.slices import Hosts, Repair
+from spare_megatron.core.topology import Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherParams:
+    """Gather all parameters over the cross-group communicator, unless this group has them.
+
+    Every member takes part, also those that have them. Where it breaks, or the log goes on, the group lacks parameters:
+    it skips what needs them, and says so in its next vote.
+
+    Attributes:
+        step: Committed steps that they hold.
+        owners: For each slice, who sends it.
+    """
+
+    step: int
+    owners: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRepairs:
+    """Make these copies in the background; they take the place of all that were to be made before.
+
+    Attributes:
+        repairs: The copies, the most urgent first. Whoever is neither a host of a slice nor the receiver of one of its
+            repairs lets go of what it has of it.
+        hosts: For each slice, who holds the whole state.
+    """
+
+    repairs: tuple[Repair, ...]
+    hosts: Hosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFinish:
+    """Vote on whether this group holds all parameters, so that the run can end. Nothing is computed or reduced.
+
+    Attributes:
+        step: Committed steps.
+        attempt: The attempt.
+        voters: All groups that are left, each with its incarnation.
+        plan_digest: Digest of the work of the last step, for the vote.
+    """
+
+    step: int
+    attempt: int
+    voters: tuple[Member, ...]
+    plan_digest: str

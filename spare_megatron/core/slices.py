@@ -1,0 +1,229 @@
+"""Who holds the optimizer state of which slice, who sends its parameters, and which copies have to be made anew.
+
+Every rank position's flat parameter space is cut into as many slices as there are groups. A slice lives on r_o groups,
+its hosts, which update it alike with every commit; one of them, its owner, sends the parameters to all others. At first
+the hosts are those that `core.placement` gives for N and r_o, so that any two slices share at most one host where that
+is possible, and no two hosts of a slice one domain. A lost group takes its copies along. What then is missing is copied
+from a host to a group that has no copy: a repair. A host is only who holds the whole state of the present step.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import Member, SliceId
+
+Hosts = tuple[tuple[Member, ...], ...]
+"""For each slice its hosts, ascending."""
+
+
+class StateWipeOut(Exception):
+    """Some slices have no surviving host: only a checkpoint has their state.
+
+    Attributes:
+        slices: Those slices, in ascending order.
+    """
+
+    def __init__(self, slices: tuple[SliceId, ...]) -> None:
+        super().__init__(f"no surviving host for slices {', '.join(map(str, slices))}")
+        self.slices = slices
+
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[SliceId, ...]]]:
+        return type(self), (self.slices,)
+
+
+class SliceCopy(NamedTuple):
+    """A copy of a slice's state, and who holds it."""
+
+    slice: SliceId
+    member: Member
+
+
+class Repair(NamedTuple):
+    """A copy to be made: the donor is a host, the receiver becomes one when it has everything."""
+
+    slice: SliceId
+    donor: Member
+    receiver: Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """What is fixed for a run.
+
+    Attributes:
+        num_groups: N, and as many slices.
+        redundancy: r_o, hosts of each slice, from 1 to N.
+        groups_per_domain: Groups of consecutive ids that may be lost together.
+    """
+
+    num_groups: int
+    redundancy: int
+    groups_per_domain: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ownership:
+    """The slices at one moment of the log. Every rank folds the same.
+
+    Attributes:
+        slicing: What is fixed.
+        members: Who takes part, ascending.
+        hosts: For each slice, who holds the whole state of the present step.
+        owners: For each slice, the host that sends its parameters. The most slices that one member owns are as few as
+            the hosts allow.
+        repairs: The copies to make, those of the slices with the fewest hosts first. Every slice gets as many as it
+            lacks: r_o hosts, or all members where there are fewer.
+    """
+
+    slicing: Slicing
+    members: tuple[Member, ...]
+    hosts: Hosts
+    owners: tuple[Member, ...]
+    repairs: tuple[Repair, ...] = ()
+
+    def for_members(self, members: Iterable[Member]) -> "Ownership":
+        """The same with other members: copies of those who are gone are gone, whoever is new has none.
+
+        Raises:
+            StateWipeOut: Some slice has no host left.
+        """
+        present = tuple(sorted(members))
+        left = set(present)
+        hosts = tuple(tuple(host for host in row if host in left) for row in self.hosts)
+        wiped_out = tuple(SliceId(index) for index, row in enumerate(hosts) if not row)
+        if wiped_out:
+            raise StateWipeOut(wiped_out)
+        return replace(self, members=present, hosts=hosts)._settled()
+
+    def with_copies(self, copies: Iterable[SliceCopy]) -> "Ownership":
+        """The same with these copies complete. Those that no repair asks for are none: whoever made them lets go."""
+        asked = {SliceCopy(repair.slice, repair.receiver) for repair in self.repairs}
+        hosts = list(self.hosts)
+        for copy in copies:
+            if copy in asked:
+                hosts[copy.slice] = tuple(sorted({*hosts[copy.slice], copy.member}))
+        return replace(self, hosts=tuple(hosts))._settled()
+
+    def hosted_by(self, member: Member) -> tuple[SliceId, ...]:
+        """The slices of which a member is a host, ascending."""
+        return tuple(SliceId(index) for index, row in enumerate(self.hosts) if member in row)
+
+    def _settled(self) -> "Ownership":
+        owners = _assign_owners(self.hosts, self.owners)
+        return replace(self, owners=owners, repairs=_plan_repairs(self))
+
+
+def first_ownership(slicing: Slicing, members: Iterable[Member]) -> Ownership:
+    """Where everybody can have any slice: at the start of a run, and when a checkpoint has been loaded.
+
+    The hosts are those of the placement, and other members for those of them that do not take part.
+
+    Raises:
+        ValueError: The redundancy does not fit.
+
+    >>> ring = first_ownership(Slicing(num_groups=3, redundancy=2), [Member(GroupId(g)) for g in range(3)])
+    >>> [[host.group for host in row] for row in ring.hosts], [owner.group for owner in ring.owners]
+    ([[0, 2], [0, 1], [1, 2]], [0, 1, 2])
+    """
+    placement = make_placement("golomb", slicing.num_groups, slicing.redundancy, slicing.groups_per_domain)
+    present = tuple(sorted(members))
+    by_group = {member.group: member for member in present}
+    placed = tuple(tuple(sorted(by_group[g] for g in row if g in by_group)) for row in placement.hosts)
+    receivers = _assign_receivers(slicing, present, placed, {})
+    hosts = tuple(tuple(sorted((*row, *receivers.get(index, ())))) for index, row in enumerate(placed))
+    homes = tuple(by_group.get(row[0], present[0]) for row in placement.hosts)
+    return Ownership(slicing=slicing, members=present, hosts=hosts, owners=_assign_owners(hosts, homes))
+
+
+def _assign_owners(hosts: Hosts, earlier: Sequence[Member]) -> tuple[Member, ...]:
+    """The earlier owners where that is as even as can be, a new matching of slices to hosts elsewhere.
+
+    Slices that have lost their owner go to the host that owns the fewest. If some member then owns more than it has
+    to, a maximum matching (Hopcroft-Karp) with L places for each host decides, with the least L that serves.
+    """
+    kept = [owner if owner in row else None for owner, row in zip(earlier, hosts, strict=True)]
+    load = Counter(owner for owner in kept if owner is not None)
+    owners: list[Member] = []
+    for owner, row in zip(kept, hosts, strict=True):
+        if owner is None:
+            owner = min(row, key=lambda host: (load[host], host))
+            load[owner] += 1
+        owners.append(owner)
+    able = sorted({host for row in hosts for host in row})
+    most = -(-len(hosts) // len(able))
+    while most < max(load.values()):
+        matched = _match(hosts, able, most)
+        if matched is not None:
+            return matched
+        most += 1
+    return tuple(owners)
+
+
+def _match(hosts: Hosts, able: Sequence[Member], most: int) -> tuple[Member, ...] | None:
+    """An owner for every slice, none with more than `most` of them, or None."""
+    place = {member: index * most for index, member in enumerate(able)}
+    columns = [place[host] + number for row in hosts for host in row for number in range(most)]
+    ends = np.cumsum([0, *(len(row) * most for row in hosts)])
+    graph = csr_array((np.ones(len(columns), dtype=np.int8), columns, ends), shape=(len(hosts), len(able) * most))
+    found = maximum_bipartite_matching(graph, perm_type="column")
+    return None if (found < 0).any() else tuple(able[int(column) // most] for column in found)
+
+
+def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
+    """Repairs under way go on where they are still needed, from another host if the donor is gone."""
+    hosts, left = ownership.hosts, set(ownership.members)
+    running: dict[int, list[Member]] = {}
+    donors: dict[SliceCopy, Member] = {}
+    for repair in ownership.repairs:
+        if repair.receiver in left and repair.receiver not in hosts[repair.slice]:
+            running.setdefault(repair.slice, []).append(repair.receiver)
+            if repair.donor in left:
+                donors[SliceCopy(repair.slice, repair.receiver)] = repair.donor
+    receivers = _assign_receivers(ownership.slicing, ownership.members, hosts, running)
+    wanted = [SliceCopy(SliceId(index), receiver) for index, row in receivers.items() for receiver in row]
+    given = Counter(donors[copy] for copy in wanted if copy in donors)
+    repairs = []
+    for copy in sorted(wanted, key=lambda copy: (len(hosts[copy.slice]), copy)):
+        donor = donors.get(copy)
+        if donor is None:
+            donor = min(hosts[copy.slice], key=lambda host: (given[host], host))
+            given[donor] += 1
+        repairs.append(Repair(copy.slice, donor, copy.member))
+    return tuple(repairs)
+
+
+def _assign_receivers(
+    slicing: Slicing, members: Collection[Member], hosts: Hosts, running: Mapping[int, Sequence[Member]]
+) -> dict[int, list[Member]]:
+    """Slice -> who is to get the copies that it lacks: whoever already does, then whoever holds the fewest.
+
+    Members outside the domains of the other hosts come first; ties go to the lowest id.
+    """
+    wanted = min(slicing.redundancy, len(members))
+    num_held = Counter(host for row in hosts for host in row)
+    receivers = {
+        index: list(running.get(index, ()))[: wanted - len(row)] for index, row in enumerate(hosts) if len(row) < wanted
+    }
+    num_held.update(member for row in receivers.values() for member in row)
+    for index, row in sorted(receivers.items(), key=lambda item: (len(hosts[item[0]]), item[0])):
+        for _ in range(wanted - len(hosts[index]) - len(row)):
+            taken = {*hosts[index], *row}
+            domains = set(_domains(taken, slicing.groups_per_domain))
+            chosen = min(
+                (member for member in members if member not in taken),
+                key=lambda m: (m.group // slicing.groups_per_domain in domains, num_held[m], m),
+            )
+            row.append(chosen)
+            num_held[chosen] += 1
+    return receivers
+
+
+def _domains(members: Iterable[Member], groups_per_domain: int) -> Iterator[int]:
+    return (member.group // groups_per_domain for member in members)

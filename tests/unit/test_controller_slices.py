@@ -1,0 +1,251 @@
+"""The controller where the optimizer state is cut into slices: gathers, repairs, state wipe-outs, the end."""
+
+import pytest
+
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.messages import (
+    Action,
+    AdmitGroups,
+    AppendEntry,
+    AttemptReduce,
+    BuildCommunicator,
+    Commit,
+    ComputePatch,
+    ComputeStep,
+    Entry,
+    EntryRead,
+    Fence,
+    Finish,
+    FinishRun,
+    ReadEntry,
+    ReadVotes,
+    Restart,
+    Retry,
+    RunStarted,
+    SaveCheckpoint,
+    StopWipeOut,
+    UpdateModel,
+    Vote,
+    VotesRead,
+    decode_entry,
+    decode_vote,
+    encode_entry,
+    encode_vote,
+)
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
+from spare_megatron.core.slices import SliceCopy, Slicing
+from spare_megatron.core.topology import GroupId, Member, SliceId
+
+
+def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:
+    setup = ControllerSetup(
+        placement=make_placement("golomb", 4, 3),
+        microbatches_per_shard=4,
+        num_steps=steps,
+        slices=Slicing(num_groups=4, redundancy=redundancy),
+    )
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+    return controller
+
+
+def fold(controller: Controller, *entries: Entry) -> list[Action]:
+    """The actions of the last of some entries."""
+    actions: list[Action] = []
+    for entry in entries:
+        actions = list(controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0))
+    return actions
+
+
+def kinds(actions: list[Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def fence(group: int) -> Fence:
+    return Fence(group=GroupId(group))
+
+
+def decided(controller: Controller, attempt: AttemptReduce | AttemptFinish, **votes: Vote) -> Entry:
+    """The entry after the votes of all members: complete, but for those that are given by g0=... and so on."""
+    complete = Vote(is_complete=True, plan_digest=attempt.plan_digest)
+    cast = {group: votes.get(f"g{group}", complete) for group in controller.members}
+    [append] = controller.handle(VotesRead(attempt=attempt.attempt, votes=cast), now_s=0.0)
+    assert isinstance(append, AppendEntry)
+    return append.entry
+
+
+def last_attempt(actions: list[Action]) -> AttemptReduce:
+    [attempt] = [action for action in actions if isinstance(action, AttemptReduce)]
+    return attempt
+
+
+def test_every_update_is_followed_by_a_gather_from_the_owners() -> None:
+    controller = make_controller()
+    update, gather, save, compute, reduce, read = fold(controller, Commit(step=0, attempt=0, save=True))
+    assert isinstance(update, UpdateModel)
+    assert gather == GatherParams(step=1, owners=tuple(Member(GroupId(g)) for g in range(4)))
+    assert save == SaveCheckpoint(step=1)  # what is saved is whole
+    assert kinds([compute, reduce, read]) == [ComputeStep, AttemptReduce, ReadEntry]
+
+
+def test_a_group_without_parameters_has_everybody_gather_again_before_it_computes_what_the_others_have() -> None:
+    controller = make_controller()
+    begun = fold(controller, Commit(step=0, attempt=0))
+    assert kinds(fold(controller, fence(1))) == [BuildCommunicator, StartRepairs, ReadVotes, ReadEntry]
+    attempt = last_attempt(begun)
+    lacking = Vote(is_complete=False, plan_digest=attempt.plan_digest, lacks_params=True)
+    assert decode_vote(encode_vote(lacking)) == lacking
+    incomplete = Vote(is_complete=False, plan_digest=attempt.plan_digest)
+    retry = decided(controller, attempt, g0=lacking, g2=incomplete, g3=incomplete)
+    assert retry == Retry(step=1, attempt=1, gather=True)
+    again = fold(controller, retry)
+    assert kinds(again) == [GatherParams, ComputeStep, ComputePatch, AttemptReduce, ReadEntry]
+    gather, compute, patch = again[:3]
+    assert isinstance(gather, GatherParams)
+    assert Member(GroupId(1)) not in gather.owners
+    assert gather.step == 1
+    assert compute in begun
+    assert isinstance(patch, ComputePatch)
+    assert last_attempt(again).plan_digest == patch.plan.digest
+
+
+def test_a_second_patch_comes_after_the_first_for_who_has_computed_neither() -> None:
+    controller = make_controller(redundancy=3)
+    begun = fold(controller, Commit(step=0, attempt=0))
+    one = fold(controller, fence(1), Retry(step=1, attempt=1))
+    two = fold(controller, fence(2), Retry(step=1, attempt=2, gather=True))
+    computed = [action for action in two if isinstance(action, ComputeStep | ComputePatch)]
+    assert computed[:2] == [begun[2], one[0]]
+    assert len(computed) == 3
+    assert len({action.plan.digest for action in computed}) == 3
+
+
+def test_a_gather_that_breaks_without_a_loss_gets_a_new_communicator() -> None:
+    controller = make_controller()
+    fold(controller, Commit(step=0, attempt=0))
+    assert kinds(fold(controller, Retry(step=1, attempt=1, gather=True)))[:2] == [BuildCommunicator, GatherParams]
+
+
+def test_a_retry_without_a_gather_gathers_nothing() -> None:
+    controller = make_controller()
+    fold(controller, Commit(step=0, attempt=0), fence(1))
+    assert kinds(fold(controller, Retry(step=1, attempt=1))) == [ComputePatch, AttemptReduce, ReadEntry]
+
+
+def test_finished_copies_are_voted_committed_and_folded() -> None:
+    controller = make_controller()
+    [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
+    first, second = repairs.repairs
+    assert controller.ownership is not None
+    attempt = last_attempt(fold(controller, Retry(step=0, attempt=0)))
+    vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(first.slice,))
+    assert decode_vote(encode_vote(vote)) == vote
+    commit = decided(controller, attempt, **{f"g{first.receiver.group}": vote})
+    assert isinstance(commit, Commit)
+    assert commit.restored == (SliceCopy(first.slice, first.receiver),)
+    assert decode_entry(encode_entry(commit)) == commit
+    update, started, gather = fold(controller, commit)[:3]
+    assert kinds([update, gather]) == [UpdateModel, GatherParams]
+    assert started == StartRepairs(repairs=(second,), hosts=controller.ownership.hosts)
+    assert first.receiver in controller.ownership.hosts[first.slice]
+
+
+def test_the_copy_of_a_group_that_is_fenced_by_then_is_none() -> None:
+    controller = make_controller(redundancy=3)
+    [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
+    repair = repairs.repairs[0]
+    assert StopWipeOut not in kinds(fold(controller, fence(repair.receiver.group)))
+    fold(controller, Commit(step=0, attempt=0, restored=(SliceCopy(repair.slice, repair.receiver),)))
+    assert controller.ownership is not None
+    assert repair.receiver not in controller.ownership.hosts[repair.slice]
+
+
+def test_a_slice_that_loses_all_hosts_is_a_wipe_out_at_once() -> None:
+    controller = make_controller()
+    assert controller.ownership is not None
+    one, two = (host.group for host in controller.ownership.hosts[2])
+    fold(controller, fence(one))
+    assert fold(controller, fence(two)) == [StopWipeOut(step=0, slices=(SliceId(2),))]
+
+
+def test_a_copy_in_time_averts_the_wipe_out() -> None:
+    controller = make_controller()
+    assert controller.ownership is not None
+    one, two = (host.group for host in controller.ownership.hosts[2])
+    [repairs] = [action for action in fold(controller, fence(one)) if isinstance(action, StartRepairs)]
+    copies = tuple(SliceCopy(repair.slice, repair.receiver) for repair in repairs.repairs)
+    fold(controller, Commit(step=0, attempt=0, restored=copies))
+    assert StopWipeOut not in kinds(fold(controller, fence(two)))
+
+
+def test_the_run_ends_only_when_all_parameters_are_whole() -> None:
+    controller = make_controller(steps=1)
+    update, gather, attempt, read = fold(controller, Commit(step=0, attempt=0))
+    assert kinds([update, gather, read]) == [UpdateModel, GatherParams, ReadEntry]
+    assert isinstance(attempt, AttemptFinish)
+    assert (attempt.step, attempt.attempt) == (1, 1)
+    lacking = Vote(is_complete=False, plan_digest=attempt.plan_digest, lacks_params=True)
+    retry = decided(controller, attempt, g2=lacking)
+    assert retry == Retry(step=1, attempt=1, gather=True)
+    build, gather, attempt, read = fold(controller, retry)
+    assert kinds([build, gather, attempt, read]) == [BuildCommunicator, GatherParams, AttemptFinish, ReadEntry]
+    assert isinstance(attempt, AttemptFinish)
+    finish = decided(controller, attempt)
+    assert finish == Finish(step=1, attempt=2)
+    assert decode_entry(encode_entry(finish)) == finish
+    assert fold(controller, finish) == [FinishRun(step=1)]
+
+
+def test_a_loss_after_the_last_step_has_the_rest_gather_again_and_finish() -> None:
+    controller = make_controller(steps=1)
+    *_, attempt, _ = fold(controller, Commit(step=0, attempt=0))
+    assert isinstance(attempt, AttemptFinish)
+    fold(controller, fence(3))
+    lacking = Vote(is_complete=False, plan_digest=attempt.plan_digest, lacks_params=True)
+    retry = decided(controller, attempt, g0=lacking, g1=lacking, g2=lacking)
+    gather, *_ = fold(controller, retry)
+    assert isinstance(gather, GatherParams)
+    assert Member(GroupId(3)) not in gather.owners
+
+
+def test_who_is_admitted_gets_parameters_from_its_donor_and_copies_by_repair() -> None:
+    controller = make_controller()
+    back = Member(GroupId(1), 1)
+    actions = fold(controller, fence(1), Commit(step=0, attempt=0, admit=(back,)))
+    assert kinds(actions) == [
+        UpdateModel,
+        GatherParams,
+        AdmitGroups,
+        BuildCommunicator,
+        StartRepairs,
+        ComputeStep,
+        AttemptReduce,
+        ReadEntry,
+    ]
+    assert controller.ownership is not None
+    assert back in controller.ownership.members
+    assert controller.ownership.hosted_by(back) == ()
+
+
+def test_a_restart_gives_every_slice_all_its_hosts() -> None:
+    controller = make_controller()
+    present = tuple(Member(GroupId(group), 1) for group in range(4))
+    fold(controller, fence(0), fence(1))
+    fold(controller, Restart(step=0, members=present))
+    assert controller.ownership is not None
+    assert {len(row) for row in controller.ownership.hosts} == {2}
+    assert controller.ownership.repairs == ()
+
+
+def test_without_slices_there_is_nothing_of_all_this() -> None:
+    setup = ControllerSetup(placement=make_placement("golomb", 4, 3), microbatches_per_shard=4, num_steps=1)
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+    assert controller.ownership is None
+    assert kinds(fold(controller, fence(1), Commit(step=0, attempt=0))) == [UpdateModel, FinishRun]
+
+
+def test_a_redundancy_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="redundancy"):
+        make_controller(redundancy=5)

@@ -105,8 +105,10 @@ def test_a_group_without_parameters_has_everybody_gather_again_before_it_compute
     assert isinstance(gather, GatherParams)
     assert Member(GroupId(1)) not in gather.owners
     assert gather.step == 1
-    assert compute in begun
+    assert isinstance(compute, ComputeStep)
+    assert compute.plan in [action.plan for action in begun if isinstance(action, ComputeStep)]
     assert isinstance(patch, ComputePatch)
+    assert (compute.into, patch.into) == (None, again[3])  # nothing leaves before the patch is added
     assert last_attempt(again).plan_digest == patch.plan.digest
 
 
@@ -116,9 +118,20 @@ def test_a_second_patch_comes_after_the_first_for_who_has_computed_neither() -> 
     one = fold(controller, fence(1), Retry(step=1, attempt=1))
     two = fold(controller, fence(2), Retry(step=1, attempt=2, gather=True))
     computed = [action for action in two if isinstance(action, ComputeStep | ComputePatch)]
-    assert computed[:2] == [begun[2], one[0]]
-    assert len(computed) == 3
+    earlier = [action.plan for action in (*begun, *one) if isinstance(action, ComputeStep | ComputePatch)]
+    assert [action.plan for action in computed[:2]] == earlier
+    assert [action.into for action in computed] == [None, None, last_attempt(two)]
     assert len({action.plan.digest for action in computed}) == 3
+
+
+def test_a_discarded_step_is_gathered_and_computed_from_zero() -> None:
+    controller = make_controller(redundancy=3)
+    begun = last_attempt(fold(controller, Commit(step=0, attempt=0)))
+    fold(controller, Fence(group=GroupId(1), discard=True))
+    lacking = Vote(is_complete=False, plan_digest=begun.plan_digest, lacks_params=True)
+    retry = decided(controller, begun, g0=lacking)
+    assert retry == Retry(step=1, attempt=1, recompute=True, gather=True)
+    assert kinds(fold(controller, retry)) == [GatherParams, ComputeStep, AttemptReduce, ReadEntry]
 
 
 def test_a_gather_that_breaks_without_a_loss_gets_a_new_communicator() -> None:

@@ -1,6 +1,6 @@
-"""From the loss of groups to the next committed step on the others: ours beside torchft, in turn.
+"""From the loss of groups to the next committed step on the others: ours beside the peers, in turn.
 
-Both train the same model on the same data with the same code, a process for each of 4 groups, and are hit by the same
+All train the same model on the same data with the same code, a process for each of 4 groups, and are hit by the same
 faults at the same microbatch of the same step.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.origin import origin
-from benchmarks.peers.environment import ROOT, TORCHFT, peer_python
+from benchmarks.peers.environment import ROOT, peer_python
 from benchmarks.peers.history import Cost, Event, cost_of, events_of_journal, spread
-from benchmarks.peers.torchft_run import TorchftTimes, run_torchft
+from benchmarks.peers.peer_run import NvrxTimes, TorchftTimes, run_peer
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.files import read_journal
@@ -35,8 +35,11 @@ PEERS = {
     "torchft_1s": TorchftTimes(heartbeat_s=1.0, timeout_s=1.0),
     "torchft_5s": TorchftTimes(heartbeat_s=1.0, timeout_s=5.0),
     "torchft_5s_beat": TorchftTimes(heartbeat_s=5.0, timeout_s=5.0),
+    "nvrx_1s": NvrxTimes(interval_s=1.0, timeout_s=1.0),
+    "nvrx_100ms": NvrxTimes(interval_s=0.1, timeout_s=1.0),
 }
-"""A heartbeat like ours and timeouts as short as these steps allow; the timeout of its example; and its heartbeat."""
+"""torchft: a heartbeat like ours and timeouts as short as these steps allow; the timeout of its example; its heartbeat.
+NVIDIA's extension: its default intervals, and a tenth of them, with a timeout as short as these steps allow."""
 OURS = "ours"
 
 
@@ -63,7 +66,7 @@ def configure(config_file: Path, overrides: Sequence[str], fault: str, run: int)
 def run_once(way: str, config: RunConfig, folder: Path) -> list[Event]:
     """One run of ours or of a peer, whose sample index is there already."""
     if way != OURS:
-        return run_torchft(peer_python(), config, PEERS[way], folder)
+        return run_peer(peer_python(), config, PEERS[way], folder)
     summary = start_run(config, folder, lambda _: None)
     if summary.verdict != "valid":
         raise RuntimeError(f"{folder.name}: {summary.verdict}, {summary.reasons}")
@@ -89,7 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "runs": options.runs,
         "faults": {fault: summarize(costs_of_ways) for fault, costs_of_ways in costs.items()},
         "load_average": spread(loads),
-        "peers": {way: {"package": TORCHFT, **asdict(PEERS[way])} for way in options.peers},
+        "peers": {way: asdict(PEERS[way]) for way in options.peers},
     }
 
 
@@ -134,7 +137,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     parser.add_argument("--runs", type=int, default=5, help="runs of each kind for each fault")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="what happens")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["torchft_1s", "torchft_5s"])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["torchft_1s", "nvrx_1s", "nvrx_100ms"])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     result = measure(options)

@@ -11,18 +11,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TORCH = "torch==2.13.0"
 TORCHFT = "torchft-nightly==2026.10.26"
+NVRX = "nvidia-resiliency-ext==0.4.1"
 _INSTALL_TIMEOUT_S = 1800
 
 
 def peer_python() -> Path:
-    """The interpreter of an environment with torchft, the same torch and megatron-core as ours, and what they need.
+    """The interpreter of an environment with the peers, the same torch and megatron-core as ours, and what they need.
 
     An environment without its stamp, written last, is half made and is made again.
 
     Raises:
         RuntimeError: pip could not install something; its last words are in the text.
     """
-    packages = [TORCHFT, *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]]
+    packages = [TORCHFT, NVRX, *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]]
     made_from = "\n".join([sys.version, sys.executable, TORCH, *packages])
     folder = _cache_folder() / hashlib.sha256(made_from.encode()).hexdigest()[:16]
     python, stamp = folder / "bin" / "python", folder / "stamp"

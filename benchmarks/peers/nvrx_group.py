@@ -1,0 +1,111 @@
+"""One group of a run with NVIDIA's resiliency extension, in the peers' environment: in-process restart.
+
+The wrapped function trains; when a group is lost, the extension has all others enter it again with new ranks. The model
+and the optimizer stay in memory, which is the best that a user can do: nothing is loaded, only the step is repeated.
+What is computed and reduced is what a group of ours computes and reduces, by the same code, one flat buffer a step.
+"""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import nvidia_resiliency_ext.inprocess as inprocess
+import torch.distributed as dist
+
+from benchmarks.peers.peer_group import PeerGroup, begin_group
+from spare_megatron.config.schema import RunConfig
+
+_LOOPBACK = "127.0.0.1"
+_UP_TIMEOUT_S = 120.0
+_POLL_S = 0.0005
+
+
+@dataclass(slots=True)
+class _Training:
+    """What outlives a restart."""
+
+    config: RunConfig
+    group: int
+    folder: Path
+    store_port: int
+    timeout: timedelta
+    up: Barrier
+    trained: PeerGroup | None = None
+    step: int = 0
+    is_computed: bool = False
+
+    def run(self, call: inprocess.CallWrapper) -> None:
+        """From the step at hand to the last, over the groups that are left."""
+        if self.trained is None:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            self.trained = PeerGroup(self.config, self.group, self.folder)
+            self.up.wait(_UP_TIMEOUT_S)
+        elif self.is_computed:
+            self.trained.write("discarded", self.step)
+            self.is_computed = False
+        backend = self._connect(call.iteration)
+        while self.step < self.config.train.steps:
+            self.trained.compute(self.step)
+            self.is_computed = True
+            work = backend.allreduce([self.trained.buffer], dist.AllreduceOptions())
+            while not work.is_completed():  # a wait in C++ would keep the restart out until gloo's own timeout
+                time.sleep(_POLL_S)
+            work.wait()
+            with call.atomic():
+                self.trained.update(self.step)
+                self.step += 1
+                self.is_computed = False
+
+    def _connect(self, iteration: int) -> dist.ProcessGroupGloo:
+        """A communicator of the groups that are left, which have to be at the same step."""
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        client = dist.TCPStore(
+            _LOOPBACK, self.store_port, is_master=False, wait_for_workers=False, timeout=self.timeout
+        )
+        store = dist.PrefixStore(f"groups/{iteration}", client)
+        store.set_timeout(self.timeout)
+        store.set(f"step/{rank}", str(self.step))
+        steps = {int(store.get(f"step/{other}")) for other in range(size)}
+        if steps != {self.step}:
+            raise RuntimeError(f"the groups are at steps {sorted(steps)}: only a checkpoint would help")
+        return dist.ProcessGroupGloo(store, rank, size, self.timeout)
+
+
+def train_group(
+    config: RunConfig, store_port: int, interval_s: float, timeout_s: float, folder: Path, group: int, up: Barrier
+) -> None:
+    """Trains as one group in a process of its own, and leaves it; all groups begin together."""
+    begin_group(config, group, folder)
+    os.environ |= {
+        "RANK": str(group),
+        "WORLD_SIZE": str(config.layout.num_groups),
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(store_port),
+    }
+    interval, timeout = timedelta(seconds=interval_s), timedelta(seconds=timeout_s)
+    training = _Training(config, group, folder, store_port, timeout, up)
+
+    def run(call: inprocess.CallWrapper = None) -> None:
+        training.run(call)
+
+    inprocess.Wrapper(
+        # The server is the world's, so that no group's death takes the store along.
+        store_kwargs={"timeout": timedelta(seconds=60), "wait_for_workers": False},
+        abort=None,
+        monitor_thread_interval=interval,
+        monitor_process_interval=interval,
+        heartbeat_interval=interval,
+        progress_watchdog_interval=interval,
+        last_call_wait=interval,
+        soft_timeout=timeout,
+        hard_timeout=2 * timeout,
+        heartbeat_timeout=3 * timeout,
+        barrier_timeout=timedelta(seconds=60),
+        completion_timeout=timedelta(seconds=60),
+    )(run)()
+    sys.stderr.flush()
+    os._exit(0)

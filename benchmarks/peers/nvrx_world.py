@@ -1,0 +1,26 @@
+"""One run with NVIDIA's resiliency extension, in the peers' environment: a store and a process for each group."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from benchmarks.peers.nvrx_group import train_group
+from benchmarks.peers.peer_world import forked_server, run_groups
+from spare_megatron.config.loader import loads_run_config
+from spare_megatron.control.tcp_store import serve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--interval-s", type=float, required=True)
+    parser.add_argument("--timeout-s", type=float, required=True)
+    parser.add_argument("folder", type=Path, help="has config.toml; events and logs go there")
+    options = parser.parse_args()
+    config = loads_run_config((options.folder / "config.toml").read_text()).config
+    times = (options.interval_s, options.timeout_s)
+    with forked_server(partial(serve, "127.0.0.1"), options.folder) as port:
+        run_groups(config, partial(train_group, config, port, *times, options.folder), options.folder)
+
+
+if __name__ == "__main__":
+    main()

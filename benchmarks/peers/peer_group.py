@@ -1,0 +1,88 @@
+"""What a group of any peer is made of, in the peers' environment: our model and data, our injector, events."""
+
+import ctypes
+import json
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers.history import Event, EventKind
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import ShardId
+from spare_megatron.faults.injection import Injector
+from spare_megatron.faults.trace import Fault, resolve_trace
+from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.processes import log_to_file
+
+_PR_SET_PDEATHSIG = 1
+
+
+def begin_group(config: RunConfig, group: int, folder: Path) -> None:
+    """Prepares a forked process: it dies with its parent, logs to a file, and computes as ours do."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    log_to_file(folder, f"group-{group}")
+    torch.set_num_threads(config.cluster.threads_per_rank)
+
+
+class PeerGroup:
+    """A group's model, work and events. The default torch.distributed world must be this process alone."""
+
+    def __init__(self, config: RunConfig, group: int, folder: Path) -> None:
+        self.config, self.group = config, group
+        self._events = os.open(folder / f"group-{group}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        faults = [fault for fault in resolve_trace(config) if fault.group == group]
+        self._injector = Injector(faults, lambda fault: self.write("fault", fault.step), _stop)
+        self._trainer = GroupTrainer(config, torch.device("cpu"), _InjectingProbe(self._injector))
+        self._work = [Microbatch(ShardId(group), index) for index in range(config.spare.microbatches_per_shard)]
+        self.buffer = self._trainer.gradients.new_buffer()
+
+    def compute(self, step: int) -> None:
+        """Computes the group's own shard of the step and packs what is to be reduced into the buffer."""
+        self._injector.step = step
+        self._trainer.begin_step(step)
+        self.write("computed", step, len(self._trainer.compute(self._work)))
+        self._injector(Phase.BEFORE_REDUCE)
+        self._trainer.gradients.pack_into(self.buffer)
+
+    def update(self, step: int) -> None:
+        """Applies the mean over the groups that are left, in the scale of all groups.
+
+        Raises:
+            RuntimeError: The first step lacks a group.
+        """
+        totals = self._trainer.gradients.read_totals(self.buffer)
+        counted = totals.num_microbatches
+        self.write("committed", step, counted)
+        all_of_them = self.config.layout.num_groups * self.config.spare.microbatches_per_shard
+        if step == 0 and counted != all_of_them:
+            raise RuntimeError(f"the first step counted {counted} microbatches, not {all_of_them}: a group is missing")
+        self.buffer.mul_(all_of_them / counted)
+        self._trainer.update(self.buffer, self._trainer.gradients.read_totals(self.buffer).loss_sum)
+
+    def write(self, kind: EventKind, step: int, num_microbatches: int = 0) -> None:
+        """Tells an event. It is stored when this returns, whatever becomes of the process."""
+        event = Event(kind=kind, group=self.group, step=step, at_s=time.time(), num_microbatches=num_microbatches)
+        os.write(self._events, (json.dumps(asdict(event)) + "\n").encode())
+
+
+class _InjectingProbe(SilentProbe):
+    """Our trainer's moments, for the same injector that hits our ranks."""
+
+    def __init__(self, injector: Injector) -> None:
+        self.phases = injector.phases
+        self._injector = injector
+
+    def __call__(self, phase: Phase, /) -> None:
+        self._injector(phase)
+
+
+def _stop(fault: Fault) -> None:
+    assert fault.kind == "stop", f"the injector carries out {fault.kind} itself"
+    os.kill(os.getpid(), signal.SIGSTOP)

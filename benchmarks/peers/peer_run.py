@@ -1,0 +1,77 @@
+"""One run with a peer, started from our environment in the peers' own."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.environment import NVRX, ROOT, TORCHFT, peer_variables
+from benchmarks.peers.history import Event, read_events
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import RunConfig
+
+_TIMEOUT_S = 480.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchftTimes:
+    """When torchft gives somebody up.
+
+    Attributes:
+        heartbeat_s: Without a heartbeat for so long a group is dead to the Lighthouse.
+        timeout_s: Longest wait for a collective.
+    """
+
+    heartbeat_s: float
+    timeout_s: float
+    package: str = TORCHFT
+    program: str = "torchft_world.py"
+
+    @property
+    def options(self) -> list[str]:
+        """Of its program."""
+        return ["--heartbeat-s", str(self.heartbeat_s), "--timeout-s", str(self.timeout_s)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvrxTimes:
+    """When NVIDIA's resiliency extension looks for lost groups, and when it gives somebody up.
+
+    Attributes:
+        interval_s: Between two looks of every monitor, and how long it waits for further losses before a restart.
+        timeout_s: Longest wait for a collective, and for progress; a group without any is killed after twice that.
+    """
+
+    interval_s: float
+    timeout_s: float
+    package: str = NVRX
+    program: str = "nvrx_world.py"
+
+    @property
+    def options(self) -> list[str]:
+        """Of its program."""
+        return ["--interval-s", str(self.interval_s), "--timeout-s", str(self.timeout_s)]
+
+
+def run_peer(python: Path, config: RunConfig, peer: TorchftTimes | NvrxTimes, folder: Path) -> list[Event]:
+    """Trains with a peer through the faults of the configuration, whose sample index is there already.
+
+    Raises:
+        RuntimeError: A survivor did not come to the end; what its processes said last is in the text.
+    """
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_run_config(config))
+    program = str(ROOT / "benchmarks/peers" / peer.program)
+    # Its processes die with it, should this one be interrupted or the time be up.
+    done = subprocess.run(
+        [str(python), program, *peer.options, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        env=peer_variables(),
+        cwd=ROOT,
+        check=False,
+    )
+    if done.returncode != 0:
+        logs = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted((folder / "logs").glob("*")))
+        raise RuntimeError(f"{folder.name} ended with {done.returncode}: {done.stderr[-1500:]}\n{logs}")
+    return read_events(sorted(folder.glob("*.jsonl")))

@@ -20,8 +20,8 @@ class Optimizer:
     """One update of the parameters per committed step."""
 
     def __init__(self, config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> None:
-        self.megatron = _build_optimizer(config, chunks, groups)
-        self.schedule = _build_schedule(config, self.megatron)
+        self.megatron = build_adam(adam_config(config), chunks, groups)
+        self.schedule = make_schedule(config, self.megatron)
 
     def zero_grad(self) -> None:
         """Let go of the gradients that the last update used."""
@@ -39,10 +39,11 @@ class Optimizer:
         return float(gradient_norm), float(learning_rate)
 
 
-def _build_optimizer(config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> MegatronOptimizer:
+def adam_config(config: RunConfig) -> OptimizerConfig:
+    """The settings in Megatron's terms."""
     settings = config.optimizer
     is_bf16 = config.model.precision == "bf16"
-    optimizer_config = OptimizerConfig(
+    return OptimizerConfig(
         optimizer="adam",
         lr=settings.learning_rate,
         min_lr=settings.min_learning_rate,
@@ -54,16 +55,26 @@ def _build_optimizer(config: RunConfig, chunks: Sequence[Chunk], groups: Process
         bf16=is_bf16,
         params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
     )
+
+
+def build_adam(
+    config: OptimizerConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """Megatron's optimizer, without weight decay on vectors.
+
+    Collective over: all ranks of the group (they agree on the parameter groups).
+    """
     return get_megatron_optimizer(
-        optimizer_config,
+        config,
         [chunk.module for chunk in chunks],
-        config_overrides=get_standard_config_overrides(optimizer_config),
+        config_overrides=get_standard_config_overrides(config),
         use_gloo_process_groups=False,
         pg_collection=groups,
     )
 
 
-def _build_schedule(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def make_schedule(config: RunConfig, optimizer: MegatronOptimizer | torch.optim.Optimizer) -> OptimizerParamScheduler:
+    """The learning rate and weight decay of every step, which it writes into the optimizer's parameter groups."""
     settings = config.optimizer
     return OptimizerParamScheduler(
         optimizer,

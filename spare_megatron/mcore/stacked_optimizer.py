@@ -1,0 +1,253 @@
+"""Adam whose state is stacked: each rank updates the slices that its group hosts, and no others.
+
+A slice's state is its two moments in fp32 and, where the model computes in bf16, its main parameters in fp32. The
+gradient is whole on every rank and is clipped by the norm of all of it, as Megatron does, so that all hosts of a slice
+come to the same bits. The other parameters are stale after an update until they have been gathered.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.topology import SliceId
+from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
+from spare_megatron.mcore.slices import Fragment, Slices
+
+_NUM_MOMENTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceState:
+    """The state of a piece of a slice.
+
+    Attributes:
+        num_updates: Updates that it has seen.
+        data: The numbers in fp32, in the order of the slice: main parameters where there are any, first moments,
+            second moments.
+    """
+
+    num_updates: int
+    data: bytes
+
+
+@dataclass(slots=True)
+class _Hosted:
+    """A slice of which this rank holds some pieces or all.
+
+    Attributes:
+        state: In fp32, one row of the slice's length for each kind of number that a `PieceState` has.
+        installed_at: Piece -> updates that its state had seen when it came.
+    """
+
+    state: Tensor
+    installed_at: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Updated:
+    """A fragment as the optimizer updates it: fp32 of its own in bf16 models, else a view of the parameter."""
+
+    fragment: Fragment
+    values: Tensor
+
+
+class StackedOptimizer:
+    """One update of the hosted slices per committed step.
+
+    Reading and installing state may come from another thread than the updates.
+
+    Args:
+        config: The run's configuration.
+        chunks: The rank's part of the model.
+        groups: The process groups inside the group.
+        slices: How the parameters are cut.
+        hosted: The slices whose state begins here, with the parameters as they are now.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        chunks: Sequence[Chunk],
+        groups: ProcessGroupCollection,
+        *,
+        slices: Slices,
+        hosted: Iterable[SliceId],
+    ) -> None:
+        self.slices = slices
+        self._clip_grad = config.optimizer.clip_grad
+        self._groups = groups
+        self._has_main = config.model.precision == "bf16"
+        self._parameters, self._group_of, self._adam = _build_adam(config, chunks, groups)
+        self.schedule = make_schedule(config, self._adam)
+        self._lock = threading.Lock()
+        self._hosted: dict[SliceId, _Hosted] = {}
+        self._updated: list[_Updated] = []
+        for number in hosted:
+            for piece in range(slices.num_pieces(number)):
+                self._begin(number, piece)
+
+    # ---------------------------------------------------------------------------------------------------- update
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far, also of the group that the parameters came from."""
+        return int(self.schedule.num_steps)
+
+    def zero_grad(self) -> None:
+        """Let go of the gradients that the last update used."""
+        self._adam.zero_grad()
+
+    def step(self) -> tuple[float, float]:
+        """Clip the gradients in `main_grad`, apply them to the hosted slices; return their norm and the learning rate.
+
+        Collective over: all ranks of the group (the norm is over all parameters).
+        """
+        learning_rate = get_canonical_lr_for_logging(self._adam.param_groups)
+        norm = get_grad_norm_fp32(list(self._gradients_for_norm()), grad_stats_parallel_group=self._groups.mp)
+        with self._lock, torch.no_grad():
+            for updated in self._updated:
+                updated.values.grad = updated.fragment.gradient
+            if self._clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32([updated.values for updated in self._updated], self._clip_grad, norm)
+            self._adam.step()
+            if self._has_main:
+                for updated in self._updated:
+                    updated.fragment.values.copy_(updated.values)
+            self.schedule.step(increment=1)
+        return float(norm), float(learning_rate)
+
+    def _gradients_for_norm(self) -> Iterator[Tensor]:
+        """The gradients of this rank that Megatron counts: none that another rank of the group has, too."""
+        for parameter in self._parameters:
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, self._groups.tp):
+                yield parameter.main_grad
+
+    # ---------------------------------------------------------------------------------------------------- gather
+
+    def read_values(self, number: SliceId, start: int, out: Tensor) -> None:
+        """Copies the model's parameters of a slice, from a place on, into a flat tensor."""
+        for fragment in self.slices.fragments(number, slice(start, start + out.numel())):
+            out[fragment.offset - start :][: fragment.stop - fragment.start].copy_(fragment.values)
+
+    def write_values(self, number: SliceId, start: int, values: Tensor) -> None:
+        """Takes over parameters of a slice, from a place on, but for what the last update has computed here itself."""
+        stop = start + values.numel()
+        for piece in range(self.slices.num_pieces(number)):
+            place = self.slices.place(number, piece)
+            place = slice(max(place.start, start), min(place.stop, stop))
+            if place.start < place.stop and not self._was_updated(number, piece):
+                for fragment in self.slices.fragments(number, place):
+                    fragment.values.copy_(values[fragment.offset - start :][: fragment.stop - fragment.start])
+
+    def _was_updated(self, number: SliceId, piece: int) -> bool:
+        """Whether the last update came after the state."""
+        installed_at = self._hosted[number].installed_at if number in self._hosted else {}
+        return piece in installed_at and installed_at[piece] < self.num_updates
+
+    # -------------------------------------------------------------------------------------------- state of slices
+
+    @property
+    def hosted(self) -> frozenset[SliceId]:
+        """The slices whose whole state is here; an empty one always is."""
+        numbers = (SliceId(number) for number in range(self.slices.num_slices))
+        return frozenset(number for number in numbers if self._num_installed(number) == self.slices.num_pieces(number))
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the state held here."""
+        return sum(hosted.state.nbytes for hosted in self._hosted.values())
+
+    def read_piece(self, number: SliceId, piece: int) -> PieceState:
+        """The state of a piece that is held here, as of one update."""
+        with self._lock:
+            state = self._hosted[number].state[:, self.slices.place(number, piece)]
+            return PieceState(num_updates=self.num_updates, data=state.cpu().contiguous().numpy().tobytes())
+
+    def install_piece(self, number: SliceId, piece: int, state: PieceState) -> bool:
+        """Take over the state of a piece, which is updated here from then on.
+
+        Returns:
+            False, and nothing is changed, if the state has not seen as many updates as the ones held here.
+
+        Raises:
+            ValueError: It is not the state of such a piece, or the piece is held here already.
+        """
+        with self._lock:
+            if state.num_updates != self.num_updates:
+                return False
+            if number in self._hosted and piece in self._hosted[number].installed_at:
+                raise ValueError(f"piece {piece} of slice {number} is held already")
+            rows = self._rows_of(number)[:, self.slices.place(number, piece)]
+            if len(state.data) != rows.numel() * rows.element_size():
+                raise ValueError(f"piece {piece} of slice {number} takes {rows.nbytes} bytes, not {len(state.data)}")
+            received = torch.frombuffer(bytearray(state.data), dtype=torch.float32)
+            rows.copy_(received.view(rows.shape))
+            self._update_from_now_on(number, piece)
+            return True
+
+    def _begin(self, number: SliceId, piece: int) -> None:
+        """State without updates: moments of 0, main parameters as the model's."""
+        rows = self._rows_of(number)
+        if self._has_main:
+            for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
+                rows[0, fragment.place].copy_(fragment.values)
+        self._update_from_now_on(number, piece)
+
+    def _rows_of(self, number: SliceId) -> Tensor:
+        """The state of a slice, to be filled."""
+        if number not in self._hosted:
+            num_rows = _NUM_MOMENTS + self._has_main
+            device = self._parameters[0].device
+            state = torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=device)
+            self._hosted[number] = _Hosted(state=state)
+        return self._hosted[number].state
+
+    def _update_from_now_on(self, number: SliceId, piece: int) -> None:
+        hosted = self._hosted[number]
+        hosted.installed_at[piece] = self.num_updates
+        for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
+            *main, first, second = hosted.state[:, fragment.place]
+            values = main[0] if main else fragment.values
+            self._updated.append(_Updated(fragment=fragment, values=values))
+            self._adam.param_groups[self._group_of[fragment.parameter]]["params"].append(values)
+            step = torch.tensor(float(self.num_updates), dtype=torch.float32)
+            self._adam.state[values] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+    def _num_installed(self, number: SliceId) -> int:
+        return len(self._hosted[number].installed_at) if number in self._hosted else 0
+
+
+def _build_adam(
+    config: RunConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection
+) -> tuple[list[torch.nn.Parameter], dict[torch.nn.Parameter, int], torch.optim.AdamW]:
+    """The parameters in Megatron's order, the parameter group of each, and an Adam with these groups and nothing in it.
+
+    Megatron makes the groups. It is asked for the optimizer of an fp32 model, for the other makes a copy of everything.
+    """
+    settings = config.optimizer
+    as_fp32 = replace(config, model=replace(config.model, precision="fp32"))
+    whole = build_adam(adam_config(as_fp32), chunks, groups)
+    own = [
+        {key: value for key, value in group.items() if key not in whole.optimizer.defaults} | {"params": []}
+        for group in whole.param_groups
+    ]
+    adam = torch.optim.AdamW(
+        own,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    parameters = [parameter for group in whole.param_groups for parameter in group["params"]]
+    group_of = {parameter: number for number, group in enumerate(whole.param_groups) for parameter in group["params"]}
+    return parameters, group_of, adam

@@ -6,6 +6,7 @@ gradient finalization inside the schedule and its optimizer, as Megatron's own t
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
 
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
@@ -27,7 +31,7 @@ from spare_megatron.core.topology import ShardId
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.model import Chunk, layer_spec
-from spare_megatron.mcore.optimizer import Optimizer
+from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.transformer import transformer_config
 
 _TIMEOUT = timedelta(seconds=120)
@@ -45,16 +49,23 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, answer: Connectio
         tensor_model_parallel_size=config.layout.tensor_parallel,
         pipeline_model_parallel_size=config.layout.pipeline_parallel,
     )
-    answer.send(_train(config, device))
+    answer.send([time.time() for _ in train_steps(config, device, is_sharded=False)])
     dist.barrier()
 
 
-def _train(config: RunConfig, device: torch.device) -> list[float]:
-    transformer = transformer_config(config, device)
-    transformer.finalize_model_grads_func = finalize_model_grads
-    chunk = _build(config, transformer, device)
-    optimizer = Optimizer(config, [chunk], ProcessGroupCollection.use_mpu_process_groups())
-    corpus, schedule, ends = Corpus(config), get_forward_backward_func(), []
+def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) -> Iterator[Chunk]:
+    """Trains one step after the other in a world that Megatron's parallel state divides.
+
+    Args:
+        config: The run's configuration; a data-parallel rank computes the shard of its number.
+        device: Where this rank computes.
+        is_sharded: Megatron's DistributedOptimizer (ZeRO-1) updates the parameters.
+
+    Yields:
+        The rank's part of the model after every step.
+    """
+    chunk, optimizer, learning_rate = build_rank(config, device, is_sharded=is_sharded)
+    corpus, schedule = Corpus(config), get_forward_backward_func()
     shard = ShardId(parallel_state.get_data_parallel_rank())
     for step in range(config.train.steps):
         chunk.module.zero_grad_buffer()
@@ -69,15 +80,27 @@ def _train(config: RunConfig, device: torch.device) -> list[float]:
             forward_only=False,
         )
         optimizer.step()
-        ends.append(time.time())
-    return ends
+        learning_rate.step(increment=1)
+        yield chunk
 
 
-def _build(config: RunConfig, transformer: Any, device: torch.device) -> Chunk:
+def build_rank(
+    config: RunConfig, device: torch.device, *, is_sharded: bool
+) -> tuple[Chunk, MegatronOptimizer, OptimizerParamScheduler]:
+    """What `train_steps` trains: the rank's part of the model, its optimizer and the schedule of the learning rate."""
+    transformer = transformer_config(config, device)
+    transformer.finalize_model_grads_func = finalize_model_grads
+    chunk = _build(config, transformer, device, is_sharded)
+    adam = replace(adam_config(config), use_distributed_optimizer=is_sharded)
+    optimizer = build_adam(adam, [chunk], ProcessGroupCollection.use_mpu_process_groups())
+    return chunk, optimizer, make_schedule(config, optimizer)
+
+
+def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded: bool) -> Chunk:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     rng.seed_parameters(config.train.seed, stage, parallel_state.get_tensor_model_parallel_rank(), device)
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    model = GPTModel(
+    model: torch.nn.Module = GPTModel(
         config=transformer,
         transformer_layer_spec=layer_spec(config, transformer, device),
         vocab_size=padded_vocab_size(config.model.vocab_size, config.layout.tensor_parallel),
@@ -87,7 +110,10 @@ def _build(config: RunConfig, transformer: Any, device: torch.device) -> Chunk:
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type=config.model.position_embedding,
     )
-    module = DistributedDataParallel(transformer, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    if transformer.bf16:
+        model = Float16Module(transformer, model)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_sharded)
+    module = DistributedDataParallel(transformer, ddp, model)
     module.broadcast_params()
     return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 

@@ -104,6 +104,10 @@ class OptimizerConfig:
     """Adam's epsilon."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    sharding: Literal["replicated", "stacked"] = "replicated"
+    """Where the optimizer's state is: replicated in every group, or stacked in slices on a few groups each."""
+    redundancy: int = 2
+    """Stacked: groups that host each slice of the optimizer's state (r_o)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

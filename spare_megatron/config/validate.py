@@ -9,6 +9,7 @@ from typing import Literal
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_faults import fault_problems
+from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
 from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
@@ -83,7 +84,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_redundancy(config),
         *_indivisible(config),
         *_schedule(config),
-        *_optimizer(config),
+        *optimizer_problems(config),
         *_timeouts(config),
         *store_problems(config.control),
         *_megatron(config),
@@ -213,30 +214,6 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         yield (
             f"megatron.batch_p2p_comm=true with layout.virtual_pipeline={layout.virtual_pipeline} computes silently "
             f"wrong gradients in the interleaved schedule; set the first to false or the second to 1"
-        )
-
-
-def _optimizer(config: RunConfig) -> Iterator[str]:
-    settings, steps = config.optimizer, config.train.steps
-    for key, value in (("learning_rate", settings.learning_rate), ("eps", settings.eps)):
-        if not value > 0.0:
-            yield f"optimizer.{key}={value} must be above 0; raise it"
-    for key, value in (
-        ("min_learning_rate", settings.min_learning_rate),
-        ("weight_decay", settings.weight_decay),
-        ("clip_grad", settings.clip_grad),
-    ):
-        if not value >= 0.0:
-            yield f"optimizer.{key}={value} must be at least 0; raise it"
-    if settings.min_learning_rate > settings.learning_rate:
-        yield (
-            f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
-            f"optimizer.learning_rate={settings.learning_rate}; lower the first or raise the second"
-        )
-    if settings.warmup_steps > 0 and settings.warmup_steps >= steps:
-        yield (
-            f"optimizer.warmup_steps={settings.warmup_steps} must be below train.steps={steps}; "
-            f"lower the first or raise the second"
         )
 
 

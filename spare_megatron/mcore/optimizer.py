@@ -1,6 +1,7 @@
 """Megatron's Adam and its learning-rate schedule, replicated in every group."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.optimizer import (
@@ -38,6 +39,15 @@ class Optimizer:
         self.schedule.step(increment=1)
         return float(gradient_norm), float(learning_rate)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, main parameters where there are any, and the place in the schedule."""
+        return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.megatron.load_state_dict(state["megatron"])
+        self.schedule.load_state_dict(state["schedule"])
+
 
 def adam_config(config: RunConfig) -> OptimizerConfig:
     """The settings in Megatron's terms."""
@@ -57,9 +67,7 @@ def adam_config(config: RunConfig) -> OptimizerConfig:
     )
 
 
-def build_adam(
-    config: OptimizerConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection
-) -> MegatronOptimizer:
+def build_adam(config: OptimizerConfig, chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> MegatronOptimizer:
     """Megatron's optimizer, without weight decay on vectors.
 
     Collective over: all ranks of the group (they agree on the parameter groups).

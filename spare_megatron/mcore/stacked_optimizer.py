@@ -8,6 +8,7 @@ come to the same bits. The other parameters are stale after an update until they
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
@@ -131,6 +132,16 @@ class StackedOptimizer:
         for parameter in self._parameters:
             if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, self._groups.tp):
                 yield parameter.main_grad
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the schedule."""
+        return {"schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, before any state is held here."""
+        if self._hosted:
+            raise ValueError(f"the place in the schedule is that of the slices held here: {sorted(self._hosted)}")
+        self.schedule.load_state_dict(state["schedule"])
 
     # ---------------------------------------------------------------------------------------------------- gather
 

@@ -1,4 +1,4 @@
-"""The whole state of a rank as bytes: what a group that comes back takes over from one that trained on."""
+"""The state of a rank as bytes: what a group that comes back takes over from one that trained on."""
 
 import hashlib
 import io
@@ -11,6 +11,7 @@ import torch
 
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
+from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 
 _DIGEST_BYTES = 32
 
@@ -19,12 +20,14 @@ class DamagedState(Exception):
     """The bytes are not those that were sent."""
 
 
-def dump_state(chunks: Sequence[Chunk], optimizer: Optimizer) -> bytes:
-    """Parameters, buffers, optimizer state and the place in the learning-rate schedule, behind their SHA-256."""
+def dump_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> bytes:
+    """Parameters, buffers, optimizer state and the place in the learning-rate schedule, behind their SHA-256.
+
+    Of a stacked optimizer only the place in the schedule: its slices are another group's too, and copied by the piece.
+    """
     state = {
         "chunks": [_tensors(chunk) for chunk in chunks],
-        "optimizer": optimizer.megatron.state_dict(),
-        "schedule": optimizer.schedule.state_dict(),
+        "optimizer": optimizer.state_dict(),
     }
     file = io.BytesIO()
     torch.save(state, file)
@@ -43,7 +46,7 @@ def save_state(folder: Path, name: str, data: bytes) -> None:
     aside.rename(folder / f"{name}.state")
 
 
-def load_state(data: bytes, chunks: Sequence[Chunk], optimizer: Optimizer) -> None:
+def load_state(data: bytes, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> None:
     """Takes over what `dump_state` wrote on the rank of the same position.
 
     Raises:
@@ -57,8 +60,7 @@ def load_state(data: bytes, chunks: Sequence[Chunk], optimizer: Optimizer) -> No
         for chunk, saved in zip(chunks, state["chunks"], strict=True):
             for name, tensor in _tensors(chunk).items():
                 tensor.copy_(saved[name])
-    optimizer.megatron.load_state_dict(state["optimizer"])
-    optimizer.schedule.load_state_dict(state["schedule"])
+    optimizer.load_state_dict(state["optimizer"])
 
 
 def _tensors(chunk: Chunk) -> dict[str, torch.Tensor]:

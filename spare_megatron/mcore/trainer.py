@@ -14,6 +14,7 @@ from torch import Tensor
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.gradients import make_gradient_sums
@@ -23,6 +24,8 @@ from spare_megatron.mcore.parameters import NamedParameter, named_parameters, pa
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
+from spare_megatron.mcore.slices import Slices
+from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import dump_state, load_state
 from spare_megatron.mcore.transformer import transformer_config
 
@@ -55,7 +58,14 @@ class GroupTrainer:
     gradients.pack_into; once the sums of all groups are agreed on, update.
     """
 
-    def __init__(self, config: RunConfig, device: torch.device, probe: Probe | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: torch.device,
+        probe: Probe | None = None,
+        *,
+        hosted: Sequence[SliceId] = (),
+    ) -> None:
         """Build the rank.
 
         Collective over: all ranks of the group.
@@ -64,6 +74,7 @@ class GroupTrainer:
             config: The run's configuration; `prepare_index` has been called for it.
             device: Where this rank computes. A CUDA device must be the current one.
             probe: Told of the moments of a step.
+            hosted: The slices whose optimizer state begins here, where `optimizer.sharding` is stacked.
 
         Raises:
             ValueError: The configuration asks for what Megatron or this package does not do.
@@ -77,7 +88,11 @@ class GroupTrainer:
         self.process_groups = groups = build_process_groups(config.parallel, device, timeout)
         self.chunks = build_chunks(config, transformer, groups, device)
         self.gradients = make_gradient_sums(config, self.chunks, device)
-        self._optimizer = Optimizer(config, self.chunks, groups)
+        self.stacked: StackedOptimizer | None = None
+        if config.optimizer.sharding == "stacked":
+            slices = Slices(self.chunks, config.layout.num_groups)
+            self.stacked = StackedOptimizer(config, self.chunks, groups, slices=slices, hosted=hosted)
+        self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self._corpus = Corpus(config)
         self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
@@ -127,7 +142,7 @@ class GroupTrainer:
         return self.gradients.read_totals(buffer).loss_sum
 
     def update(self, buffer: Tensor, loss_sum: float) -> UpdateResult:
-        """Apply the sums over all groups to the parameters.
+        """Apply the sums over all groups to the parameters: stacked, to those of the slices hosted here.
 
         Collective over: all ranks of the group, each with the sums of its own part of the model.
 

@@ -56,6 +56,11 @@ def all_work(config: RunConfig) -> list[Microbatch]:
 
 def run_group(task: Callable[..., Any], config: RunConfig, *arguments: Any) -> list[Any]:
     """What the task returned on each rank of a group, in the order of the ranks."""
+    return run_ranks(config.parallel.ranks_per_group, task, config, *arguments)
+
+
+def run_ranks(num_ranks: int, task: Callable[..., Any], config: RunConfig, *arguments: Any) -> list[Any]:
+    """The same for a world of any size."""
     context = multiprocessing.get_context("forkserver")
     # Paid once for all tests: a child starts with torch and megatron imported.
     context.set_forkserver_preload(["spare_megatron.mcore.trainer", __name__])
@@ -63,9 +68,10 @@ def run_group(task: Callable[..., Any], config: RunConfig, *arguments: Any) -> l
     # The fork server does not look where pytest does.
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(config.parallel.ranks_per_group)]
+        store = f"{folder}/store"
+        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
-            context.Process(target=_run_rank, args=(rank, f"{folder}/store", sender, task, config, arguments))
+            context.Process(target=_run_rank, args=((rank, num_ranks), store, sender, task, config, arguments))
             for rank, (_, sender) in enumerate(pipes)
         ]
         for process in processes:
@@ -92,15 +98,21 @@ def _answers(receivers: Sequence[Connection]) -> list[Any]:
 
 
 def _run_rank(
-    rank: int, store: str, sender: Connection, task: Callable[..., Any], config: RunConfig, arguments: tuple[Any, ...]
+    place: tuple[int, int],
+    store: str,
+    sender: Connection,
+    task: Callable[..., Any],
+    config: RunConfig,
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    rank, num_ranks = place
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, config.parallel.ranks_per_group),
+            store=dist.FileStore(store, num_ranks),
             rank=rank,
-            world_size=config.parallel.ranks_per_group,
+            world_size=num_ranks,
             timeout=timedelta(seconds=TIMEOUT_S / 2),
         )
         sender.send((task(config, *arguments), None))

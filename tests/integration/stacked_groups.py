@@ -1,0 +1,230 @@
+"""Several data-parallel groups with stacked optimizer state in the processes of one, and what they are held against.
+
+Each rank holds a trainer for its position in every group. What the groups would send each other is handed over.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+
+from benchmarks.plain_megatron import build_rank, train_steps
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.placement import Placement, make_placement
+from spare_megatron.core.topology import GroupId, ShardId, SliceId
+from spare_megatron.mcore import cpu
+from spare_megatron.mcore import trainer as trainer_module
+from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.parameters import named_parameters
+from spare_megatron.mcore.slices import Slices
+from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
+from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
+from tests.integration.mcore_group import CPU, Arrays, all_work
+
+
+def first_hosts(config: RunConfig) -> Placement:
+    """Slice -> its hosts at the start of a run."""
+    return make_placement("golomb", config.layout.num_groups, config.optimizer.redundancy)
+
+
+def build_groups(config: RunConfig) -> list[GroupTrainer]:
+    hosts = first_hosts(config)
+    stacks = [hosts.stack(GroupId(group)) for group in range(config.layout.num_groups)]
+    return [GroupTrainer(config, CPU, hosted=[SliceId(shard) for shard in stack]) for stack in stacks]
+
+
+def stacked(trainer: GroupTrainer) -> StackedOptimizer:
+    assert trainer.stacked is not None
+    return trainer.stacked
+
+
+def gather(trainers: Sequence[GroupTrainer], owners: Sequence[int]) -> None:
+    """Hands every slice's parameters from its owner to all others."""
+    for number, owner in enumerate(owners):
+        values = values_of(trainers[owner], SliceId(number))
+        for group, trainer in enumerate(trainers):
+            if group != owner:
+                stacked(trainer).write_values(SliceId(number), 0, values)
+
+
+def values_of(trainer: GroupTrainer, number: SliceId) -> torch.Tensor:
+    dtype = next(trainer.chunks[0].module.parameters()).dtype
+    out = torch.empty(stacked(trainer).slices.length(number), dtype=dtype)
+    stacked(trainer).read_values(number, 0, out)
+    return out
+
+
+def summed(trainers: Sequence[GroupTrainer], config: RunConfig, step: int) -> tuple[torch.Tensor, float]:
+    """The sum over groups, each of which computes the shard of its number, and the loss."""
+    buffers = []
+    for group, trainer in enumerate(trainers):
+        trainer.begin_step(step)
+        trainer.compute([item for item in all_work(config) if item.shard == ShardId(group)])
+        buffers.append(trainer.gradients.new_buffer())
+        trainer.gradients.pack_into(buffers[-1])
+    whole = torch.stack(buffers).sum(dim=0)
+    return whole, trainers[0].loss_of(whole) or 0.0
+
+
+def train_both_ways(config: RunConfig, num_steps: int) -> list[tuple[Arrays, UpdateResult]]:
+    """Trains with stacked state and, beside it, with the whole state in one group that is given the same sums.
+
+    Returns:
+        After every step this rank's parameters and what the update said. They were the same bits in all groups, as
+        was the state of every slice on its hosts.
+    """
+    trainers, hosts = build_groups(config), first_hosts(config).hosts
+    whole_state = GroupTrainer(replicated(config), CPU)
+    answers = []
+    for step in range(num_steps):
+        total, loss = summed(trainers, config, step)
+        results = {trainer.update(total.clone(), loss) for trainer in (*trainers, whole_state)}
+        assert len(results) == 1
+        gather(trainers, [row[-1] for row in hosts])
+        assert len({trainer.params_sha256() for trainer in trainers}) == 1
+        assert all(map(same_bits, *map(model_values, (trainers[step % len(trainers)], whole_state))))
+        answers.append((values_by_name(trainers[0]), results.pop()))
+    assert_alike_on_hosts(trainers, hosts)
+    return answers
+
+
+def assert_alike_on_hosts(trainers: Sequence[GroupTrainer], hosts: Sequence[Sequence[int]]) -> None:
+    for number, row in enumerate(hosts):
+        for piece in range(stacked(trainers[0]).slices.num_pieces(SliceId(number))):
+            states = {stacked(trainers[group]).read_piece(SliceId(number), piece) for group in row}
+            assert len(states) == 1
+            assert any(states.pop().data)
+
+
+def replicated(config: RunConfig) -> RunConfig:
+    return replace(config, optimizer=replace(config.optimizer, sharding="replicated"))
+
+
+def model_values(trainer: GroupTrainer) -> list[torch.Tensor]:
+    return [named.parameter.detach() for named in trainer.parameters_named()]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def values_by_name(trainer: GroupTrainer) -> Arrays:
+    return {named.name: named.parameter.detach().float().numpy().copy() for named in trainer.parameters_named()}
+
+
+# ------------------------------------------------------------------------------------------- a group without state
+
+
+def repair_a_group(config: RunConfig, piece_elements: int) -> int:
+    """A group takes over the parameters after two steps, then the state of a slice, one piece between two steps.
+
+    Returns:
+        The pieces.
+    """
+    trainer_module.Slices = partial(Slices, piece_elements=piece_elements)
+    trainers, hosts = build_groups(config), first_hosts(config).hosts
+    number, donor = SliceId(0), trainers[hosts[0][1]]
+    for step in range(2):
+        advance(trainers, hosts, config, step)
+    newcomer = GroupTrainer(config, CPU)
+    newcomer.load_state(donor.dump_state())
+    assert stacked(newcomer).hosted == frozenset()
+    num_pieces = stacked(donor).slices.num_pieces(number)
+    for piece in range(num_pieces):
+        state = stacked(donor).read_piece(number, piece)
+        if piece % 2 == 0:  # an update between reading and installing: the piece is too old
+            advance([*trainers, newcomer], hosts, config, 2 + piece)
+            assert not stacked(newcomer).install_piece(number, piece, state)
+            state = stacked(donor).read_piece(number, piece)
+        assert number not in stacked(newcomer).hosted
+        assert stacked(newcomer).install_piece(number, piece, state)
+    assert stacked(newcomer).hosted == {number}
+    advance([*trainers, newcomer], hosts, config, 2 + num_pieces)
+    assert_alike_on_hosts([*trainers, newcomer], [(hosts[0][1], len(trainers))])
+    return num_pieces
+
+
+def advance(trainers: Sequence[GroupTrainer], hosts: Sequence[Sequence[int]], config: RunConfig, step: int) -> None:
+    """One step of the first groups, applied by all."""
+    total, loss = summed(trainers[: config.layout.num_groups], config, step)
+    for trainer in trainers:
+        trainer.update(total.clone(), loss)
+    gather(trainers, [row[0] for row in hosts])
+    assert len({trainer.params_sha256() for trainer in trainers}) == 1
+
+
+# --------------------------------------------------------------------------------------- Megatron's own, and memory
+
+
+def train_zero(config: RunConfig, num_steps: int) -> Arrays:
+    """Parameters of this rank after some steps of plain Megatron with its DistributedOptimizer."""
+    divide_world(config)
+    for step, chunk in enumerate(train_steps(config, CPU, is_sharded=True), start=1):
+        if step == num_steps:
+            return {named.name: named.parameter.detach().float().numpy() for named in named_parameters([chunk])}
+    raise AssertionError(f"the run has fewer than {num_steps} steps")
+
+
+def divide_world(config: RunConfig) -> None:
+    cpu.install()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.layout.tensor_parallel,
+        pipeline_model_parallel_size=config.layout.pipeline_parallel,
+    )
+
+
+def apply_to_zero(config: RunConfig, num_steps: int) -> Arrays:
+    """This rank's parameters after Megatron's DistributedOptimizer has applied gradients that are made up."""
+    divide_world(config)
+    chunk, optimizer, schedule = build_rank(config, CPU, is_sharded=True)
+    for step in range(num_steps):
+        make_up_gradients([chunk], step)
+        optimizer.step()
+        schedule.step(increment=1)
+    return {named.name: named.parameter.detach().float().numpy() for named in named_parameters([chunk])}
+
+
+def apply_to_stacked(config: RunConfig, num_steps: int) -> Arrays:
+    """The same by groups with stacked state."""
+    trainers, hosts = build_groups(config), first_hosts(config).hosts
+    for step in range(num_steps):
+        for trainer in trainers:
+            make_up_gradients(trainer.chunks, step)
+            stacked(trainer).step()
+        gather(trainers, [row[0] for row in hosts])
+    return values_by_name(trainers[0])
+
+
+def make_up_gradients(chunks: Sequence[Chunk], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for named in named_parameters(chunks):
+        named.main_grad.copy_(torch.randn(named.main_grad.shape, generator=generator) * 1e-3)
+
+
+def state_bytes(config: RunConfig) -> tuple[int, int, list[int]]:
+    """After an update: elements of this rank's parameters, and bytes of optimizer state where all of it is in one
+    group, and where it is stacked, in each."""
+    trainers, whole_state = build_groups(config), GroupTrainer(replicated(config), CPU)
+    total, loss = summed(trainers, config, 0)
+    for trainer in (*trainers, whole_state):
+        trainer.update(total.clone(), loss)
+    parameters = model_values(whole_state)
+    optimizer = whole_state._optimizer.megatron
+    tensors = [tensor for state in optimizer.optimizer.state.values() for tensor in state.values() if tensor.ndim]
+    main = [named.parameter.main_param for named in whole_state.parameters_named() if config.model.precision == "bf16"]
+    size = sum(tensor.nbytes for tensor in (*tensors, *main))
+    return sum(map(torch.numel, parameters)), size, [stacked(trainer).state_bytes for trainer in trainers]
+
+
+def zero_bytes(config: RunConfig) -> int:
+    """The same of this rank of plain Megatron with its DistributedOptimizer."""
+    divide_world(config)
+    chunk, optimizer, _ = build_rank(config, CPU, is_sharded=True)
+    make_up_gradients([chunk], 0)
+    optimizer.step()
+    (sharded,) = optimizer.chained_optimizers
+    tensors = [tensor for state in sharded.optimizer.state.values() for tensor in state.values() if tensor.ndim]
+    main = [tensor for group in sharded.shard_fp32_from_float16_groups for tensor in group]
+    return sum(tensor.nbytes for tensor in (*tensors, *main))

@@ -1,0 +1,168 @@
+"""Optimizer state in slices on a few groups each: against the whole state everywhere, and Megatron's ZeRO-1."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spare_megatron.config.schema import (
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ReduceConfig,
+    RunConfig,
+    SpareConfig,
+    TrainConfig,
+)
+from spare_megatron.core.topology import SliceId
+from spare_megatron.mcore.corpus_writer import write_corpus
+from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.slices import Slices
+from tests.integration import stacked_groups as groups
+from tests.integration.mcore_group import Arrays, run_group, run_ranks
+
+MakeConfig = Callable[..., RunConfig]
+STEPS = 20
+CLIP = 0.5
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("corpus") / "text"
+    generator = np.random.default_rng(3)
+    write_corpus((generator.integers(0, 256, 200, dtype=np.uint8).tobytes() for _ in range(40)), prefix)
+    return prefix
+
+
+@pytest.fixture
+def make_config(corpus: Path) -> MakeConfig:
+    def make(mode: str = "fast", model: dict[str, Any] | None = None, **layout: int) -> RunConfig:
+        config = RunConfig(
+            model=ModelConfig(**{"num_layers": 4, "hidden_size": 64, "seq_length": 32, **(model or {})}),
+            layout=LayoutConfig(**layout),
+            spare=SpareConfig(redundancy=2, microbatches_per_shard=2),
+            optimizer=OptimizerConfig(sharding="stacked", redundancy=2, warmup_steps=5, clip_grad=CLIP),
+            data=DataConfig(corpus=str(corpus)),
+            train=TrainConfig(steps=STEPS, micro_batch_size=1),
+            reduce=ReduceConfig(mode=mode),
+        )
+        prepare_index(config)
+        return config
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"num_groups": 4}, {"num_groups": 2, "pipeline_parallel": 2}, {"num_groups": 2, "tensor_parallel": 2}],
+    ids=["one rank", "two stages", "two tensor-parallel ranks"],
+)
+def test_parameters_are_those_of_whole_state_bit_for_bit_and_of_zero_1(
+    make_config: MakeConfig, layout: dict[str, int]
+) -> None:
+    """Weight decay for matrices only, a warm-up, tied embeddings, and every step clipped."""
+    config = make_config(**layout)
+    ours = run_group(groups.train_both_ways, config, STEPS)
+    theirs = run_ranks(config.parallel.num_ranks, groups.train_zero, config, STEPS)
+    tensor, num_groups = config.layout.tensor_parallel, config.layout.num_groups
+    for rank, answers in enumerate(ours):
+        assert all(result.grad_norm > CLIP for _, result in answers)
+        assert answers[0][1].learning_rate == 0.0 < answers[1][1].learning_rate
+        # Megatron numbers ranks with the tensor-parallel index fastest, then data, then pipeline.
+        same_position = theirs[rank // tensor * tensor * num_groups + rank % tensor]
+        assert relative_distance(answers[-1][0], same_position) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("mode", "model", "layout"),
+    [
+        ("reproducible", {"hidden_dropout": 0.1}, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+        ("fast", {"precision": "bf16"}, {}),
+        ("fast", {"tie_embeddings": False}, {}),
+    ],
+    ids=["interleaved, fixed point", "bf16", "untied"],
+)
+def test_parameters_are_those_of_whole_state_bit_for_bit(
+    make_config: MakeConfig, mode: str, model: dict[str, Any], layout: dict[str, int]
+) -> None:
+    run_group(groups.train_both_ways, make_config(mode, model, num_groups=3, **layout), 4)
+
+
+def test_bf16_parameters_are_within_a_rounding_of_those_of_zero_1(make_config: MakeConfig) -> None:
+    """From the same gradients: those of a bf16 model change with the rounding of its parameters."""
+    config = make_config(model={"precision": "bf16"}, num_groups=2)
+    (ours,) = run_group(groups.apply_to_stacked, config, STEPS)
+    theirs = run_ranks(2, groups.apply_to_zero, config, STEPS)[0]
+    apart = np.concatenate([roundings_apart(ours[name], theirs[name]) for name in theirs])
+    assert apart.max() <= 1
+    assert np.count_nonzero(apart) < 1e-3 * apart.size
+
+
+def test_a_group_without_state_takes_a_slice_over_by_the_piece(make_config: MakeConfig) -> None:
+    for precision in ("fp32", "bf16"):
+        config = make_config(model={"precision": precision, "num_layers": 2}, num_groups=3)
+        assert run_group(groups.repair_a_group, config, 10_000)[0] > 3
+
+
+@pytest.mark.parametrize(("precision", "bytes_each"), [("fp32", 8), ("bf16", 12)])
+def test_a_rank_holds_the_state_of_its_slices_and_no_more(
+    make_config: MakeConfig, precision: str, bytes_each: int
+) -> None:
+    """Moments, and main parameters where the model computes in bf16."""
+    config = make_config(model={"precision": precision}, num_groups=4)
+    num_elements, whole, parts = run_group(groups.state_bytes, config)[0]
+    assert whole == bytes_each * num_elements
+    assert sum(parts) == 2 * whole
+    assert max(parts) <= 2 * whole / 4 + 2 * bytes_each
+    zero = run_ranks(4, groups.zero_bytes, config)
+    assert sum(zero) == whole
+
+
+# ---------------------------------------------------------------------------------------------------------- cutting
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 7, 40])
+def test_fragments_cover_every_parameter_once_in_the_order_of_the_slices(num_slices: int) -> None:
+    shapes = [(3, 5), (1,), (4, 2), (7,)]
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    chunks: Any = [
+        SimpleNamespace(module=torch.nn.ParameterList(parameters[:2])),
+        SimpleNamespace(module=torch.nn.ParameterList(parameters[2:])),
+    ]
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    expected = flat.split(-(-flat.numel() // num_slices))
+    cut = Slices(chunks, num_slices, piece_elements=4)
+    for index in range(num_slices):
+        number = SliceId(index)
+        values = expected[index] if index < len(expected) else flat[:0]
+        assert cut.length(number) == values.numel()
+        assert cut.num_pieces(number) == len(values.split(4)) if values.numel() else cut.num_pieces(number) == 0
+        for piece in range(cut.num_pieces(number)):
+            fragments = list(cut.fragments(number, cut.place(number, piece)))
+            assert torch.equal(torch.cat([item.values for item in fragments]), values.split(4)[piece])
+            assert fragments[0].offset == 4 * piece
+            for item in fragments:
+                assert torch.equal(values[item.place], item.values)
+
+
+# ---------------------------------------------------------------------------------------------------------- helpers
+
+
+def relative_distance(one: Arrays, other: Arrays) -> float:
+    """L2 norm of the difference over that of the second."""
+    assert one.keys() == other.keys()
+    apart = sum(float(np.sum((one[name].astype(np.float64) - other[name]) ** 2)) for name in one)
+    size = sum(float(np.sum(other[name].astype(np.float64) ** 2)) for name in other)
+    return float(np.sqrt(apart / size))
+
+
+def roundings_apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """How many bf16 numbers lie between the elements, plus one where they differ: the distance of their patterns."""
+    patterns = [np.ascontiguousarray(values).view(np.int32) >> 16 for values in (one, other)]
+    ordered = [np.where(pattern < 0, np.int32(-(2**15)) - pattern, pattern) for pattern in patterns]
+    return np.abs(ordered[0] - ordered[1]).ravel()

@@ -101,6 +101,9 @@ class EtcdControlStore:
         finally:
             store.close()
 
+    def local_host(self) -> str:
+        return self._gateway.local_host()
+
     def clear(self) -> None:
         start, end = self._directory("")
         self._gateway.call("/v3/kv/deleterange", {"key": encoded(start), "range_end": encoded(end)})

@@ -75,5 +75,8 @@ class ControlStore(Protocol):
             timeout_s: Longest wait of the new store for the other ranks.
         """
 
+    def local_host(self) -> str:
+        """The IP address of this machine by which it reaches the store, and is reached by whoever reaches the store."""
+
     def clear(self) -> None:
         """Removes everything that the run has written, when nobody needs it any more."""

@@ -105,6 +105,12 @@ class TcpControlStore:
             store.set_timeout(timedelta(seconds=timeout_s))
             return store
 
+    def local_host(self) -> str:
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(self._address)  # sends nothing
+            return str(route.getsockname()[0])
+
     def clear(self) -> None:
         """Nothing to do: everything ends with the server."""
 

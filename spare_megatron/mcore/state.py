@@ -1,9 +1,15 @@
-"""The state of a rank as bytes: what a group that comes back takes over from one that trained on."""
+"""The whole state of a rank: what a group that comes back takes over from one that trained on, and what is saved.
+
+What is taken over goes in two parts: a description, which has all but the tensors, and their bytes, which are read
+where they are and written where they belong, so that no second copy of the state is needed on either side.
+"""
 
 import hashlib
 import io
+import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +18,69 @@ import torch
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
+from spare_megatron.mcore.tensor_bytes import TensorBytes
 
-_DIGEST_BYTES = 32
+
+class ForeignState(Exception):
+    """The state is not that of a rank like this one."""
 
 
-class DamagedState(Exception):
-    """The bytes are not those that were sent."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingState:
+    """A rank's state, for others to read until the next update.
+
+    Attributes:
+        description: All but the tensors.
+        tensors: Their bytes.
+    """
+
+    description: bytes
+    tensors: TensorBytes
+
+
+class IncomingState:
+    """The state of another rank on its way into this one.
+
+    Args:
+        description: What `OutgoingState` has.
+        chunks: The model to take it over.
+        optimizer: Its optimizer.
+
+    Raises:
+        ForeignState: It is the state of another model.
+    """
+
+    def __init__(self, description: bytes, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> None:
+        state = json.loads(description)
+        if state["model"] != _shapes(chunks):
+            raise ForeignState("the parameters there have other names, shapes or formats")
+        self._optimizer = optimizer
+        places = [tensor for chunk in chunks for tensor in _tensors(chunk).values()]
+        device = places[0].device
+        self._content = _decoded(state["optimizer"], device, places)
+        self.tensors = TensorBytes(places)
+        """Where the bytes belong. Until all are there the model is of no use."""
+
+    def install(self) -> None:
+        """Takes the rest over, when all bytes are there."""
+        self._optimizer.load_state_dict(self._content)
+
+
+def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> OutgoingState:
+    """Parameters, buffers, optimizer state and the place in the learning-rate schedule, as they are now.
+
+    Of a stacked optimizer only the place in the schedule: its slices are another group's too, and copied by themselves.
+    """
+    tensors = [tensor for chunk in chunks for tensor in _tensors(chunk).values()]
+    state = {
+        "model": _shapes(chunks),
+        "optimizer": _encoded(optimizer.state_dict(), tensors),
+    }
+    return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
 
 
 def dump_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> bytes:
-    """Parameters, buffers, optimizer state and the place in the learning-rate schedule, behind their SHA-256.
-
-    Of a stacked optimizer only the place in the schedule: its slices are another group's too, and copied by the piece.
-    """
+    """The same as bytes, behind their SHA-256."""
     state = {
         "chunks": [_tensors(chunk) for chunk in chunks],
         "optimizer": optimizer.state_dict(),
@@ -46,23 +102,44 @@ def save_state(folder: Path, name: str, data: bytes) -> None:
     aside.rename(folder / f"{name}.state")
 
 
-def load_state(data: bytes, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> None:
-    """Takes over what `dump_state` wrote on the rank of the same position.
-
-    Raises:
-        DamagedState: The checksum does not fit. Nothing is changed.
-    """
-    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if hashlib.sha256(content).digest() != digest:
-        raise DamagedState(f"{len(content)} bytes of state do not fit their checksum")
-    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    with torch.no_grad():
-        for chunk, saved in zip(chunks, state["chunks"], strict=True):
-            for name, tensor in _tensors(chunk).items():
-                tensor.copy_(saved[name])
-    optimizer.load_state_dict(state["optimizer"])
-
-
 def _tensors(chunk: Chunk) -> dict[str, torch.Tensor]:
     module = chunk.module.module
     return {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _shapes(chunks: Sequence[Chunk]) -> list[list[list[Any]]]:
+    """Name, format and shape of every tensor of the model, as JSON gives them back."""
+    return [[[name, *_form(tensor)] for name, tensor in _tensors(chunk).items()] for chunk in chunks]
+
+
+def _form(tensor: torch.Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _encoded(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value for JSON, which knows neither tuples nor keys that are numbers; its tensors go to the list."""
+    match value:
+        case torch.Tensor():
+            tensors.append(value)
+            return {"tensor": [*_form(value), value.device.type]}
+        case dict():
+            return {"dict": [[key, _encoded(item, tensors)] for key, item in value.items()]}
+        case list() | tuple():
+            return {type(value).__name__: [_encoded(item, tensors) for item in value]}
+    return value
+
+
+def _decoded(value: Any, device: torch.device, places: list[torch.Tensor]) -> Any:
+    """What `_encoded` was given, with new tensors, which go to the list in the same order."""
+    match value:
+        case {"tensor": [dtype, shape, kind]}:
+            on = device if kind == device.type else torch.device(kind)
+            places.append(torch.empty(shape, dtype=getattr(torch, dtype), device=on))
+            return places[-1]
+        case {"dict": items}:
+            return {key: _decoded(item, device, places) for key, item in items}
+        case {"list": items}:
+            return [_decoded(item, device, places) for item in items]
+        case {"tuple": items}:
+            return tuple(_decoded(item, device, places) for item in items)
+    return value

@@ -26,7 +26,7 @@ from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.mcore.state import dump_state, load_state
+from spare_megatron.mcore.state import IncomingState, OutgoingState, dump_state, outgoing_state
 from spare_megatron.mcore.transformer import transformer_config
 
 
@@ -175,13 +175,17 @@ class GroupTrainer:
         """The rank's whole state between two steps."""
         return dump_state(self.chunks, self._optimizer)
 
-    def load_state(self, data: bytes) -> None:
-        """Take over the state of the rank of the same position in another group.
+    def outgoing_state(self) -> OutgoingState:
+        """The same for others to read, until the next update."""
+        return outgoing_state(self.chunks, self._optimizer)
+
+    def incoming_state(self, description: bytes) -> IncomingState:
+        """For taking over the state of the rank of the same position in another group, which has this description.
 
         Raises:
-            DamagedState: The bytes are not those that it gave. Nothing is changed.
+            ForeignState: It is the state of another model.
         """
-        load_state(data, self.chunks, self._optimizer)
+        return IncomingState(description, self.chunks, self._optimizer)
 
     def params_sha256(self) -> str:
         """The SHA-256 of this rank's parameters, bit for bit."""

@@ -60,7 +60,6 @@ class CrossGroupCommunicator:
         device: Where the tensors are; decides between gloo and NCCL.
         store: The control store, for the rendezvous.
         timeout_s: Longest wait for a build or a reduction.
-        purpose: Distinguishes communicators of different use between the same groups.
         probe: Told when the reduction is in flight, and that the rank is there while it waits.
     """
 
@@ -73,7 +72,6 @@ class CrossGroupCommunicator:
         store: ControlStore,
         timeout_s: float,
         probe: Probe,
-        purpose: str = "communicator",
     ) -> None:
         self._group = group
         self._position = position
@@ -81,7 +79,6 @@ class CrossGroupCommunicator:
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         self._probe = probe
-        self._purpose = purpose
         self._backend: Any = None
         self._build: _Build | None = None
         self._num_members = 1
@@ -92,7 +89,7 @@ class CrossGroupCommunicator:
         self.ready_at_s: float | None = None
         """Monotonic time at which the last reduction had its communicator; None if it never had."""
 
-    def begin_build(self, key: int | str, members: Sequence[GroupId]) -> None:
+    def begin_build(self, key: int, members: Sequence[GroupId]) -> None:
         """Lets go of the present communicator and begins to build the next one in the background."""
         self._let_go()
         self._num_members = len(members)
@@ -147,12 +144,12 @@ class CrossGroupCommunicator:
         self._backend = None
         return False
 
-    def _construct(self, build: _Build, key: int | str, members: Sequence[GroupId]) -> Any:
+    def _construct(self, build: _Build, key: int, members: Sequence[GroupId]) -> Any:
         """The new backend, or the exception: it is read in the rank's own thread."""
         rank, size = list(members).index(self._group), len(members)
         try:
             timeout_s = self._timeout.total_seconds()
-            store = self._store.rendezvous(f"{self._purpose}/{key}/{self._position}", rank, timeout_s)
+            store = self._store.rendezvous(f"communicator/{key}/{self._position}", rank, timeout_s)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # this thread's own
                 # Read by each constructor: what a lost group breaks here is the executor's to handle. The group's own

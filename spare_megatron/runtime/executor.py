@@ -13,11 +13,13 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, ParamsRecord, Record, UpdateRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
-from spare_megatron.runtime.join import StateTransfer, confirm
+from spare_megatron.runtime.join import confirm
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
 from spare_megatron.runtime.reduction import Reduction
 from spare_megatron.runtime.reports import GroupRejoined, StepCommitted
+from spare_megatron.runtime.state_source import StateSource
+from spare_megatron.runtime.state_transfer import StateTransfer
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class GroupExecutor:
         agreement: The group's voice.
         reduction: The rank's part in the sums over all groups.
         journal: The rank's journal; only leaders write here.
+        source: What others may read of this rank's state.
         transfer: For groups that come back.
         join_timeout_s: How long one that comes back waits for the others to confirm its state.
         report: Tells the supervisor of a committed step.
@@ -56,6 +59,7 @@ class GroupExecutor:
         agreement: GroupAgreement,
         reduction: Reduction,
         journal: JournalWriter,
+        source: StateSource,
         transfer: StateTransfer,
         join_timeout_s: float,
         report: Callable[[StepCommitted | GroupRejoined], None],
@@ -67,6 +71,7 @@ class GroupExecutor:
         self._agreement = agreement
         self._reduction = reduction
         self._journal = journal
+        self._source = source
         self._transfer = transfer
         self._join_timeout_s = join_timeout_s
         self._report = report
@@ -199,7 +204,7 @@ class GroupExecutor:
         self._clock.committed()
         self._write_recoveries()
         self._probe(Phase.AFTER_COMMIT)
-        with self._probe.during(Operation.UPDATE):
+        with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.sums, self._reduction.loss_sum)
         self.num_steps = step + 1
         step_s = time.monotonic() - self._now.started_s

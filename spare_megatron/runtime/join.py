@@ -1,19 +1,12 @@
-"""A group that comes back: it catches up with the log, waits to be admitted, and takes the state over from a donor."""
+"""A group that comes back: it catches up with the log, waits to be admitted, and has its state confirmed by others."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
-
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import Action, AdmitGroups, EntryRead, Fence, RunStarted
-from spare_megatron.core.topology import Member
-from spare_megatron.mcore.state import DamagedState
-from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
-from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.fold import Stop
 from spare_megatron.runtime.probe import RankProbe
 
@@ -57,80 +50,6 @@ def catch_up(controller: Controller, agreement: GroupAgreement, announced: Calla
                 return action
             if isinstance(action, AdmitGroups) and agreement.member in action.members:
                 return deque(actions[number:])
-
-
-class StateTransfer:
-    """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes.
-
-    Args:
-        trainer: The rank's part of the model.
-        agreement: The group's voice.
-        channel: For the transfers, between two groups at a time.
-        device: Where the channel's tensors are.
-        probe: Told before a transfer begins.
-    """
-
-    def __init__(
-        self,
-        *,
-        trainer: GroupTrainer,
-        agreement: GroupAgreement,
-        channel: CrossGroupCommunicator,
-        device: torch.device,
-        probe: RankProbe,
-    ) -> None:
-        self._trainer = trainer
-        self._agreement = agreement
-        self._channel = channel
-        self._device = device
-        self._probe = probe
-
-    def run(self, action: AdmitGroups, head: int) -> None:
-        """Gives the state to those this group is the donor of, or takes it.
-
-        A donor that loses its newcomer goes on: it is lost, and everybody will find it so.
-
-        Args:
-            action: Who is admitted, and who gives to whom.
-            head: Entries of the log folded so far.
-
-        Raises:
-            JoinFailed: The state has not come, or came damaged.
-        """
-        donors = zip(action.members, action.donors, strict=True)
-        for newcomer, donor in donors:
-            if self._agreement.member not in (newcomer, donor):
-                continue
-            self._probe.begin_join(action.step)
-            is_newcomer = self._agreement.member == newcomer
-            self._channel.begin_build(f"{head - 1}/{newcomer.group}", sorted((newcomer.group, donor.group)))
-            with self._probe.during(Operation.CHECK):
-                mine = b"" if is_newcomer else self._trainer.dump_state()
-            data = self._exchange(mine, donor if is_newcomer else newcomer, head)
-            if not is_newcomer:
-                continue
-            if data is None:
-                raise JoinFailed(f"group {donor.group} did not give its state: {self._channel.evidence}")
-            try:
-                self._trainer.load_state(data.numpy().tobytes())
-            except DamagedState as error:
-                raise JoinFailed(f"the state that group {donor.group} gave is damaged: {error}") from error
-
-    def _exchange(self, mine: bytes, other: Member, head: int) -> torch.Tensor | None:
-        """The bytes of whichever of the two has some; None if the other is lost. The sum of two, of which one is 0."""
-        size = self._sum(torch.tensor([len(mine)], dtype=torch.int64), other, head)
-        if size is None:
-            return None
-        with self._probe.during(Operation.CHECK):
-            data = torch.zeros(int(size), dtype=torch.uint8)
-            if mine:
-                data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        return self._sum(data, other, head)
-
-    def _sum(self, tensor: torch.Tensor, other: Member, head: int) -> torch.Tensor | None:
-        buffer = tensor.to(self._device)
-        is_complete = self._channel.reduce(buffer, lambda: self._agreement.is_lost(other, head))
-        return buffer.cpu() if is_complete else None
 
 
 def confirm(

@@ -6,7 +6,6 @@ import time
 import traceback
 from collections import deque
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 
 from spare_megatron.control.decision_log import DecisionLog
@@ -16,7 +15,7 @@ from spare_megatron.core.controller import Controller
 from spare_megatron.core.guard import GradientGuard
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import Action, FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
@@ -36,11 +35,15 @@ from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop, controller_setup
-from spare_megatron.runtime.join import JoinFailed, StateTransfer, catch_up
+from spare_megatron.runtime.join import JoinFailed, catch_up
+from spare_megatron.runtime.piece_server import PieceServer
+from spare_megatron.runtime.piece_wire import Address
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.reduction import Reduction
 from spare_megatron.runtime.reports import ExitCode, FaultStruck, FaultWanted, RankRaised, RanksReady, RunStopped
 from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.state_source import StateSource
+from spare_megatron.runtime.state_transfer import StateTransfer
 from spare_megatron.runtime.train import start, train
 
 
@@ -68,6 +71,11 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
 
 _SAVING_GROUPS = 2
 """Groups that save their state when the store is gone: one may be lost at the same time."""
+
+
+def _server_key(member: Member, rank: int) -> str:
+    """Where a rank's address stands in the control store."""
+    return f"pieces/{member.group}/{member.incarnation}/{rank}"
 
 
 class _Rank:
@@ -130,8 +138,7 @@ class _Rank:
             config.control.decision_timeout_s,
             may_come_back=everybody if config.spare.rejoins else (),
         )
-        connect = partial(
-            CrossGroupCommunicator,
+        communicator = CrossGroupCommunicator(
             group=spec.group,
             position=spec.rank,
             device=device,
@@ -139,29 +146,48 @@ class _Rank:
             timeout_s=config.reduce.timeout_s,
             probe=self._probe,
         )
-        channel = connect(purpose="transfer")
         reduction = Reduction(
             trainer=self._trainer,
             agreement=agreement,
-            communicator=connect(),
+            communicator=communicator,
             journal=self._journal,
             probe=self._probe,
             guard=GradientGuard(config.train.gradient_outlier_factor),
         )
+        source = self._serve_state()
         return GroupExecutor(
             group=spec.group,
             trainer=self._trainer,
             agreement=agreement,
             reduction=reduction,
             journal=self._journal,
+            source=source,
             transfer=StateTransfer(
-                trainer=self._trainer, agreement=agreement, channel=channel, device=device, probe=self._probe
+                trainer=self._trainer,
+                agreement=agreement,
+                source=source,
+                find_server=self._find_server,
+                timeout_s=config.reduce.timeout_s,
+                probe=self._probe,
             ),
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
             probe=self._probe,
             params_check_every_steps=config.train.params_check_every_steps,
         )
+
+    def _serve_state(self) -> StateSource:
+        """Lets others read this rank's state from now on, where they find the server in the control store."""
+        source = StateSource()
+        server = PieceServer(self._store.local_host(), source, self._spec.config.reduce.timeout_s)
+        server.start()
+        self._store.put(_server_key(self._spec.member, self._spec.rank), str(server.address))
+        return source
+
+    def _find_server(self, member: Member) -> Address:
+        """The server of the rank of the same position; it was there before the member took part."""
+        key = _server_key(member, self._spec.rank)
+        return Address.parse(self._store.wait(key, self._spec.config.reduce.timeout_s))
 
     def _start(self, executor: GroupExecutor) -> deque[Action]:
         """With all others, at the start of the run."""

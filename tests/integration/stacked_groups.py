@@ -22,6 +22,7 @@ from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
 from tests.integration.mcore_group import CPU, Arrays, all_work
+from tests.integration.mcore_state_group import hand_over
 
 
 def first_hosts(config: RunConfig) -> Placement:
@@ -129,7 +130,7 @@ def repair_a_group(config: RunConfig, piece_elements: int) -> int:
     for step in range(2):
         advance(trainers, hosts, config, step)
     newcomer = GroupTrainer(config, CPU)
-    newcomer.load_state(donor.dump_state())
+    hand_over(donor, newcomer)
     assert stacked(newcomer).hosted == frozenset()
     num_pieces = stacked(donor).slices.num_pieces(number)
     for piece in range(num_pieces):

@@ -1,0 +1,189 @@
+"""What goes over the wire between a client that asks for pieces of a state and a server that has it.
+
+The server greets with a nonce. Each request names a state, a step and a range of bytes; each answer is those bytes, or
+why there are none. Both carry an HMAC-SHA-256 under the server's token, which stands in the control store beside
+its address: so nobody is served, or believed, who does not read the run's store, and no damaged byte is taken for a
+good one. Nothing that comes in is more than numbers, a name and bytes.
+"""
+
+import hashlib
+import hmac
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+from spare_megatron.core.pieces import PIECE_BYTES, Piece
+
+NONCE_BYTES = 32
+_MAC_BYTES = 32
+_REQUEST = struct.Struct("!32sqQQ")
+_ANSWER = struct.Struct("!BqQ")
+
+
+class WrongStep(Exception):
+    """The server's state is not of the step that was asked for.
+
+    Attributes:
+        present: The step that it is of.
+    """
+
+    def __init__(self, present: int) -> None:
+        super().__init__(f"the state there is of step {present}")
+        self.present = present
+
+
+class NotOffered(Exception):
+    """The server has no state of this name, or not this range of it."""
+
+
+class TransferBroken(Exception):
+    """The other side is gone, silent, a stranger, or what came is damaged."""
+
+
+class Status(IntEnum):
+    """What an answer is."""
+
+    PIECE = 0
+    WRONG_STEP = 1
+    NOT_OFFERED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server listens, and what it takes to be served.
+
+    Attributes:
+        host: IP address.
+        port: TCP port.
+        token: Secret of this server, in hex.
+    """
+
+    host: str
+    port: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.port} {self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """What `str` wrote."""
+        host, port, token = text.split(" ")
+        return cls(host=host, port=int(port), token=token)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A piece of a state, as of a step. The name has at most 32 ASCII characters."""
+
+    name: str
+    step: int
+    piece: Piece
+
+
+class Channel:
+    """One end of a connection, after the greeting.
+
+    Args:
+        connection: The connection; its timeout is set anew with every wait.
+        token: The server's token.
+        nonce: The server's greeting.
+        timeout_s: Longest wait for a whole request or answer that has begun, and for the other side to take one.
+    """
+
+    def __init__(self, connection: socket.socket, token: str, nonce: bytes, timeout_s: float) -> None:
+        self._connection = connection
+        self._key = bytes.fromhex(token)
+        self._nonce = nonce
+        self._timeout_s = timeout_s
+
+    def ask(self, request: Request) -> memoryview:
+        """Client: the bytes of a piece.
+
+        Raises:
+            WrongStep: The state there is of another step.
+            NotOffered: It is not to be had there.
+            TransferBroken: No good answer has come.
+        """
+        head = _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
+        self._send(head + self._mac(head))
+        answer = receive(self._connection, _ANSWER.size + _MAC_BYTES, self._timeout_s)
+        status, step, num_bytes = _ANSWER.unpack_from(answer)
+        if num_bytes not in (0, request.piece.size):
+            raise TransferBroken("an answer to another request")
+        content = receive(self._connection, num_bytes, self._timeout_s)
+        if not hmac.compare_digest(answer[_ANSWER.size :], self._mac(head, answer[: _ANSWER.size], content)):
+            raise TransferBroken("an answer is damaged, or a stranger's")
+        if status == Status.WRONG_STEP:
+            raise WrongStep(step)
+        if status != Status.PIECE or num_bytes != request.piece.size:
+            raise NotOffered(f"{request.name} is not offered")
+        return content
+
+    def next_request(self, idle_s: float) -> tuple[Request, bytes] | None:
+        """Server: what is asked for next, and the bytes to sign the answer with; None if the client has left.
+
+        Raises:
+            TransferBroken: The client has been silent for `idle_s` seconds, or is a stranger.
+        """
+        head = receive(self._connection, _REQUEST.size + _MAC_BYTES, idle_s, may_end=True)
+        if not head:
+            return None
+        signed = bytes(head[: _REQUEST.size])
+        if not hmac.compare_digest(head[_REQUEST.size :], self._mac(signed)):
+            raise TransferBroken("a stranger asks")
+        name, step, start, stop = _REQUEST.unpack(signed)
+        if not 0 < stop - start <= PIECE_BYTES:
+            raise TransferBroken(f"a range of {stop - start} bytes is no piece of at most {PIECE_BYTES}")
+        return Request(name=name.rstrip(b"\0").decode("ascii"), step=step, piece=Piece(start, stop)), signed
+
+    def answer(self, signed: bytes, status: Status, step: int, content: bytes = b"") -> None:
+        """Server: answers the request.
+
+        Raises:
+            TransferBroken: The client does not take it.
+        """
+        head = _ANSWER.pack(status, step, len(content))
+        self._send(head + self._mac(signed, head, content))
+        self._send(content)
+
+    def _mac(self, *parts: bytes | memoryview) -> bytes:
+        mac = hmac.new(self._key, self._nonce, hashlib.sha256)
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._connection.settimeout(self._timeout_s)
+            self._connection.sendall(data)
+        except OSError as error:
+            raise TransferBroken(f"the other side takes nothing: {error}") from error
+
+
+def receive(connection: socket.socket, num_bytes: int, timeout_s: float, *, may_end: bool = False) -> memoryview:
+    """So many bytes, or none where the other side may leave and has.
+
+    Raises:
+        TransferBroken: They have not come in time, or never will.
+    """
+    data = memoryview(bytearray(num_bytes))
+    end_s = time.monotonic() + timeout_s
+    num_received = 0
+    while num_received < num_bytes:
+        try:
+            # 0 would not be a short wait but another way of working.
+            connection.settimeout(max(end_s - time.monotonic(), 1e-6))
+            some = connection.recv_into(data[num_received:])
+        except TimeoutError as error:
+            raise TransferBroken(f"{num_bytes - num_received} bytes have not come within {timeout_s:g} s") from error
+        except OSError as error:
+            raise TransferBroken(f"nothing comes: {error}") from error
+        if not some:
+            if may_end and not num_received:
+                return data[:0]
+            raise TransferBroken("the other side has closed the connection")
+        num_received += some
+    return data

@@ -1,0 +1,70 @@
+"""The whole state of a rank, taken over by another in pieces."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.core.pieces import Piece
+from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.tensor_bytes import TensorBytes
+from tests.integration import mcore_state_group as group
+from tests.integration.mcore_group import run_group
+from tests.integration.whole_run import tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_state_in_pieces_is_the_same_state(text_corpus: Path, precision: str) -> None:
+    """Bit for bit, with moments and schedule: two steps later both are still alike."""
+    layout = LayoutConfig(num_groups=2, pipeline_parallel=2)
+    config = tiny_config(text_corpus, layout, steps=8, hidden_dropout=0.1, precision=precision)
+    prepare_index(config)
+    for rank in run_group(group.take_over, config, 2):
+        before, donor, newcomer, later_donor, later_newcomer = rank.params
+        assert before == donor == newcomer
+        assert later_donor == later_newcomer != donor
+        assert rank.later[0] == rank.later[1]
+        assert rank.states[0] == rank.states[1]
+
+
+def test_the_state_of_another_model_is_refused(text_corpus: Path) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
+    prepare_index(config)
+    (message,) = run_group(group.refusal_of_another_model, config)
+    assert "other names, shapes or formats" in message
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(DTYPES)), max_size=6),
+    st.data(),
+)
+def test_the_bytes_of_tensors_are_read_and_written_in_place(
+    shapes: list[tuple[int, torch.dtype]], data: st.DataObject
+) -> None:
+    tensors = [torch.arange(100, 100 + size).to(dtype) for size, dtype in shapes]
+    tensors.append(torch.tensor(7.0))  # of no dimension, as Adam's steps
+    whole = b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    content = TensorBytes(tensors)
+    assert content.num_bytes == len(whole)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    piece = Piece(start, data.draw(st.integers(start + 1, len(whole))))
+    assert content.read(piece) == whole[piece.start : piece.stop]
+
+    written = bytes(255 - byte for byte in whole[piece.start : piece.stop])
+    content.write(piece, memoryview(bytearray(written)))
+    expected = whole[: piece.start] + written + whole[piece.stop :]
+    assert b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors) == expected
+
+
+def test_tensors_that_are_not_contiguous_are_refused() -> None:
+    """A copy would be written in their place."""
+    with pytest.raises(RuntimeError):
+        TensorBytes([torch.zeros(4, 4).t()])

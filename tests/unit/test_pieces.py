@@ -1,0 +1,283 @@
+"""Pieces of a state between two ranks: the transport by itself, on the loopback."""
+
+import hashlib
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spare_megatron.core.pieces import PIECE_BYTES, Piece, TokenBucket, pieces_of
+from spare_megatron.runtime.piece_client import PieceClient
+from spare_megatron.runtime.piece_server import PieceServer
+from spare_megatron.runtime.piece_wire import NONCE_BYTES, Address, NotOffered, TransferBroken, WrongStep, receive
+from spare_megatron.runtime.state_source import StateSource
+
+pytestmark = pytest.mark.timeout(60)
+
+TIMEOUT_S = 20.0
+SHORT_S = 0.3
+STEP = 7
+
+
+class Bytes:
+    """A state of so many random bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.content = secrets.token_bytes(num_bytes)
+        self.num_bytes = num_bytes
+
+    def read(self, piece: Piece) -> bytes:
+        return self.content[piece.start : piece.stop]
+
+
+@pytest.fixture
+def source() -> StateSource:
+    return StateSource()
+
+
+@pytest.fixture
+def server(source: StateSource) -> Iterator[PieceServer]:
+    server = PieceServer("127.0.0.1", source, TIMEOUT_S)
+    server.start()
+    yield server
+    server.close()
+
+
+# ------------------------------------------------------------------------------------------------------- pure parts
+
+
+@given(st.integers(0, 5 * PIECE_BYTES))
+def test_pieces_are_the_whole_once(num_bytes: int) -> None:
+    pieces = list(pieces_of(num_bytes))
+    assert sum(piece.size for piece in pieces) == num_bytes
+    assert all(0 < piece.size <= PIECE_BYTES for piece in pieces)
+    assert [piece.stop for piece in pieces[:-1]] == [piece.start for piece in pieces[1:]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.0, 3.0)), min_size=1, max_size=50))
+def test_a_bucket_never_exceeds_its_rate_by_more_than_one_piece(sent: list[tuple[int, float]]) -> None:
+    """Whatever the pauses between them, in any window of time."""
+    bucket, now_s = TokenBucket(bytes_per_s=100.0, now_s=0.0), 0.0
+    moments = []
+    for num_bytes, pause_s in sent:
+        now_s += pause_s
+        now_s += bucket.take(num_bytes, now_s)
+        moments.append((now_s, num_bytes))
+    for first, (begin_s, _) in enumerate(moments):
+        for last in range(first, len(moments)):
+            end_s = moments[last][0]
+            before_last = sum(size for _, size in moments[first:last])
+            assert before_last <= 100.0 * (end_s - begin_s) + 1e-6
+
+
+def test_a_busy_bucket_reaches_its_rate() -> None:
+    bucket, now_s = TokenBucket(bytes_per_s=1000.0, now_s=5.0), 5.0
+    for _ in range(100):
+        now_s += bucket.take(50, now_s)
+    assert now_s == pytest.approx(5.0 + 99 * 0.05)
+
+
+# -------------------------------------------------------------------------------------------------------- transport
+
+
+def test_a_state_comes_whole_and_several_clients_are_served_at_once(source: StateSource, server: PieceServer) -> None:
+    state = Bytes(3 * PIECE_BYTES + 17)
+    source.offer(STEP, {"state": state})
+    got: dict[int, bytes] = {}
+
+    def fetch(number: int) -> None:
+        with closing(PieceClient(server.address, TIMEOUT_S)) as client:
+            got[number] = b"".join(client.fetch("state", STEP, piece) for piece in pieces_of(state.num_bytes))
+
+    threads = [threading.Thread(target=fetch, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert {hashlib.sha256(content).digest() for content in got.values()} == {hashlib.sha256(state.content).digest()}
+    assert len(got) == 4
+
+
+def test_another_step_and_what_is_not_there_are_refused_and_told_so(source: StateSource, server: PieceServer) -> None:
+    state = Bytes(100)
+    with closing(PieceClient(server.address, TIMEOUT_S)) as client:
+        with pytest.raises(WrongStep) as wrong:
+            client.fetch("state", STEP, Piece(0, 100))
+        assert wrong.value.present == 0
+        source.offer(STEP, {"state": state})
+        for step in (STEP - 1, STEP + 1):
+            with pytest.raises(WrongStep) as wrong:
+                client.fetch("state", step, Piece(0, 100))
+            assert wrong.value.present == STEP
+        for name, piece in (("other", Piece(0, 100)), ("state", Piece(0, 101))):
+            with pytest.raises(NotOffered):
+                client.fetch(name, STEP, piece)
+        # And the connection is as good as before.
+        assert client.fetch("state", STEP, Piece(10, 20)) == state.content[10:20]
+        with source.changing(STEP + 1):
+            pass
+        with pytest.raises(WrongStep):
+            client.fetch("state", STEP, Piece(0, 100))
+        with pytest.raises(NotOffered):
+            client.fetch("state", STEP + 1, Piece(0, 100))
+
+
+def test_nobody_reads_while_the_state_changes(source: StateSource, server: PieceServer) -> None:
+    source.offer(STEP, {"state": Bytes(100)})
+    ended = threading.Event()
+    found: list[Exception] = []
+
+    def fetch() -> None:
+        with closing(PieceClient(server.address, TIMEOUT_S)) as client:
+            try:
+                client.fetch("state", STEP, Piece(0, 100))
+            except WrongStep as error:
+                found.append(error)
+        ended.set()
+
+    with source.changing(STEP + 1):
+        threading.Thread(target=fetch).start()
+        assert not ended.wait(SHORT_S), "served in the middle of a change"
+    assert ended.wait(TIMEOUT_S)
+    assert [str(error) for error in found] == [f"the state there is of step {STEP + 1}"]
+
+
+def test_a_stranger_is_refused_and_gets_nothing(source: StateSource, server: PieceServer) -> None:
+    source.offer(STEP, {"state": Bytes(100)})
+    stranger = replace(server.address, token=secrets.token_hex(32))
+    with closing(PieceClient(stranger, TIMEOUT_S)) as client, pytest.raises(TransferBroken, match=r"closed|nothing"):
+        client.fetch("state", STEP, Piece(0, 100))
+    with socket.create_connection((server.address.host, server.address.port), TIMEOUT_S) as connection:
+        receive(connection, NONCE_BYTES, TIMEOUT_S)
+        connection.sendall(secrets.token_bytes(200))
+        with pytest.raises(TransferBroken):
+            receive(connection, 1, TIMEOUT_S)
+    with closing(PieceClient(server.address, TIMEOUT_S)) as client:
+        assert len(client.fetch("state", STEP, Piece(0, 100))) == 100, "others are served as before"
+
+
+def test_more_than_a_piece_is_not_served(source: StateSource, server: PieceServer) -> None:
+    source.offer(STEP, {"state": Bytes(PIECE_BYTES + 1)})
+    with closing(PieceClient(server.address, TIMEOUT_S)) as client, pytest.raises(TransferBroken):
+        client.fetch("state", STEP, Piece(0, PIECE_BYTES + 1))
+
+
+class Relay:
+    """Between one client and a server; passes what the server says through `change`, with its position in the stream.
+
+    `change` returns what the client gets, and None to hang up.
+    """
+
+    def __init__(self, server: Address, change: object) -> None:
+        self._server = server
+        self._change = change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = replace(server, port=self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        with client, socket.create_connection((self._server.host, self._server.port), TIMEOUT_S) as server:
+            threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
+            position = 0
+            while data := server.recv(PIECE_BYTES):
+                passed = self._change(position, data)  # type: ignore[operator]
+                if passed is None:
+                    client.shutdown(socket.SHUT_RDWR)  # closing alone would wait for the other thread
+                    return
+                client.sendall(passed)
+                position += len(data)
+
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        try:
+            while data := client.recv(PIECE_BYTES):
+                server.sendall(data)
+            server.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other thread was faster
+
+    def close(self) -> None:
+        self._thread.join(TIMEOUT_S)
+        self._listener.close()
+
+
+def _flipped(position: int, data: bytes) -> bytes:
+    """One bit of the 500th byte after the greeting."""
+    index = NONCE_BYTES + 500 - position
+    if not 0 <= index < len(data):
+        return data
+    return data[:index] + bytes([data[index] ^ 4]) + data[index + 1 :]
+
+
+def _cut(position: int, data: bytes) -> bytes | None:
+    return None if position > 0 else data
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(_flipped, "damaged"), (_cut, "closed|nothing comes")], ids=["damaged", "hung_up"]
+)
+def test_what_comes_damaged_or_not_at_all_is_not_taken(
+    source: StateSource, server: PieceServer, change: object, reason: str
+) -> None:
+    source.offer(STEP, {"state": Bytes(PIECE_BYTES)})
+    with closing(Relay(server.address, change)) as relay, closing(PieceClient(relay.address, TIMEOUT_S)) as client:
+        with pytest.raises(TransferBroken, match=reason):
+            client.fetch("state", STEP, Piece(0, PIECE_BYTES))
+
+
+def test_the_answer_to_one_connection_is_worth_nothing_in_another(source: StateSource, server: PieceServer) -> None:
+    """The greeting differs, and goes into every signature: what was recorded cannot be played back."""
+    source.offer(STEP, {"state": Bytes(100)})
+    recorded: list[bytes] = []
+
+    def record(position: int, data: bytes) -> bytes:
+        recorded.append(data)
+        return data
+
+    with closing(Relay(server.address, record)) as relay, closing(PieceClient(relay.address, TIMEOUT_S)) as client:
+        client.fetch("state", STEP, Piece(0, 100))
+    old = b"".join(recorded)[NONCE_BYTES:]
+
+    def play_back(position: int, data: bytes) -> bytes:
+        return data if position < NONCE_BYTES else old[position - NONCE_BYTES :][: len(data)]
+
+    with closing(Relay(server.address, play_back)) as relay, closing(PieceClient(relay.address, TIMEOUT_S)) as client:
+        with pytest.raises(TransferBroken, match="damaged"):
+            client.fetch("state", STEP, Piece(0, 100))
+
+
+def test_a_server_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = Address(host="127.0.0.1", port=mute.getsockname()[1], token=secrets.token_hex(32))
+        with pytest.raises(TransferBroken, match=r"within 0\.3 s"):
+            PieceClient(address, SHORT_S)
+    with pytest.raises(TransferBroken, match="no connection"):
+        PieceClient(address, TIMEOUT_S)
+
+
+def test_a_server_that_is_closed_leaves_no_thread_and_ends_its_clients(source: StateSource) -> None:
+    before = threading.active_count()
+    server = PieceServer("127.0.0.1", source, TIMEOUT_S)
+    server.start()
+    source.offer(STEP, {"state": Bytes(100)})
+    clients = [PieceClient(server.address, TIMEOUT_S) for _ in range(3)]
+    for client in clients:
+        client.fetch("state", STEP, Piece(0, 100))
+    server.close()
+    assert threading.active_count() == before
+    for client in clients:
+        with pytest.raises(TransferBroken):
+            client.fetch("state", STEP, Piece(0, 100))
+        client.close()
+
+
+def test_an_address_is_read_as_it_was_written() -> None:
+    address = Address(host="fe80::1", port=65535, token=secrets.token_hex(32))
+    assert Address.parse(str(address)) == address

@@ -227,6 +227,8 @@ Event = RunStarted | EntryRead | VotesRead
 class AttemptReduce:
     """Reduce over these groups what is not kept, out of place, and vote on it.
 
+    A group that lacks parameters lets go of the communicator instead, so that no other waits for it, and votes at once.
+
     Attributes:
         step: The step.
         attempt: The attempt.

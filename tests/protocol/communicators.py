@@ -6,6 +6,7 @@ given up, some members may have the whole sum while others never get it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from spare_megatron.core.stepplan import Microbatch
 from tests.protocol.violation import Violation
@@ -19,12 +20,12 @@ class Reduction:
     """One collective of a communicator.
 
     Attributes:
-        attempt: What the first member called it.
+        name: What the first member called it.
         posted: What each process brought.
     """
 
-    attempt: int
-    posted: dict[str, tuple[Microbatch, ...]] = field(default_factory=dict)
+    name: str
+    posted: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -63,19 +64,19 @@ class Communicator:
     def leave(self, process: str) -> None:
         self.gone.add(process)
 
-    def post(self, process: str, attempt: int, brought: tuple[Microbatch, ...]) -> Reduction:
-        """A member starts its next reduction.
+    def post(self, process: str, name: str, brought: Any) -> Reduction:
+        """A member starts its next collective.
 
         Raises:
-            Violation: Others reduce another attempt in it.
+            Violation: It is another one for others.
         """
         number = self.num_posted.get(process, 0)
         self.num_posted[process] = number + 1
         if number == len(self.reductions):
-            self.reductions.append(Reduction(attempt))
+            self.reductions.append(Reduction(name))
         reduction = self.reductions[number]
-        if reduction.attempt != attempt:
-            raise Violation(f"attempts {reduction.attempt} and {attempt} meet in one reduction of {self.key}")
+        if reduction.name != name:
+            raise Violation(f"{reduction.name} and {name} meet in one collective of {self.key}")
         reduction.posted[process] = brought
         return reduction
 

@@ -4,6 +4,7 @@ It does what `runtime.executor` does, in the same order. Every `yield` is a mome
 elsewhere, or the process may die.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,12 +35,15 @@ from spare_megatron.core.messages import (
     VotesRead,
     decode_entry,
 )
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
+from spare_megatron.core.slices import Repair
+from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.detect import fence
 from tests.protocol.communicators import Communicator, Communicators, Sums
 from tests.protocol.invariants import Invariants
+from tests.protocol.slices import NUM_PIECES, SliceStates
 from tests.protocol.store import Request, conversation
 from tests.protocol.violation import Violation
 
@@ -73,6 +77,8 @@ class Surroundings(Protocol):
 
     def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool: ...
 
+    def slices_of(self, member: Member) -> SliceStates | None: ...
+
     def observe(self, member: Member) -> None: ...
 
 
@@ -88,7 +94,7 @@ def _waiting_key(group: GroupId) -> str:
 def _majority(given: Mapping[Member, str], num_donors: int) -> Member | None:
     """One of more than half of the donors, who have given the same."""
     for donor, params in given.items():
-        if 2 * sum(other == params for other in given.values()) > num_donors:
+        if params and 2 * sum(other == params for other in given.values()) > num_donors:
             return donor
     return None
 
@@ -103,15 +109,18 @@ class _LoneRank:
 class Group:
     """One process of one group."""
 
-    def __init__(self, member: Member, controller: Controller, world: Surroundings) -> None:
+    def __init__(self, member: Member, controller: Controller, world: Surroundings, held: SliceStates | None) -> None:
+        self.held = held
         self.member = member
         self.group = member.group
         self.name = f"{member.group}.{member.incarnation}"
         self._controller = controller
         self._world = world
         self._local: list[Microbatch] = []
+        self._computed: list[str] = []  # digests of this step's plans
         self._sums: Sums | None = None
-        self._params = ""
+        self._params = "at first"
+        self._lacks_params = False
         self._communicator: Communicator | None = None
         self._head = 0
 
@@ -126,6 +135,8 @@ class Group:
                 action = pending.popleft()
                 if isinstance(action, FinishRun | StopWipeOut | StopHalted):
                     self._world.invariants.stopped(self.name, action)
+                    if isinstance(action, FinishRun):
+                        self._has_params(action.step)
                     return
                 for event in (yield from self._execute(action)) or ():
                     pending.extendleft(reversed(self._handle(event)))
@@ -145,16 +156,14 @@ class Group:
     def _execute(self, action: Action) -> Steps:
         match action:
             case ComputeStep(plan=plan):
-                yield None
-                self._local = list(plan.work.of(self.group))
+                yield from self._compute(plan, is_patch=False)
             case ComputePatch(plan=plan):
-                yield None
-                self._local += plan.work.of(self.group)
+                yield from self._compute(plan, is_patch=True)
             case BuildCommunicator(key=key, members=members):
                 self._let_go()
                 self._communicator = self._world.communicators.named(key, members)
                 self._world.start_in_background(f"{self.name} builds {key}", self._build(self._communicator))
-            case AttemptReduce():
+            case AttemptReduce() | AttemptFinish():
                 return (yield from self._attempt(action))
             case ReadVotes(attempt=attempt, voters=voters):
                 votes = yield from self._speak(lambda voice: voice.read_votes(attempt, voters))
@@ -166,17 +175,87 @@ class Group:
                 return (yield from self._read_entry(index))
             case UpdateModel(step=step, attempt=attempt):
                 yield None
-                invariants = self._world.invariants
-                self._params = invariants.updated(self.name, step, attempt, self._sums, self._params)
+                self._update(step, attempt)
+            case GatherParams():
+                yield None
+                yield from self._gather(action)
+            case StartRepairs(repairs=repairs, hosts=hosts):
+                assert self.held is not None, "only slices are repaired"
+                for repair in self.held.assign(repairs, hosts):
+                    self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case AdmitGroups(step=step):
                 yield None
-                self._world.states.setdefault(step, {})[self.member] = self._params
+                self._world.states.setdefault(step, {})[self.member] = "" if self._lacks_params else self._params
             case SaveCheckpoint(step=step):
                 yield None
-                self._world.invariants.has_params(self.name, step, self._params)
+                if not self._lacks_params:
+                    self._has_params(step)
             case _:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
+
+    def _compute(self, plan: StepPlan, *, is_patch: bool) -> Steps:
+        yield None
+        if self._lacks_params or plan.digest in self._computed:
+            return
+        self._has_params(plan.step)
+        if not is_patch:
+            self._local, self._computed = [], []
+        self._local += plan.work.of(self.group)
+        self._computed.append(plan.digest)
+
+    def _update(self, step: int, attempt: int) -> None:
+        change = self._world.invariants.updated(self.name, step, attempt, self._sums)
+        if self.held is None:
+            self._params = hashlib.sha256(f"{self._params}|{change}".encode()).hexdigest()
+            self._has_params(step + 1)
+        else:
+            self.held.update(change)
+            self._world.invariants.slices.updated(self.name, self.member, step, self.held)
+            self._lacks_params = True
+
+    def _has_params(self, step: int) -> None:
+        if self._lacks_params:
+            raise Violation(f"{self.name} goes on without all parameters of step {step}")
+        self._world.invariants.has_params(self.name, step, self._params)
+
+    # ------------------------------------------------------------------------------------------------------- slices
+
+    def _gather(self, action: GatherParams) -> Steps:
+        assert self.held is not None, "only slices are gathered"
+        sent = {index: self.held.whole(index) for index, owner in enumerate(action.owners) if owner == self.member}
+        posted = yield from self._collect(f"gather {action.step}", sent)
+        if posted is None:
+            # What comes next on this communicator is something else for those who got everything.
+            self._let_go()
+            self._world.invariants.counts["broken gather"] += 1
+        elif self._lacks_params:
+            self._params = self._world.invariants.slices.gathered(self.name, action.step, action.owners, posted)
+            self._lacks_params = False
+            self._has_params(action.step)
+
+    def _copy(self, repair: Repair) -> Steps:
+        """Piece by piece, each while donor and receiver are at the same step."""
+        held, world = self.held, self._world
+        assert held is not None, "only slices are copied"
+
+        def is_void() -> bool:
+            return repair not in held.repairs or None in (world.slices_of(self.member), world.slices_of(repair.donor))
+
+        for piece in range(NUM_PIECES):
+            is_installed = False
+            while not is_installed:
+                yield Until(lambda: is_void() or world.slices_of(repair.donor).num_updates == held.num_updates)
+                if is_void():
+                    return
+                donor = world.slices_of(repair.donor)
+                step, state = donor.num_updates, donor.whole(repair.slice)
+                if state is None:
+                    raise Violation(f"{repair.donor} is to give slice {repair.slice}, and has it not")
+                yield None
+                yield None  # on its way
+                is_installed = held.install(repair.slice, piece, step, state[piece])
+                world.invariants.counts["piece in time" if is_installed else "piece too late"] += 1
 
     # ------------------------------------------------------------------------------------------------- coming back
 
@@ -210,6 +289,8 @@ class Group:
             self._world.observe(self.member)
             return False
         self._params = given[donor]
+        if self.held is not None:
+            self.held.num_updates = admission.step
         self._world.invariants.took_state(self.name, donor)
         return True
 
@@ -224,24 +305,32 @@ class Group:
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
-    def _attempt(self, action: AttemptReduce) -> Steps:
-        self._world.invariants.attempted(self.name, action)
+    def _attempt(self, action: AttemptReduce | AttemptFinish) -> Steps:
+        self._world.invariants.attempted(self.name, action, self._controller.epoch)
         yield None
-        self._sums = yield from self._reduce(action)
+        self._sums = None
+        if self._lacks_params:
+            self._let_go()  # an admission may have brought a new one, on which the others wait for this group
+        elif isinstance(action, AttemptReduce):
+            self._sums = yield from self._collect(f"attempt {action.attempt}", tuple(self._local))
+        is_complete = not self._lacks_params if isinstance(action, AttemptFinish) else self._sums is not None
         vote = Vote(
-            is_complete=self._sums is not None,
+            is_complete=is_complete,
             plan_digest=action.plan_digest,
-            params_digest="" if action.step % 2 else self._params,
+            params_digest="" if action.step % 2 or self._lacks_params else self._params,
+            lacks_params=self._lacks_params,
+            restored=() if self.held is None else self.held.restored(),
         )
+        if self.held is not None:
+            self._world.invariants.slices.voted(self.name, action.step, vote.restored, self.held)
         yield None
         self._world.invariants.voted(self.name, action.attempt, vote)
         last_votes = yield from self._speak(lambda voice: voice.vote(action.attempt, vote, action.voters))
         return [] if last_votes is None else [(yield from self._with_waiting(last_votes))]
 
-    def _reduce(self, action: AttemptReduce) -> Steps:
-        """The sum, or None as soon as it cannot be had or nobody needs it."""
-        brought = tuple(self._local)
-        if len(action.members) == 1:
+    def _collect(self, name: str, brought: Any) -> Steps:
+        """What all members brought, or None as soon as it cannot be had or nobody needs it."""
+        if len(self._controller.members) == 1:
             return {self.name: brought}
         if self._communicator is None or (yield from self._is_decided()):
             return None
@@ -250,7 +339,7 @@ class Group:
             yield Until(lambda: communicator.is_built or self._world.is_written(self._head))
             if not communicator.is_built and (yield from self._is_decided()):
                 return None
-        reduction = communicator.post(self.name, action.attempt, brought)
+        reduction = communicator.post(self.name, name, brought)
         yield None
         while True:
             yield Until(

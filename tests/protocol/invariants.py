@@ -13,7 +13,6 @@
 6. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from spare_megatron.core.messages import (
     Commit,
     Entry,
     Fence,
+    Finish,
     FinishRun,
     Halt,
     Retry,
@@ -32,7 +32,9 @@ from spare_megatron.core.messages import (
     decode_entry,
 )
 from spare_megatron.core.placement import Placement
+from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.stepplan import Microbatch
+from tests.protocol.slices import SliceObserver
 from tests.protocol.violation import Violation
 
 Life = tuple[int, int]
@@ -51,7 +53,10 @@ class Opening:
 class Invariants:
     """Sees all entries, votes, reductions, updates and ends of one history."""
 
-    def __init__(self, placement: Placement, microbatches_per_shard: int, num_steps: int) -> None:
+    def __init__(
+        self, placement: Placement, microbatches_per_shard: int, num_steps: int, slices: SliceObserver
+    ) -> None:
+        self.slices = slices
         self._hosts = {int(shard): frozenset(map(int, hosts)) for shard, hosts in enumerate(placement.hosts)}
         self._batch = Counter(
             Microbatch(shard, k) for shard in range(placement.num_groups) for k in range(microbatches_per_shard)
@@ -71,6 +76,7 @@ class Invariants:
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
         self._is_halted = False
+        self._is_finished = not slices.exist  # the log has said that the run can end
         self.counts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------------------------------------------- the log
@@ -87,7 +93,7 @@ class Invariants:
                 if discard:
                     self._discarded(f"{group}.{incarnation}", writer)
                 self._lost(group, incarnation)
-            case Commit() | Retry():
+            case Commit() | Retry() | Finish():
                 self._decided(entry, writer)
             case Halt(reason=reason):
                 self._halted(reason, writer)
@@ -123,6 +129,7 @@ class Invariants:
         self.counts[f"fence of {what}"] += 1
         self.epoch += bool(ended & self.members)
         self.members -= ended
+        self.slices.lost(ended)
         self._fenced |= ended
 
     def _admit(self, asked: tuple[Life, ...]) -> None:
@@ -135,7 +142,7 @@ class Invariants:
         self.members |= latest
         self._admitted |= latest
 
-    def _decided(self, entry: Commit | Retry, writer: str) -> None:
+    def _decided(self, entry: Commit | Retry | Finish, writer: str) -> None:
         if (entry.step, entry.attempt) != (self.step, self.attempt):
             raise Violation(f"{writer} writes {entry} in step {self.step}, attempt {self.attempt}")
         if life_of(writer) not in self.members:
@@ -150,9 +157,16 @@ class Invariants:
         if isinstance(entry, Commit) and self._is_discarded:
             raise Violation(f"{writer} writes {entry}, the sum of a group that was put out for its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
-        if isinstance(entry, Commit) != (is_complete and not self._is_discarded):
+        lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
+        if isinstance(entry, Retry) == (is_complete and not self._is_discarded):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
+        if isinstance(entry, Retry) and entry.gather != lacks_params:
+            raise Violation(f"{writer} writes {entry} though the members voted {votes}")
+        if not isinstance(entry, Retry) and isinstance(entry, Finish) != (self.step == self._num_steps):
+            raise Violation(f"{writer} writes {entry} after {self.step} of {self._num_steps} steps")
+        self._is_finished |= isinstance(entry, Finish)
         if isinstance(entry, Commit):
+            self.slices.committed(self.step, entry.restored, self.members)
             self._commits[self.step] = (self.attempt, self.members)
             self.counts["save"] += entry.save
             if self.members != self._opened[self.attempt].members:
@@ -166,10 +180,10 @@ class Invariants:
 
     # -------------------------------------------------------------------------------------------------- the groups
 
-    def attempted(self, process: str, action: AttemptReduce) -> None:
+    def attempted(self, process: str, action: AttemptReduce | AttemptFinish, epoch: int) -> None:
         """A process starts an attempt."""
         opening = self._opened.get(action.attempt)
-        if opening != Opening(action.step, frozenset(action.voters), action.epoch):
+        if opening != Opening(action.step, frozenset(action.voters), epoch):
             raise Violation(f"{process} starts {action}, but the log says {opening}")
         if life_of(process) not in action.voters:
             raise Violation(f"{process} reduces among {action.voters}")
@@ -183,10 +197,8 @@ class Invariants:
         if life_of(process) not in self.members:
             self.counts["vote of a fenced group"] += 1
 
-    def updated(
-        self, process: str, step: int, attempt: int, sums: Mapping[str, tuple[Microbatch, ...]] | None, params: str
-    ) -> str:
-        """A process applies sums to its parameters. Returns the parameters that it has then."""
+    def updated(self, process: str, step: int, attempt: int, sums: Mapping[str, tuple[Microbatch, ...]] | None) -> str:
+        """A process applies sums. Returns what they change."""
         committed, members = self._commits.get(step, (None, frozenset()))
         if attempt != committed:
             raise Violation(f"{process} applies attempt {attempt} of step {step}, committed is {committed}")
@@ -198,10 +210,7 @@ class Invariants:
         if counted != self._batch:
             wrong = {tuple(item): counted[item] for item in {*counted, *self._batch} if counted[item] != 1}
             raise Violation(f"{process} applies step {step}, which counts {wrong} times: {dict(sums)}")
-        parts = (params, step, attempt, sorted(sums.items()))
-        updated = hashlib.sha256(repr(parts).encode()).hexdigest()
-        self.has_params(process, step + 1, updated)
-        return updated
+        return repr((step, attempt, sorted(sums.items())))
 
     def corrupted(self, process: str) -> None:
         """The parameters of a process have changed behind its back."""
@@ -222,9 +231,10 @@ class Invariants:
     def stopped(self, process: str, stop: object) -> None:
         """A process comes to the end of the run."""
         self.counts[type(stop).__name__] += 1
-        if isinstance(stop, FinishRun) and self.step == self._num_steps:
+        if isinstance(stop, FinishRun) and self.step == self._num_steps and self._is_finished:
             return
-        if isinstance(stop, StopWipeOut) and self._is_wiped_out():
+        if isinstance(stop, StopWipeOut) and (self.slices.is_wiped_out if stop.slices else self._is_wiped_out()):
+            self.counts["state wipe-out"] += bool(stop.slices)
             return
         if isinstance(stop, StopHalted) and self._is_halted:
             return
@@ -239,12 +249,13 @@ class Invariants:
         stuck = [process for process in running if life_of(process) in self._admitted]
         if stuck:
             raise Violation(f"no progress: {stuck} wait for ever; the log ends with {self.entries[-3:]}")
-        if self.step < self._num_steps and not self._is_wiped_out() and not self._is_halted:
+        is_done = self.step == self._num_steps and self._is_finished
+        if not is_done and not self._is_wiped_out() and not self._is_halted:
             raise Violation(f"only {self.step} steps are committed, and every shard has a host")
 
     def _is_wiped_out(self) -> bool:
         groups = {group for group, _ in self.members}
-        return any(not (hosts & groups) for hosts in self._hosts.values())
+        return self.slices.is_wiped_out or any(not (hosts & groups) for hosts in self._hosts.values())
 
 
 def life_of(process: str) -> Life:

@@ -5,9 +5,20 @@ from dataclasses import dataclass, replace
 
 from spare_megatron.control.decision_log import DecisionLog, Voter
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import Action, BuildCommunicator, Fence, ReadEntry, ReadVotes, VotesRead
+from spare_megatron.core.messages import (
+    Action,
+    BuildCommunicator,
+    Fence,
+    FinishRun,
+    ReadEntry,
+    ReadVotes,
+    Retry,
+    VotesRead,
+)
+from spare_megatron.core.slices import Ownership, SliceCopy
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import Member
+from tests.protocol.slices import SliceStates
 
 NO_LIFE_IS_LATER = 10**6
 
@@ -84,12 +95,54 @@ class CountsOldVotes(DecisionLog):
         return {**super().votes(attempt - 1, voters), **super().votes(attempt, voters)}
 
 
+class GathersFromTheLost(Controller):
+    """Goes on to expect parameters from the owners of the beginning."""
+
+    def _gather_params(self) -> tuple[Action, ...]:
+        actions = super()._gather_params()
+        owners = tuple(Member(group) for group in range(self._setup.placement.num_groups))
+        return tuple(replace(action, owners=owners) for action in actions)
+
+
+class CountsUnfinishedCopies(Controller):
+    """Takes whoever is to copy a slice for one of its hosts."""
+
+    def _own(self, ownership: Ownership | None) -> tuple[Action, ...]:
+        if ownership is not None and ownership.repairs:
+            copies = [SliceCopy(repair.slice, repair.receiver) for repair in ownership.repairs]
+            self.ownership = ownership
+            return super()._own(ownership.with_copies(copies))
+        return super()._own(ownership)
+
+
+class EndsWithTheLastCommit(Controller):
+    """Does not wait until all parameters are whole."""
+
+    def _attempt_finish(self) -> FinishRun:
+        return FinishRun(step=self.step)
+
+
+class ComputesWithoutParams(Controller):
+    """Retries without another gather."""
+
+    def _retry(self, retry: Retry) -> tuple[Action, ...]:
+        return super()._retry(replace(retry, gather=False))
+
+
+class InstallsOldPieces(SliceStates):
+    """Takes any piece for one of the present step."""
+
+    def install(self, index: int, piece: int, step: int, content: str) -> bool:
+        return super().install(index, piece, self.num_updates, content)
+
+
 @dataclass(frozen=True, slots=True)
 class Protocol:
     """The parts under test."""
 
     controller_type: type[Controller] = Controller
     log_type: type[DecisionLog] = DecisionLog
+    slices_type: type[SliceStates] = SliceStates
 
 
 CORRECT = Protocol()
@@ -103,4 +156,9 @@ MUTATIONS = {
     "lets a fence hit a later incarnation": Protocol(controller_type=FencesLaterLives),
     "admits a group that was fenced while it waited": Protocol(controller_type=AdmitsTheFenced),
     "counts votes on an earlier attempt": Protocol(log_type=CountsOldVotes),
+    "gathers parameters from lost owners": Protocol(controller_type=GathersFromTheLost),
+    "counts copies that are not finished": Protocol(controller_type=CountsUnfinishedCopies),
+    "ends before all parameters are whole": Protocol(controller_type=EndsWithTheLastCommit),
+    "goes on without gathering parameters": Protocol(controller_type=ComputesWithoutParams),
+    "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
 }

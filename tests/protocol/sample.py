@@ -44,7 +44,8 @@ def run_histories(seeds: Iterable[int], protocol: Protocol = CORRECT, *, until_f
             world.run()
         except Violation as violation:
             sample.violations[seed] = f"{violation} ({scene})"
-        sample.add(Sample(1, world.num_faults + world.invariants.counts, {}, world.num_moves))
+        counts = world.num_faults + world.invariants.counts + world.invariants.slices.counts
+        sample.add(Sample(1, counts, {}, world.num_moves))
         if until_found and sample.violations:
             break
     return sample

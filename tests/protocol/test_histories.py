@@ -17,7 +17,7 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
     assert sample.violations == {}
     assert sample.num_histories == NUM_HISTORIES
     least = {
-        "Commit": 700,
+        "Commit": 600,
         "Retry": 300,
         "StopWipeOut": 50,
         "FinishRun": 500,
@@ -31,6 +31,12 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "vote of a fenced group": 100,
         "commit with the sum of a fenced group": 30,
         "discard": 20,
+        "Finish": 50,
+        "gather": 500,
+        "broken gather": 50,
+        "restored": 100,
+        "piece too late": 3,
+        "state wipe-out": 100,
         "Halt": 10,
         **dict.fromkeys(FAULTS, 100),
     }
@@ -53,6 +59,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         save_interval_s=draw(st.sampled_from((None, 100.0))),
         fault_moves=draw(st.integers(1, 40 * num_groups * num_steps)),
         fault_budget={fault: draw(st.integers(0, MAX_BREAKS)) for fault in FAULTS},
+        slice_redundancy=draw(st.integers(0, min(num_groups, 3))),
     )
 
 

@@ -14,7 +14,7 @@ from tests.protocol.world import Scene, World
 MAX_SEEDS = 500
 
 FOUND_AS = {
-    "commits without all votes": "without the votes of groups",
+    "commits without all votes": "without the votes of groups|whose parameters are right",
     "reuses the names of communicators": "is built (twice|for)",
     "counts a patch twice": "times|named twice",
     "ignores fences": "but the log says|no progress|is fenced",
@@ -23,6 +23,11 @@ FOUND_AS = {
     "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
     "counts votes on an earlier attempt": "without the votes|different plans|though the members voted",
+    "gathers parameters from lost owners": "gathers parameters without slice",
+    "counts copies that are not finished": "counts as a host of slice|gathers parameters without slice",
+    "ends before all parameters are whole": "ends with FinishRun|without all parameters",
+    "goes on without gathering parameters": "ends with StopHalted",
+    "installs pieces of an earlier step": "counts as a host of slice|other parameters",
 }
 
 

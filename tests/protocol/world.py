@@ -13,12 +13,14 @@ from typing import Any
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.slices import Slicing
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
 from tests.protocol.communicators import Communicators
 from tests.protocol.group import Group, Steps, Until
 from tests.protocol.invariants import Invariants
 from tests.protocol.mutations import Protocol
+from tests.protocol.slices import SliceObserver, SliceStates
 from tests.protocol.store import Request, Store, conversation
 from tests.protocol.violation import Violation
 
@@ -67,6 +69,8 @@ class Scene:
     fault_moves: int
     """Moves after which the faults stop."""
     fault_budget: dict[str, int] = field(hash=False)
+    slice_redundancy: int = 0
+    """Hosts of each slice of the optimizer state; 0 if each group has all of it."""
 
     @classmethod
     def draw(cls, random: Random) -> "Scene":
@@ -91,6 +95,7 @@ class Scene:
                 "break": random.choice((0, 1, MAX_BREAKS)),
                 "corrupt": random.choice((0, 0, 1, 2)),
             },
+            slice_redundancy=min(num_groups, random.choice((0, 0, 0, 1, 2, 3, 3))),
         )
 
 
@@ -107,7 +112,9 @@ class World:
         placement = make_placement("golomb", scene.num_groups, scene.redundancy)
         self.log_type = protocol.log_type
         self.communicators = Communicators()
-        self.invariants = Invariants(placement, scene.microbatches_per_shard, scene.num_steps)
+        r_o = scene.slice_redundancy
+        observer = SliceObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())
+        self.invariants = Invariants(placement, scene.microbatches_per_shard, scene.num_steps, observer)
         self.num_moves = 0
         self.num_faults: Counter[str] = Counter()
         self._scene = scene
@@ -122,13 +129,14 @@ class World:
         self._clock_skew_s: dict[str, float] = {}
         self.groups = tuple(GroupId(group) for group in range(scene.num_groups))
         self.states: dict[int, dict[Member, str]] = {}  # by step: what donors give to those who come back
-        self._controller_type = protocol.controller_type
+        self._protocol = protocol
         self._setup = ControllerSetup(
             placement=placement,
             microbatches_per_shard=scene.microbatches_per_shard,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
             save_interval_s=scene.save_interval_s,
+            slices=Slicing(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
         )
         for group in self.groups:
             self._start_group(group)
@@ -137,7 +145,11 @@ class World:
         """A group begins its next life."""
         member = Member(group, self._num_lives[group])
         self._num_lives[group] += 1
-        runner = Group(member, self._controller_type(self._setup), self)
+        controller = self._protocol.controller_type(self._setup)
+        held = None
+        if controller.ownership is not None:
+            held = self._protocol.slices_type(member, controller.ownership.hosted_by(member))
+        runner = Group(member, controller, self, held)
         self._groups[runner.name] = runner
         self._clock_skew_s[runner.name] = self._random.uniform(0.0, 300.0)
         self._start(runner.name, member, runner.run())
@@ -155,6 +167,11 @@ class World:
 
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)
+
+    def slices_of(self, member: Member) -> SliceStates | None:
+        """What a member holds, if it lives."""
+        name = f"{member.group}.{member.incarnation}"
+        return self._groups[name].held if any(process.name == name for process in self._processes) else None
 
     def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool:
         """Whether a donor lives that has given no state yet."""

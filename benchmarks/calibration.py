@@ -21,6 +21,7 @@ from spare_megatron.simulator.replay import Replay, replay
 
 LEAST_STEPS = 5
 """Medians over fewer steps are left out of the figures."""
+WHAT = {"steps": "median steps", "recovery": "median recovery", "join": "median taking in"}
 
 
 def run_once(config_file: Path, overrides: list[str], seed: int, folder: Path) -> Journal:
@@ -33,21 +34,21 @@ def run_once(config_file: Path, overrides: list[str], seed: int, folder: Path) -
 
 
 def errors_of(result: Replay) -> dict[str, list[float]]:
-    """Relative errors of the median step for each number of groups, and of the median recovery."""
+    """Relative errors of the median step for each number of groups, and of the median recovery and join."""
     steps = [step.time.error for step in result.steps if step.num_steps >= LEAST_STEPS]
-    recovery = [] if result.median_recovery is None else [result.median_recovery.error]
-    return {
-        "steps": [error for error in steps if error is not None],
-        "recovery": [e for e in recovery if e is not None],
-    }
+    found = {"steps": steps}
+    for what, prediction in (("recovery", result.median_recovery), ("join", result.median_join)):
+        found[what] = [] if prediction is None else [prediction.error]
+    return {what: [error for error in errors if error is not None] for what, errors in found.items()}
 
 
 def figures_of(errors: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Median and largest size of the errors."""
+    """Median and largest size of the errors, of what the runs had."""
     found = {}
-    for what in ("steps", "recovery"):
+    for what in WHAT:
         sizes = [abs(error) for one in errors for error in one[what]]
-        found[what] = {"median": statistics.median(sizes), "max": max(sizes), "count": len(sizes)}
+        if sizes:
+            found[what] = {"median": statistics.median(sizes), "max": max(sizes), "count": len(sizes)}
     return found
 
 
@@ -68,7 +69,7 @@ def print_table(result: dict[str, Any]) -> None:
     print(f"{'relative error':32}{'median':>8}{'largest':>9}{'of':>5}")
     for name, title in (("own", "its own"), ("others", "other runs'")):
         for what, figures in (result[name] or {}).items():
-            text = f"{title} {'median steps' if what == 'steps' else 'median recovery'}"
+            text = f"{title} {WHAT[what]}"
             print(f"{text:32}{figures['median']:8.1%}{figures['max']:9.1%}{figures['count']:5}")
 
 

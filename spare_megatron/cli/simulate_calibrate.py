@@ -53,11 +53,12 @@ def as_json(measured: Measured) -> dict[str, Any]:
         calibration["full_speed_groups"] = None
     for state, fitted in zip(measured.calibration.fit.states, calibration["fit"]["states"], strict=True):
         fitted["residual"] = state.residual
-    for kind in ("steps", "recoveries"):
+    for kind in ("steps", "recoveries", "joins"):
         for one, written in zip(getattr(measured.replay, kind), found[kind], strict=True):
             written["time"]["error"] = one.time.error
-    if measured.replay.median_recovery is not None:
-        found["median_recovery"]["error"] = measured.replay.median_recovery.error
+    for kind in ("median_recovery", "median_join"):
+        if (prediction := getattr(measured.replay, kind)) is not None:
+            found[kind]["error"] = prediction.error
     return {"calibration": calibration, "replay": found}
 
 
@@ -85,6 +86,7 @@ def _explained(option: str, run_dir: Path, read: Callable[[], T]) -> T:
 def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
     yield "steps without a loss", str(found.num_steps)
     yield "losses recovered from", str(found.num_recoveries)
+    yield "times that groups were taken in", str(found.num_joins)
     yield "compute of one shard, alone", f"{format_duration(found.compute_s)}, spread {found.jitter:.0%}"
     yield "pipeline fill", f"{found.pipeline_fill:.2f} microbatches"
     if found.full_speed_groups < found.num_groups:
@@ -92,6 +94,7 @@ def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
     yield "reduction, alone", format_duration(found.reduce_s)
     yield "update, alone", format_duration(found.update_s)
     stages = {"detect": found.detect_s, "agree": found.agree_s, "rebuild": found.rebuild_s, "retry": found.retry_s}
+    stages["join"] = found.join_s
     for name, seconds in stages.items():
         yield name, "not measured" if seconds is None else format_duration(seconds)
     worst = max(found.fit.states, key=lambda state: abs(state.residual))
@@ -105,8 +108,12 @@ def _replay_rows(found: Replay) -> Iterator[tuple[str, str, str, str]]:
     for recovery in found.recoveries:
         during = "" if recovery.phase is None else f", {recovery.phase}"
         yield f"recovery in step {recovery.step}{during}", *_prediction_cells(recovery.time)
-    if found.median_recovery is not None:
-        yield "median recovery", *_prediction_cells(found.median_recovery)
+    for join in found.joins:
+        groups = ", ".join(map(str, join.groups))
+        yield f"taking in of groups {groups} before step {join.step}", *_prediction_cells(join.time)
+    for name, time in (("median recovery", found.median_recovery), ("median taking in", found.median_join)):
+        if time is not None:
+            yield name, *_prediction_cells(time)
 
 
 def _prediction_cells(time: Prediction) -> tuple[str, str, str]:

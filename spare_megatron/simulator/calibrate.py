@@ -1,5 +1,6 @@
 """What a real run's journal says about the costs that a simulation needs: a handful of constants for all its steps."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from math import inf
@@ -9,11 +10,25 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.simulator.compute_fit import ComputeFit, fit_compute
 from spare_megatron.simulator.costs import CostModel
-from spare_megatron.simulator.measured import RecoveryTimes, StepTimes, read_recoveries, read_steps
+from spare_megatron.simulator.measured import (
+    WARM_UP_STEPS,
+    Disturbance,
+    RecoveryTimes,
+    StepTimes,
+    read_recoveries,
+    read_steps,
+)
+from spare_megatron.simulator.measured_membership import JoinTime, read_joins
 from spare_megatron.simulator.sharing import stretch
 
 _LEAST_RECOVERIES, _LARGEST_MISFIT = 3, 0.5
 """A rebuild that was waited for is believed in from so many recoveries on, if it leaves this share of the misfit."""
+_DISTURBANCES: dict[Disturbance, str] = {
+    "start": f"are the first {WARM_UP_STEPS} of the run",
+    "join": f"are the first {WARM_UP_STEPS} after groups came back",
+    "loss": "had a loss or a second attempt",
+    "fault": "had a fault that cost no group",
+}
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
@@ -25,8 +40,9 @@ class Calibration:
     Attributes:
         name: Name of the run.
         num_groups: Groups it began with.
-        num_steps: Steps without a loss, after the warm-up.
+        num_steps: Steps without a loss, after the warm-up of the run and of groups that came back.
         num_recoveries: Losses recovered from.
+        num_joins: Times that groups were taken in with nothing else in their way.
         fit: How compute_s and pipeline_fill were found. full_speed_groups follows from the processors of the machine.
         untold: What the run could not tell, in words.
     """
@@ -35,6 +51,7 @@ class Calibration:
     num_groups: int
     num_steps: int
     num_recoveries: int
+    num_joins: int
     compute_s: float
     full_speed_groups: float
     pipeline_fill: float
@@ -45,6 +62,7 @@ class Calibration:
     agree_s: float | None
     rebuild_s: float | None
     retry_s: float | None
+    join_s: float | None
     fit: ComputeFit
     untold: tuple[str, ...]
 
@@ -65,10 +83,11 @@ def calibrate(journal: Journal) -> Calibration:
     runs = journal.of(RunRecord)
     if not runs:
         raise ValueError("its journal has no run record, so nothing can be measured by it")
-    steps = [step for step in read_steps(journal) if step.is_clean]
+    committed = read_steps(journal)
+    steps = [step for step in committed if step.is_clean]
     if not steps:
-        raise ValueError("its journal has no step without a loss after the warm-up, so nothing can be measured by it")
-    run, recoveries = runs[0], read_recoveries(journal)
+        raise ValueError(_nothing_to_measure(committed))
+    run, recoveries, joins = runs[0], read_recoveries(journal), read_joins(journal, committed)
     groups = run.num_processors / run.ranks_per_group if run.num_processors else inf
     fit = fit_compute(
         steps,
@@ -85,6 +104,7 @@ def calibrate(journal: Journal) -> Calibration:
         num_groups=run.num_groups,
         num_steps=len(steps),
         num_recoveries=len(recoveries),
+        num_joins=len(joins),
         compute_s=fit.compute_s,
         full_speed_groups=groups,
         pipeline_fill=fit.pipeline_fill,
@@ -95,8 +115,21 @@ def calibrate(journal: Journal) -> Calibration:
         agree_s=masked.agree_s,
         rebuild_s=masked.rebuild_s,
         retry_s=masked.retry_s,
+        join_s=median(join.pause_s for join in joins) if joins else None,
         fit=fit,
-        untold=masked.untold,
+        untold=(*masked.untold, *_untold_joins(committed, joins)),
+    )
+
+
+def _nothing_to_measure(committed: Sequence[StepTimes]) -> str:
+    """Why none of the committed steps measures anything."""
+    if not committed:
+        return "its journal has no committed step before the first restart, so nothing can be measured by it"
+    counts = Counter(step.disturbance for step in committed)
+    reasons = ", ".join(f"{counts[name]} {text}" for name, text in _DISTURBANCES.items() if counts[name])
+    return (
+        f"its journal has no step without a loss after the warm-up: of {len(committed)} committed steps {reasons}; "
+        f"measure a run with more steps or fewer faults"
     )
 
 
@@ -184,6 +217,11 @@ def _fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[f
     if len(rest_s) < _LEAST_RECOVERIES or misfit(best) > _LARGEST_MISFIT * misfit(candidates[0]):
         return None, median(rest_s)
     return best
+
+
+def _untold_joins(committed: Sequence[StepTimes], joins: Sequence[JoinTime]) -> Iterator[str]:
+    if not joins and any(step.disturbance == "join" for step in committed):
+        yield "how long taking groups in takes: a loss came with it each time, or no quiet step has as many groups"
 
 
 def _untold(

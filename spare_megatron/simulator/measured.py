@@ -1,10 +1,11 @@
-"""The times of steps, recoveries and losses in a journal, of a real run or of a simulated one."""
+"""The times of steps and recoveries in a journal, of a real run or of a simulated one."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import median
+from typing import Literal
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import (
@@ -19,7 +20,10 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.summary import Recovery, find_recoveries
 
 WARM_UP_STEPS = 3
-"""First steps of a run, in which memory, caches and connections are set up: they measure nothing."""
+"""First steps of a run, or of groups that came back, in which memory, caches and connections are set up."""
+
+Disturbance = Literal["", "start", "join", "loss", "fault"]
+"""Why a step tells nothing of those without a loss; empty where it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +38,9 @@ class StepTimes:
         update_s: From the commit to the end of the optimizer step.
         step_s: From the start of the step to the end of the optimizer step.
         began_at_s: Its start.
-        is_clean: Committed in one attempt, with no loss, and past the warm-up.
+        ended_at_s: The end of its optimizer step.
+        disturbance: `start` and `join` for the warm-up of the run and of groups taken in, `loss` for a step with a loss
+            or with a second attempt, `fault` for one with a fault that cost no group.
     """
 
     step: int
@@ -44,7 +50,13 @@ class StepTimes:
     update_s: float
     step_s: float
     began_at_s: float
-    is_clean: bool
+    ended_at_s: float
+    disturbance: Disturbance
+
+    @property
+    def is_clean(self) -> bool:
+        """Committed in one attempt, with no loss and no fault, and past the warm-up."""
+        return not self.disturbance
 
     @property
     def computed_s(self) -> float:
@@ -75,45 +87,43 @@ class RecoveryTimes:
     is_retried: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossTime:
-    """The loss of a group: `into_s` after the start of the step during which it happened."""
-
-    group: int
-    step: int
-    into_s: float
-
-
 def read_steps(journal: Journal) -> tuple[StepTimes, ...]:
-    """The committed steps in their order; of a run with restarts or joins those before the first of these."""
+    """The committed steps in their order; of a run with restarts those that came before the first and were kept."""
     contributed: dict[int, dict[int, dict[int, tuple[float, int]]]] = defaultdict(lambda: defaultdict(dict))
     committed: dict[int, list[float]] = defaultdict(list)
     updates: dict[int, list[tuple[float, UpdateRecord]]] = defaultdict(list)
+    admitted_after: set[int] = set()
     end_step: float = inf
     for line in journal.lines:
         match line.record:
             case ContributionRecord(group=group, step=step, attempt=attempt, microbatches=microbatches):
                 count = sum(len(indices) for indices in microbatches.values())
                 contributed[step][attempt][group] = (line.at_s, count)
-            case EntryRecord(entry={"entry": "commit", "attempt": attempt}):
+            case EntryRecord(entry={"entry": "commit", "step": step, "attempt": attempt} as entry):
                 committed[attempt].append(line.at_s)
+                if entry.get("admit"):
+                    admitted_after.add(step)
+            case EntryRecord(entry={"entry": "restart", "step": step}):
+                end_step = min(end_step, step - 1)
             case UpdateRecord(step=step):
                 updates[step].append((line.at_s, line.record))
-        if isinstance(line.record, EntryRecord):
-            end_step = min(end_step, _last_step(line.record.entry))
     hit = {record.step for record in journal.of(RecoveryRecord)}
+    struck = {record.step for record in journal.of(FaultRecord)}
+
+    def disturbance(step: int) -> Disturbance:
+        if step in hit or len(contributed[step]) > 1:
+            return "loss"
+        if step in struck:
+            return "fault"
+        if step < WARM_UP_STEPS:
+            return "start"
+        return "" if admitted_after.isdisjoint(range(step - WARM_UP_STEPS, step)) else "join"
+
     return tuple(
-        _step(step, updates[step], contributed[step], committed, is_hit=step in hit)
+        _step(step, updates[step], contributed[step], committed, disturbance(step))
         for step in sorted(updates)
         if step <= end_step and contributed[step]
     )
-
-
-def _last_step(entry: Mapping[str, object]) -> float:
-    """The last step before groups come back with this entry."""
-    if entry["entry"] == "restart":
-        return int(str(entry["step"])) - 1
-    return int(str(entry["step"])) if entry.get("admit") else inf
 
 
 def _step(
@@ -121,8 +131,7 @@ def _step(
     updates: Sequence[tuple[float, UpdateRecord]],
     contributed: Mapping[int, Mapping[int, tuple[float, int]]],
     committed: Mapping[int, Sequence[float]],
-    *,
-    is_hit: bool,
+    disturbance: Disturbance,
 ) -> StepTimes:
     first = contributed[min(contributed)]
     began_at_s = median(at_s - update.step_s for at_s, update in updates)
@@ -136,7 +145,8 @@ def _step(
         update_s=max(0.0, updated_at_s - committed_at_s),
         step_s=median(update.step_s for _, update in updates),
         began_at_s=began_at_s,
-        is_clean=not is_hit and len(contributed) == 1 and step >= WARM_UP_STEPS,
+        ended_at_s=updated_at_s,
+        disturbance=disturbance,
     )
 
 
@@ -160,29 +170,6 @@ def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
         )
         found.append(times)
     return tuple(found)
-
-
-def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime, ...]:
-    """The losses during these steps, in the order of their times."""
-    if not steps:
-        return ()
-    end_s = steps[-1].began_at_s + steps[-1].step_s
-    struck_at_s: dict[int, float] = {}
-    for line in journal.lines:
-        match line.record:
-            case _ if line.at_s >= end_s:
-                break
-            case UpdateRecord(group=group):
-                struck_at_s.pop(group, None)  # a fault that it survived
-            case FaultRecord(group=group) | LossRecord(group=group):
-                struck_at_s.setdefault(group, line.at_s)
-    fenced = {record.entry["group"] for record in journal.of(EntryRecord) if record.entry["entry"] == "fence"}
-    losses = []
-    for group, at_s in struck_at_s.items():
-        begun = [step for step in steps if step.began_at_s <= at_s]
-        if group in fenced and begun:
-            losses.append(LossTime(group=group, step=begun[-1].step, into_s=at_s - begun[-1].began_at_s))
-    return tuple(sorted(losses, key=lambda loss: (loss.step, loss.into_s, loss.group)))
 
 
 def _lost_at(journal: Journal) -> dict[int, tuple[float | None, float | None]]:

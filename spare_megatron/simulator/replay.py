@@ -1,10 +1,11 @@
 """A real run once more in virtual time: its own losses at their steps and moments, with costs that were fitted.
 
-Measured and predicted times are read from the two journals by the same rules.
+Groups that came back do so at the end of the same steps. Measured and predicted times are read from the two journals by
+the same rules.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -15,15 +16,8 @@ from spare_megatron.journal.records import Line, RunRecord
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.measured import (
-    LossTime,
-    RecoveryTimes,
-    StepTimes,
-    in_order,
-    read_losses,
-    read_recoveries,
-    read_steps,
-)
+from spare_megatron.simulator.measured import RecoveryTimes, StepTimes, in_order, read_recoveries, read_steps
+from spare_megatron.simulator.measured_membership import JoinTime, LossTime, read_joins, read_losses
 from spare_megatron.simulator.scenario import Scenario
 
 _LATEST = 0.999
@@ -64,6 +58,15 @@ class RecoveryPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinPrediction:
+    """How much longer the first step with groups that came back was, from the end of the step before."""
+
+    step: int
+    groups: tuple[int, ...]
+    time: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """What was measured, and what the costs of some run predict.
 
@@ -71,17 +74,21 @@ class Replay:
         name: Name of the run whose losses were replayed.
         steps: By number of groups, descending.
         recoveries: In the order of their steps.
+        joins: In the order of their steps.
         median_recovery: Medians over the recoveries that have a prediction; None without any.
+        median_join: The same of the joins.
     """
 
     name: str
     steps: tuple[StepPrediction, ...]
     recoveries: tuple[RecoveryPrediction, ...]
+    joins: tuple[JoinPrediction, ...]
     median_recovery: Prediction | None
+    median_join: Prediction | None
 
 
 def replay(journal: Journal, costs: CostModel) -> Replay:
-    """The run of the journal beside its simulation with these costs, up to the first restart or join.
+    """The run of the journal beside its simulation with these costs, up to the first restart.
 
     Raises:
         ValueError: The journal has no run record or no committed step.
@@ -93,11 +100,15 @@ def replay(journal: Journal, costs: CostModel) -> Replay:
     simulated = _simulate(_scenario(runs[0], len(steps), costs), steps, read_losses(journal, steps), recoveries)
     predicted = {r.recovery.step: r.recovery.total_s for r in read_recoveries(simulated)}
     compared = tuple(_compare_recovery(times, predicted) for _, times in sorted(recoveries.items()))
+    simulated_steps = read_steps(simulated)
+    joins = _compare_joins(read_joins(journal, steps), read_joins(simulated, simulated_steps))
     return Replay(
         name=runs[0].name,
-        steps=_compare_steps(steps, read_steps(simulated)),
+        steps=_compare_steps(steps, simulated_steps),
         recoveries=compared,
+        joins=joins,
         median_recovery=_median_of([recovery.time for recovery in compared]),
+        median_join=_median_of([join.time for join in joins]),
     )
 
 
@@ -122,16 +133,25 @@ def _simulate(
     losses: Sequence[LossTime],
     recoveries: dict[int, RecoveryTimes],
 ) -> Journal:
-    """The simulated journal. When a step begins in virtual time is known once the losses before it are placed."""
-    placed: list[Loss] = []
+    """The simulated journal. When a step begins in virtual time is known once all that came before it is placed."""
+    placed: dict[LossTime, Loss] = {}
     measured = {step.step: step for step in steps}
-    for loss in losses:
-        so_far = replace(scenario, num_steps=loss.step + 1)
-        virtual = read_steps(_journal_of(_with(so_far, placed)))[-1]
-        is_retried = loss.step in recoveries and recoveries[loss.step].is_retried
-        into_s = _virtual_moment(loss, measured[loss.step], virtual, is_retried=is_retried)
-        placed.append(Loss(at_s=virtual.began_at_s + into_s, groups=(GroupId(loss.group),)))
-    return _journal_of(_with(scenario, placed))
+    moments = [(loss.step, False, loss) for loss in losses]
+    moments += [(loss.back_after, True, loss) for loss in losses if loss.back_after is not None]
+    for number, is_return, loss in sorted(moments, key=lambda moment: moment[:2]):  # losses of a step before returns
+        if number > steps[-1].step:
+            continue  # the return of a group after the last step
+        so_far = replace(scenario, num_steps=number + 1)
+        virtual = read_steps(_journal_of(_with(so_far, placed.values())))[-1]
+        if is_return:
+            # Ready from the step's beginning on, or at once if it was lost in it: in time for its commit.
+            repair_s = max(0.0, virtual.began_at_s - placed[loss].at_s)
+            placed[loss] = replace(placed[loss], repair_s=repair_s)
+            continue
+        is_retried = number in recoveries and recoveries[number].is_retried
+        into_s = _virtual_moment(loss, measured[number], virtual, is_retried=is_retried)
+        placed[loss] = Loss(at_s=virtual.began_at_s + into_s, groups=(GroupId(loss.group),))
+    return _journal_of(_with(scenario, placed.values()))
 
 
 def _virtual_moment(loss: LossTime, measured: StepTimes, virtual: StepTimes, *, is_retried: bool) -> float:
@@ -149,8 +169,9 @@ def _virtual_moment(loss: LossTime, measured: StepTimes, virtual: StepTimes, *, 
     return virtual.computed_s + (min(after_s, _LATEST * virtual.reduce_s) if is_retried else after_s)
 
 
-def _with(scenario: Scenario, losses: Sequence[Loss]) -> Scenario:
-    return replace(scenario, failures=FailureSpec(kind="trace", trace=tuple(losses)) if losses else FailureSpec())
+def _with(scenario: Scenario, losses: Iterable[Loss]) -> Scenario:
+    trace = tuple(losses)
+    return replace(scenario, failures=FailureSpec(kind="trace", trace=trace) if trace else FailureSpec())
 
 
 def _journal_of(scenario: Scenario) -> Journal:
@@ -193,6 +214,18 @@ def _compare_recovery(times: RecoveryTimes, predicted_s: dict[int, float]) -> Re
         time=Prediction(
             measured_s=recovery.total_s, predicted_s=predicted_s.get(recovery.step) if times.is_retried else None
         ),
+    )
+
+
+def _compare_joins(measured: Sequence[JoinTime], predicted: Sequence[JoinTime]) -> tuple[JoinPrediction, ...]:
+    predicted_s = {join.step: join.pause_s for join in predicted}
+    return tuple(
+        JoinPrediction(
+            step=join.step,
+            groups=join.groups,
+            time=Prediction(measured_s=join.pause_s, predicted_s=predicted_s.get(join.step)),
+        )
+        for join in measured
     )
 
 

@@ -186,10 +186,32 @@ def test_rebuilds_that_short_patches_did_not_hide_are_found() -> None:
 def test_a_journal_with_nothing_to_measure_says_so() -> None:
     with pytest.raises(ValueError, match="no run record"):
         calibrate(journal_of())
-    with pytest.raises(ValueError, match="no step without a loss after the warm-up"):
+    with pytest.raises(ValueError, match="no committed step before the first restart"):
         calibrate(journal_of((0.0, RUN)))
     with pytest.raises(ValueError, match="computed in no time"):
         calibrate(journal_of((0.0, RUN), *whole_step(FIRST, 0.0, 0.0)))
+
+
+def test_a_run_without_a_quiet_step_says_what_disturbed_each() -> None:
+    parts = [part for step in range(FIRST + 2) for part in whole_step(step, 5.0, 5.0)]
+    hit = loss_in(FIRST, after_s=1.0, patch_s=2.5, num_patched=2)
+    slow = FaultRecord(group=0, rank=0, step=FIRST + 1, phase="forward", kind="slow")
+    with pytest.raises(
+        ValueError, match=r"of 5 committed steps 3 are the first 3 of the run, 1 had a loss .* 1 had a "
+    ):
+        calibrate(journal_of((0.0, RUN), *parts, *hit, ((FIRST + 1) * STEP_S, slow)))
+
+
+def test_steps_after_a_return_count_once_they_are_warm_and_a_disturbed_return_measures_nothing() -> None:
+    first, num_steps = FIRST + 2, 12
+    parts = [part for step in range(num_steps) for part in whole_step(step, 5.0, 5.0)]
+    back = EntryRecord(group=0, index=500, entry={"entry": "commit", "step": first, "attempt": 500, "admit": [[1, 1]]})
+    slow = FaultRecord(group=0, rank=0, step=first + 1, phase="forward", kind="slow")
+    at_s = first * STEP_S + 8.0
+    found = calibrate(journal_of((0.0, RUN), *parts, (at_s, back), (at_s + 1.0, slow)))
+    assert found.num_steps == num_steps - 2 * WARM_UP_STEPS
+    assert (found.num_joins, found.join_s) == (0, None)
+    assert "how long taking groups in takes" in found.untold[-1]
 
 
 # --------------------------------------------------------------------------------- simulated runs give their costs back

@@ -13,7 +13,8 @@ from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.measured import in_order
+from spare_megatron.simulator.measured import WARM_UP_STEPS, in_order, read_steps
+from spare_megatron.simulator.measured_membership import read_joins
 from spare_megatron.simulator.replay import Replay, replay
 from spare_megatron.simulator.scenario import Scenario
 
@@ -46,14 +47,14 @@ def journal_of(*losses: tuple[float, int], **changes: object) -> Journal:
     return in_order(lines)
 
 
-def in_reduction(step: int, *losses: tuple[float, int]) -> float:
+def in_reduction(step: int, *losses: tuple[float, int], **changes: object) -> float:
     """A second before the end of the reduction of a step, after these losses."""
-    lines = journal_of(*losses).lines
+    lines = journal_of(*losses, **changes).lines
     return 1.0 + max(at.at_s for at in lines if isinstance(at.record, ContributionRecord) and at.record.step == step)
 
 
 def times_of(found: Replay) -> list[tuple[float, float | None]]:
-    times = [step.time for step in found.steps] + [recovery.time for recovery in found.recoveries]
+    times = [one.time for one in (*found.steps, *found.recoveries, *found.joins)]
     return [(time.measured_s, time.predicted_s) for time in times]
 
 
@@ -107,17 +108,49 @@ def test_times_that_the_simulator_has_nothing_like_are_not_predicted() -> None:
     assert found.median_recovery is None
 
 
-def test_a_run_is_replayed_up_to_the_first_join_or_restart() -> None:
-    rejoined = journal_of((615.0, 1), repair_s=300.0)
-    found = replay(rejoined, COSTS)
-    admitted = [
-        r.entry["step"] for line in rejoined.lines if isinstance(r := line.record, EntryRecord) and r.entry.get("admit")
-    ]
-    assert sum(step.num_steps for step in found.steps) < admitted[0] < 40
-    assert [step.num_alive for step in found.steps] == [5, 4]
+def test_a_run_is_replayed_up_to_the_first_restart() -> None:
     restarted = replay(journal_of((615.0, 1), redundancy=1, save_interval_s=400.0), COSTS)
     assert [step.num_alive for step in restarted.steps] == [5]
     assert restarted.recoveries == ()
+
+
+WITH_JOINS = dataclasses.replace(COSTS, join_s=7.0)
+
+
+def run_with_joins() -> Journal:
+    """Group 1 is lost in a step and twice in a reduction, group 3 with it the last time, and all come back."""
+    changes = {"costs": WITH_JOINS, "repair_s": 250.0}
+    losses = [(615.0, 1)]
+    losses.append((in_reduction(15, *losses, **changes), 1))
+    last_s = in_reduction(25, *losses, **changes)
+    return journal_of(*losses, (last_s, 1), (last_s + 0.5, 3), **changes)
+
+
+def test_the_replay_of_a_run_whose_groups_come_back_is_the_run() -> None:
+    journal = run_with_joins()
+    lives = [tuple(r.entry["admit"]) for r in journal.of(EntryRecord) if r.entry.get("admit") and r.group == 0]
+    assert lives == [((1, 1),), ((1, 2),), ((1, 3), (3, 1))]
+    found = replay(journal, WITH_JOINS)
+    assert [(step.num_alive, step.num_steps > 0) for step in found.steps] == [(5, True), (4, True), (3, True)]
+    assert [recovery.lost for recovery in found.recoveries] == [(1,), (1,), (1, 3)]
+    assert [join.groups for join in found.joins] == [(1,), (1,), (1, 3)]
+    for measured_s, predicted_s in times_of(found):
+        assert predicted_s == pytest.approx(measured_s, rel=1e-9)
+    assert found.median_join is not None
+    assert found.median_join.measured_s == pytest.approx(WITH_JOINS.join_s)
+    again = replay(journal, CostModel(**calibrate(journal).costs))
+    for measured_s, predicted_s in times_of(again):
+        assert predicted_s == pytest.approx(measured_s, rel=1e-6)
+
+
+def test_steps_after_groups_came_back_measure_as_those_before() -> None:
+    journal = run_with_joins()
+    steps = read_steps(journal)
+    joins = {join.step for join in read_joins(journal, steps)}
+    assert {step.step for step in steps if step.disturbance == "join"} == {
+        step for join in joins for step in range(join, join + WARM_UP_STEPS)
+    }
+    assert sum(step.is_clean and step.step > max(joins) for step in steps) > 5
 
 
 def test_a_simulated_recovery_adds_up_to_what_the_step_took_longer() -> None:

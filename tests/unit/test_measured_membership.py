@@ -1,0 +1,127 @@
+"""Who was lost and taken in again, when, from hand-made journals."""
+
+import pytest
+
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import EntryRecord, FaultRecord, Line, LossRecord, Record, RunRecord, UpdateRecord
+from spare_megatron.simulator.measured import StepTimes, in_order
+from spare_megatron.simulator.measured_membership import JoinTime, LossTime, read_joins, read_losses
+
+RUN = RunRecord(
+    name="hand-made",
+    num_groups=2,
+    ranks_per_group=1,
+    redundancy=2,
+    microbatches_per_shard=4,
+    num_steps=30,
+    placement="golomb",
+    granularity="microbatch",
+    reduce_mode="fast",
+    faults=[],
+)
+STEP_S = 10.0
+
+
+def journal_of(*records: tuple[float, Record]) -> Journal:
+    return in_order([Line(source="test", at_s=at_s, record=record) for at_s, record in ((0.0, RUN), *records)])
+
+
+def step_of(step: int, *, groups: int = 2, lasts_s: float = 9.0, disturbance: str = "") -> StepTimes:
+    """It ends a second before the next one begins, unless it lasts longer than usual."""
+    began_s = step * STEP_S
+    return StepTimes(
+        step=step,
+        loads=dict.fromkeys(range(groups), 4),
+        compute_s=dict.fromkeys(range(groups), 5.0),
+        reduce_s=1.0,
+        update_s=1.0,
+        step_s=lasts_s,
+        began_at_s=began_s,
+        ended_at_s=began_s + lasts_s,
+        disturbance=disturbance,  # type: ignore[arg-type]
+    )
+
+
+def entry(index: int, **fields: object) -> EntryRecord:
+    return EntryRecord(group=0, index=index, entry=fields)
+
+
+def commit(index: int, step: int, attempt: int, **more: object) -> EntryRecord:
+    return entry(index, entry="commit", step=step, attempt=attempt, **more)
+
+
+def update(group: int, step: int) -> UpdateRecord:
+    return UpdateRecord(
+        group=group,
+        step=step,
+        attempt=step,
+        num_microbatches=8,
+        loss=1.0,
+        grad_norm=1.0,
+        learning_rate=1.0,
+        makespan=4,
+        step_s=9.0,
+    )
+
+
+STEPS = tuple(step_of(step) for step in range(6))
+
+
+def test_a_group_is_lost_in_two_lives_and_not_in_the_one_that_was_never_taken_in() -> None:
+    journal = journal_of(
+        (9.0, commit(0, 0, 0)),
+        (12.0, FaultRecord(group=1, rank=0, step=1, phase="forward", kind="kill")),
+        (13.0, entry(1, entry="fence", group=1, incarnation=0)),
+        (13.5, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)),
+        (14.0, entry(2, entry="retry", step=1, attempt=1)),
+        (15.0, entry(3, entry="fence", group=1, incarnation=1)),  # it waited to be taken in
+        (19.0, commit(4, 1, 2, admit=[[1, 1], [1, 2]])),
+        (29.0, commit(5, 2, 3)),
+        (29.5, update(1, 2)),
+        (34.0, LossRecord(group=1, rank=0, cause="SIGSEGV", entry_index=6, incarnation=2)),
+        (34.5, entry(6, entry="fence", group=1, incarnation=2)),
+    )
+    assert read_losses(journal, STEPS) == (
+        LossTime(group=1, step=1, into_s=pytest.approx(2.0), back_after=1),
+        LossTime(group=1, step=3, into_s=pytest.approx(4.0), back_after=None),
+    )
+
+
+def test_a_fault_that_a_group_survived_dates_no_later_loss() -> None:
+    journal = journal_of(
+        (12.0, FaultRecord(group=1, rank=0, step=1, phase="forward", kind="slow")),
+        (18.0, update(1, 1)),
+        (33.0, entry(0, entry="fence", group=1, incarnation=0)),
+    )
+    assert [(loss.step, loss.into_s) for loss in read_losses(journal, STEPS)] == [(3, pytest.approx(3.0))]
+
+
+def test_a_loss_while_groups_are_taken_in_is_found_in_the_step_that_follows() -> None:
+    journal = journal_of((19.5, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=0)))
+    assert [(loss.step, loss.into_s) for loss in read_losses(journal, STEPS)] == [(2, 0.0)]
+
+
+def test_losses_after_the_last_step_are_left_out() -> None:
+    journal = journal_of((59.5, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=0)))
+    assert read_losses(journal, STEPS) == ()
+    assert read_losses(journal, ()) == ()
+
+
+def test_a_join_costs_what_the_next_step_ends_later_than_usual() -> None:
+    journal = journal_of(
+        (8.0, entry(0, entry="fence", group=1, incarnation=0)),
+        (9.0, commit(1, 0, 0, admit=[[1, 1]])),
+        (19.0, commit(2, 1, 1)),
+    )
+    after = (step_of(1, lasts_s=12.5, disturbance="join"), *STEPS[2:])
+    # Step 2 ends 6.5 s after step 1, and is as quiet as the others: the median of 6.5, 10, 10, 10 counts.
+    assert read_joins(journal, (STEPS[0], *after)) == (JoinTime(step=1, groups=(1,), pause_s=pytest.approx(3.5)),)
+
+
+@pytest.mark.parametrize("what", ["a loss in it", "no quiet step", "no step before"])
+def test_a_join_that_cannot_be_told_from_other_things_measures_nothing(what: str) -> None:
+    journal = journal_of((8.0, entry(0, entry="fence", group=1)), (9.0, commit(1, 0, 0, admit=[[1, 1]])))
+    joined = step_of(1, lasts_s=12.5, disturbance="loss" if what == "a loss in it" else "join")
+    others = tuple(step_of(step, groups=1 if what == "no quiet step" else 2) for step in range(2, 6))
+    steps = (joined, *others) if what == "no step before" else (STEPS[0], joined, *others)
+    assert read_joins(journal, steps) == ()

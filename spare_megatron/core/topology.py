@@ -43,6 +43,11 @@ class Layout:
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
+    def has_whole_groups(self) -> bool:
+        """Whether all ranks of each group stand on one node."""
+        return self.ranks_per_node % self.ranks_per_group == 0
+
+    @property
     def num_ranks(self) -> int:
         return self.num_groups * self.ranks_per_group
 

@@ -6,16 +6,19 @@ random group among those that may be hit then:
 - Its groups have not been hit for `faults.recovery_steps`. As long, a group that may be lost counts as lost: by then a
   corruption has been found, and whoever is started again has been taken in. Who may not be started again stays lost.
 - Every shard keeps a host among the other groups, and where parameters may be corrupted the groups that are not hit
-  outnumber those that are, so that a majority knows who is right.
+  outnumber those that are and are not known to be gone for good, so that a majority knows who is right.
 - Only one corruption is open at a time: two groups that find the same in one step show a fault of the training.
+- A fault in the middle of a recovery waits for the next one that is sure to bring a patch, and strikes in its step.
+- Where lost groups come back, a node is lost for good only if what is left can stand another such fault.
 
-Where no group may be hit, the fault waits until one may be; where that is never so again, it is left out.
+Where no group may be hit, the fault waits until one may be. Where that is never so again, one that could as well pass
+by itself does, and any other is left out.
 """
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,7 +27,7 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.mix import kind_weights
-from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS, PHASES_OF_A_MICROBATCH, Fault
+from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault
 
 FIRST_STEP = 3
 """Before it nobody knows how long a step takes, so that a rank that stands still is found only by a timeout."""
@@ -35,8 +38,12 @@ _ALWAYS_COSTLY: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_C
 _LASTING_OR_NOT: tuple[FaultKind, ...] = ("hang", "stop", "cut", "stop_node")
 _OF_A_NODE: tuple[FaultKind, ...] = ("cut", "stop_node", "kill_supervisor")
 _OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
-_PHASES = tuple(phase for phase in Phase if phase not in PHASES_AFTER_A_LOSS)
-_CORRUPTIBLE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BEFORE_REDUCE)
+_SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
+_PHASES = tuple(phase for phase in Phase if phase is not Phase.JOIN)
+_CORRUPTIBLE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
+_PHASES_OF_A_RECOVERY = (Phase.PATCH, Phase.REBUILD)
+_BEFORE_THE_SUM = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.BEFORE_REDUCE)
+"""Who is lost here has not been counted, so that others have to compute its microbatches in the same step."""
 _HARMLESS_INTERVALS = 0.5
 """A pause of this many heartbeat intervals costs no group, also on a busy machine."""
 
@@ -48,10 +55,27 @@ class _Draw:
     kind: FaultKind
     phase: Phase
     seconds: float | None
+    seconds_else: float | None
+    """How long one that lasts does where it must not; None if it cannot pass."""
     bit: int | None
     is_of_domain: bool
     costs: bool
     """Whether it may cost its groups."""
+
+    @property
+    def is_for_good(self) -> bool:
+        """Whether those it costs stay away, also where others are started again."""
+        return self.costs and self.kind in _OF_A_NODE and self.seconds is None
+
+    @property
+    def is_of_recovery(self) -> bool:
+        return self.phase in _PHASES_OF_A_RECOVERY
+
+    @property
+    def brings_patch(self) -> bool:
+        """Whether the survivors are sure to compute a patch in its step."""
+        lasts = self.kind not in _LASTING_OR_NOT or self.seconds is None
+        return self.kind in _SURE_TO_COST and lasts and self.phase in _BEFORE_THE_SUM
 
 
 @dataclass(slots=True)
@@ -64,11 +88,19 @@ class _Condition:
     num_rejoins: int
     hit_until: dict[GroupId, float] = field(default_factory=dict)
     lost_until: dict[GroupId, float] = field(default_factory=dict)
+    gone_from: dict[GroupId, int] = field(default_factory=dict)
     num_losses: dict[GroupId, int] = field(default_factory=dict)
     corrupt_until: float = 0.0
 
-    def allows(self, draw: _Draw, groups: frozenset[GroupId], step: int) -> bool:
-        """Whether the run survives it for sure, and every group is there to be hit."""
+    def allows(self, draw: _Draw, groups: frozenset[GroupId], step: int, targets: Set[frozenset[GroupId]]) -> bool:
+        """Whether the run survives it for sure, and every group is there to be hit.
+
+        Args:
+            draw: The fault.
+            groups: That it strikes.
+            step: When.
+            targets: The groups that such a fault could strike at once, for each place that it could be aimed at.
+        """
         if any(step < self.hit_until.get(group, 0) for group in groups):
             return False
         if draw.kind in _CORRUPTIONS and step < self.corrupt_until:
@@ -78,7 +110,13 @@ class _Condition:
             return True
         everybody = frozenset(GroupId(group) for group in range(self.placement.num_groups))
         left = everybody - lost - groups
-        if self.needs_majority and 2 * len(left) <= len(everybody):
+        gone = {group for group in lost if self.gone_from.get(group, math.inf) <= step}
+        if draw.is_for_good and self.num_rejoins:
+            return all(self._is_enough(left - others, everybody - gone - groups) for others in targets)
+        return self._is_enough(left, everybody - gone)
+
+    def _is_enough(self, left: frozenset[GroupId], voters: frozenset[GroupId]) -> bool:
+        if self.needs_majority and 2 * len(left) <= len(voters):
             return False
         return bool(left) and not self.placement.uncovered(left)
 
@@ -88,8 +126,10 @@ class _Condition:
             self.hit_until[group] = until
             if draw.costs:
                 self.num_losses[group] = self.num_losses.get(group, 0) + 1
-                is_last = self.num_losses[group] > self.num_rejoins or draw.kind in _OF_A_NODE
+                is_last = draw.is_for_good or self.num_losses[group] > self.num_rejoins
                 self.lost_until[group] = math.inf if is_last else until
+                if is_last:
+                    self.gone_from[group] = until
                 self.hit_until[group] = self.lost_until[group]
         if draw.kind in _CORRUPTIONS:
             self.corrupt_until = until
@@ -117,18 +157,34 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
         placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
         needs_majority="param_flip" in weights,
         recovery_steps=faults.recovery_steps,
-        num_rejoins=spare.rejoins,
+        num_rejoins=spare.rejoins if config.parallel.has_whole_groups else 0,
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)
     drawn: list[Fault] = []
+    waiting: list[tuple[_Draw, np.random.Generator]] = []
     for gap, rng in _gaps(config):
         at += gap
         if at >= end:
             return tuple(drawn)
-        found = _place(config, condition, _draw(config, weights, rng), int(at), end, rng)
+        draw = _draw(config, weights, rng)
+        if draw.is_of_recovery:
+            waiting.append((draw, rng))
+            continue
+        found = _place(config, condition, draw, int(at), end, rng)
+        if not found and draw.seconds_else is not None:
+            draw = replace(draw, seconds=draw.seconds_else, costs=_may_cost(config, draw.kind, draw.seconds_else))
+            found = _place(config, condition, draw, int(at), end, rng)
         drawn += found
-        at = max(at, float(found[0].step)) if found else at
+        if not found:
+            continue
+        step = found[0].step
+        at = max(at, float(step))
+        for index, (late, its_rng) in enumerate(waiting if draw.brings_patch else ()):
+            if in_recovery := _place(config, condition, late, step, step + 1, its_rng):
+                drawn += in_recovery
+                del waiting[index]
+                break
     raise AssertionError("the gaps never end")
 
 
@@ -149,35 +205,44 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
     faults = config.faults
     kind = list(weights)[rng.choice(len(weights), p=list(weights.values()))]
     lasts = kind in _ALWAYS_COSTLY or (kind in _LASTING_OR_NOT and rng.random() < 0.5)
-    seconds = None if lasts else float(faults.max_seconds * (1.0 - rng.random()))
+    passes_after_s = None if kind in _ALWAYS_COSTLY else float(faults.max_seconds * (1.0 - rng.random()))
+    seconds = None if lasts else passes_after_s
     jump = -1.0 if kind == "clock_jump" and rng.random() < 0.5 else 1.0
-    phases = _CORRUPTIBLE_PHASES if kind in ("nan", "bit_flip") else _PHASES
-    if config.layout.pipeline_parallel == 1:
-        phases = tuple(phase for phase in phases if phase not in (Phase.SEND, Phase.RECEIVE))
+    unreachable: set[Phase] = set() if config.layout.pipeline_parallel > 1 else {Phase.SEND, Phase.RECEIVE}
+    if not set(weights).intersection(_SURE_TO_COST):
+        unreachable.update(_PHASES_OF_A_RECOVERY)
+    reachable = _CORRUPTIBLE_PHASES if kind in ("nan", "bit_flip") else _PHASES
+    phases = [phase for phase in reachable if phase not in unreachable]
     num_bits = 64 if kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
-    is_harmless = kind in ("disk_full", "clock_jump", "stop_store") or (
-        seconds is not None and seconds <= _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
-    )
     return _Draw(
         kind=kind,
         phase=phases[rng.integers(len(phases))],
         seconds=None if seconds is None else jump * seconds,
+        seconds_else=passes_after_s if lasts else None,
         bit=int(rng.integers(num_bits)) if kind in ("bit_flip", "param_flip") else None,
         is_of_domain=lasts and kind in _OF_A_DOMAIN and bool(rng.random() < faults.domain_share),
-        costs=not is_harmless,
+        costs=_may_cost(config, kind, seconds),
     )
+
+
+def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
+    """Whether a fault that lasts so long may cost its groups."""
+    if kind in ("disk_full", "clock_jump", "stop_store"):
+        return False
+    return seconds is None or seconds > _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
 
 
 def _place(
     config: RunConfig, condition: _Condition, draw: _Draw, step: int, end: int, rng: np.random.Generator
 ) -> list[Fault]:
     """The fault in the groups it hits, at the first step from this one on that allows it; empty if none does."""
+    struck_by = {GroupId(aim): _groups_of(config, draw, GroupId(aim)) for aim in range(config.layout.num_groups)}
+    targets = frozenset(struck_by.values())
     while step < end:
-        groups = [GroupId(group) for group in range(config.layout.num_groups)]
-        allowed = [group for group in groups if condition.allows(draw, _groups_of(config, draw, group), step)]
+        allowed = [aim for aim, groups in struck_by.items() if condition.allows(draw, groups, step, targets)]
         if allowed:
             aim = allowed[rng.integers(len(allowed))]
-            struck = _groups_of(config, draw, aim)
+            struck = struck_by[aim]
             condition.hit(draw, struck, step)
             victims = sorted(struck) if draw.is_of_domain else [aim]
             return [_fault(config, draw, group, step, rng) for group in victims]

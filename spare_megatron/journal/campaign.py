@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spare_megatron.journal.check import fold_journal
+from spare_megatron.journal.due import is_due
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.goodput import Goodput, find_goodput
@@ -21,7 +22,7 @@ class FaultCount:
 
     Attributes:
         planned: In the trace.
-        due: Those of steps that the run came to with the group that was to be hit.
+        due: Those whose moment the run came to with the group that was to be hit.
         fired: Those that struck.
         masked: Those that struck, and whose step was committed all the same.
     """
@@ -95,15 +96,15 @@ def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
 
 def _count_faults(journal: Journal, run: RunRecord, fold: Fold) -> dict[str, FaultCount]:
     struck = {(r.step, r.group, r.rank, r.phase, r.kind) for r in journal.of(FaultRecord)}
-    began_with = {commit.step: commit.began_with for commit in fold.kept}
+    committed = {commit.step for commit in fold.kept}
     planned, due, fired, masked = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for fault in run.faults:
         kind, step = fault["kind"], fault["step"]
         has_fired = (step, fault["group"], fault["rank"], fault["phase"], kind) in struck
         planned[kind] += 1
-        due[kind] += has_fired or fault["group"] in began_with.get(step, ())
+        due[kind] += has_fired or is_due(fault, fold)
         fired[kind] += has_fired
-        masked[kind] += has_fired and step in began_with
+        masked[kind] += has_fired and step in committed
     return {
         kind: FaultCount(planned=planned[kind], due=due[kind], fired=fired[kind], masked=masked[kind])
         for kind in sorted(planned)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.journal.due import is_due
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Committed, Fold, fold_log
 from spare_megatron.journal.records import (
@@ -287,12 +288,12 @@ def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
     began_with = {commit.step: commit.began_with for commit in fold.kept}
     begun_at = {commit.step + 1: commit.index for commit in fold.kept}
     for fault in run.faults:
-        if fault["group"] not in began_with.get(fault["step"], ()):
-            continue  # the run ended before it, or the group was lost to something else
+        began = began_with.get(fault["step"], frozenset())
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
-            yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
-        elif fault["step"] < len(fold.kept) - 1:
-            there = set(fault.get("costs", [fault["group"]])) & began_with[fault["step"]]
+            if is_due(fault, fold):  # else the run ended before it, or the group was lost to something else
+                yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
+        elif fault["group"] in began and fault["step"] < len(fold.kept) - 1:
+            there = set(fault.get("costs", [fault["group"]])) & began
             for group in sorted(there):
                 if fold.last_fenced_at.get(group, -1) > begun_at.get(fault["step"], -1):
                     continue  # a fence of before is that of a former life

@@ -42,6 +42,7 @@ class Fold:
         entries: Entry at each index.
         commits: The commits in the order of the log.
         last_fenced_at: Group -> index of the last entry that fenced it.
+        fenced: Index of each fence that ended a life which took part -> group and incarnation.
         discarded: Restarts and committed steps before it -> the groups whose part in a step was discarded.
         opened: Attempt -> the groups that took part when it began, each with its incarnation; attempts that no entry
             tells of are absent.
@@ -53,6 +54,7 @@ class Fold:
     entries: Mapping[int, dict[str, Any]]
     commits: tuple[Committed, ...]
     last_fenced_at: Mapping[int, int]
+    fenced: Mapping[int, tuple[int, int]]
     discarded: Mapping[tuple[int, int], Members]
     opened: Mapping[int, Mapping[int, int]]
     members: Members
@@ -80,6 +82,7 @@ class _Folding:
         self.commits: list[Committed] = []
         self.undone: set[int] = set()
         self.last_fenced_at: dict[int, int] = {}
+        self.fenced: dict[int, tuple[int, int]] = {}
         self.opened: dict[int, Mapping[int, int]] = {0: dict(self.incarnations)}
         self.num_restarts = 0
         self.errors: list[str] = []
@@ -104,7 +107,7 @@ class _Folding:
         self.last_fenced[group] = max(incarnation, self.last_fenced.get(group, -1))
         if self.incarnations.get(group, incarnation + 1) <= incarnation:
             self.last_fenced_at[group] = index
-            del self.incarnations[group]
+            self.fenced[index] = (group, self.incarnations.pop(group))
 
     def _not_fenced(self, members: Sequence[tuple[int, int]]) -> dict[int, int]:
         """Group -> incarnation, the highest where a group is named twice."""
@@ -163,6 +166,7 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
         entries=entries,
         commits=commits,
         last_fenced_at=folding.last_fenced_at,
+        fenced=folding.fenced,
         discarded=folding.discarded,
         opened=folding.opened,
         members=frozenset(folding.incarnations),

@@ -117,7 +117,7 @@ def _returns(fold: Fold) -> dict[_Life, int]:
 
 def _lost_at_s(journal: Journal, fold: Fold) -> dict[_Life, float]:
     """Each life that took part and was lost -> when: that of its fault, else of whatever tells first of its fence."""
-    ends = _fences(fold)
+    ends = dict(fold.fenced)
     struck_at_s: dict[int, float] = {}
     lost_at_s: dict[_Life, float] = {}
     for line in journal.lines:
@@ -130,17 +130,3 @@ def _lost_at_s(journal: Journal, fold: Fold) -> dict[_Life, float]:
                 life = ends.pop(index)
                 lost_at_s[life] = struck_at_s.pop(life[0], line.at_s)
     return lost_at_s
-
-
-def _fences(fold: Fold) -> dict[int, _Life]:
-    """Index of each fence that ended a life which took part -> that life."""
-    lives = {life for members in fold.opened.values() for life in members.items()}
-    ends: dict[int, _Life] = {}
-    for index, entry in sorted(fold.entries.items()):
-        if entry["entry"] != "fence":
-            continue
-        hit = {life for life in lives if life[0] == entry["group"] and life[1] <= entry.get("incarnation", 0)}
-        if hit:
-            ends[index] = max(hit)
-            lives -= hit
-    return ends

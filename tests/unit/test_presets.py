@@ -1,11 +1,13 @@
 """Every preset that comes with the package can be used as it is."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.validate import Machine, problems
+from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import resolve_trace
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -26,9 +28,23 @@ def test_preset_loads(preset: Path) -> None:
 @pytest.mark.parametrize("preset", RUNS, ids=lambda path: path.name)
 def test_run_preset_is_valid_and_its_faults_can_be_drawn(preset: Path) -> None:
     config = load_run_config(preset).config
-    has_everything = Machine(num_gpus=config.parallel.num_ranks, num_cores=config.parallel.num_ranks, has_corpus=True)
+    num_ranks = config.parallel.num_ranks
+    has_everything = Machine(num_gpus=num_ranks, num_cores=num_ranks, has_corpus=True, can_isolate=True)
     assert problems(config, has_everything) == []
     assert len(resolve_trace(config)) == len(config.faults.trace)
+
+
+def test_the_campaigns_draw_what_they_are_for() -> None:
+    nodes, llama3 = (load_run_config(CONFIGS / f"run/campaign_{name}_cpu.toml").config for name in ("nodes", "llama3"))
+    early = [fault for fault in draw_faults(nodes) if fault.step < 1200]
+    assert {"cut", "stop_node", "kill_supervisor"} <= {fault.kind for fault in early}
+    assert {"patch", "rebuild"} <= {fault.phase for fault in early}
+    missed_s = 2 * nodes.control.heartbeat_interval_s
+    assert any(fault.kind in ("cut", "stop_node") and (fault.seconds or 0.0) > missed_s for fault in early)
+    drawn = [fault for fault in draw_faults(llama3) if fault.step < 3000]
+    pairs = Counter((fault.step, fault.phase, fault.kind, fault.group // 2) for fault in drawn)
+    assert 2 in pairs.values(), "whole domains"
+    assert Counter(fault.kind for fault in drawn).most_common(1)[0][0] in ("raise", "kill", "hang")
 
 
 def test_the_demo_kills_two_groups_in_different_phases_of_different_steps() -> None:

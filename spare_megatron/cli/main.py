@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron import __version__
-from spare_megatron.cli import campaign, check, config, plan, preprocess, simulate, train
+from spare_megatron.cli import campaign, check, config, plan, preprocess, report, simulate, train
 
 app = typer.Typer(
     name="spare",
@@ -37,6 +37,7 @@ app.command("preprocess")(preprocess.preprocess)
 app.command("train")(train.train)
 app.command("campaign")(campaign.campaign)
 app.command("check")(check.check)
+app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
     """The goodput of a run that has ended; None if the journal lacks its beginning, its end or every step."""
     began = [line.at_s for line in journal.lines if isinstance(line.record, RunRecord)]
     ended = [line.at_s for line in journal.lines if isinstance(line.record, EndRecord)]
-    at_s = _commit_times(journal)
+    at_s = entry_times(journal)
     commits = [commit for commit in fold.kept if commit.index in at_s]
     if not began or not ended or not commits:
         return None
@@ -64,11 +64,11 @@ def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
     )
 
 
-def _commit_times(journal: Journal) -> dict[int, float]:
-    """Log index of each commit -> when it was read: the median over the groups, one of whose clocks may have jumped."""
+def entry_times(journal: Journal) -> dict[int, float]:
+    """Log index -> when the entry was read: the median over the groups, one of whose clocks may have jumped."""
     read_s: dict[int, list[float]] = defaultdict(list)
     for line in journal.lines:
-        if isinstance(line.record, EntryRecord) and line.record.entry["entry"] == "commit":
+        if isinstance(line.record, EntryRecord):
             read_s[line.record.index].append(line.at_s)
     return {index: median(times_s) for index, times_s in read_s.items()}
 

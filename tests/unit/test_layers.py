@@ -15,6 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "journal": {"core"},
     "config": {"core"},
     "planner": {"core"},
+    "report": {"core", "journal"},
     "faults": {"core", "config"},
     "simulator": {"core", "journal", "config", "faults", "planner"},
     "slurm": {"config"},
@@ -26,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "journal",
         "config",
         "planner",
+        "report",
         "faults",
         "simulator",
         "slurm",
@@ -36,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """For each package those of our packages that it may import beside itself, as the design's table has them."""
 
-FREE_OF_TORCH = ("core", "journal", "config", "planner", "faults", "simulator", "slurm", "control")
+FREE_OF_TORCH = ("core", "journal", "config", "planner", "report", "faults", "simulator", "slurm", "control")
 """Packages above mcore: their modules load where torch and megatron are missing."""
 
 TORCH_ALLOWED = {"control", "mcore", "runtime", "cli"}

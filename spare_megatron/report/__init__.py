@@ -1,0 +1,1 @@
+"""What happened in a run, on one page."""

@@ -1,5 +1,6 @@
 """The page of a run: that of a simulated one, whose losses are known, and what is refused."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def write_run(folder: Path, lines: list[Line]) -> Path:
 def test_a_lost_group_is_training_then_lost_then_away_then_training(history: History) -> None:
     ways = [(item.presence, item.from_s, item.to_s) for item in presence(history) if item.group == 1]
     assert [way for way, _, _ in ways] == ["training", "lost", "away", "training"]
-    assert all(end == begin for (_, _, end), (_, begin, _) in zip(ways, ways[1:], strict=False))
+    assert all(end == begin for (_, _, end), (_, begin, _) in itertools.pairwise(ways))
     (_, lost_from_s, lost_to_s) = ways[1]
     assert lost_from_s < 90.0 < lost_to_s
     assert [item.presence for item in presence(history) if item.group == 0] == ["training"]

@@ -128,7 +128,7 @@ def first_ownership(slicing: Slicing, members: Iterable[Member]) -> Ownership:
     Raises:
         ValueError: The redundancy does not fit.
 
-    >>> ring = first_ownership(Slicing(num_groups=3, redundancy=2), [Member(GroupId(g)) for g in range(3)])
+    >>> ring = first_ownership(Slicing(num_groups=3, redundancy=2), [Member(g) for g in range(3)])
     >>> [[host.group for host in row] for row in ring.hosts], [owner.group for owner in ring.owners]
     ([[0, 2], [0, 1], [1, 2]], [0, 1, 2])
     """

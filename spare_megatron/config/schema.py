@@ -150,6 +150,18 @@ class ControlConfig:
     """How long training pauses for a control store that does not answer before the run ends."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Starting again after a wipe-out."""
+
+    max_restarts: int = 3
+    """Restarts after a wipe-out within restart_window_s; the next one ends the run. 0: any wipe-out does."""
+    restart_window_s: float = 3600.0
+    """Seconds of training within which max_restarts counts."""
+    restart_wait_s: float = 60.0
+    """Longest wait at a restart for groups that do not come back; the others then start without them, if they can."""
+
+
 FaultKind = Literal[
     "kill",
     "raise",
@@ -262,6 +274,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)

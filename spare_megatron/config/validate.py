@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate_checkpoint import checkpoint_problems
 from spare_megatron.config.validate_faults import fault_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
@@ -87,6 +88,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *optimizer_problems(config),
         *_timeouts(config),
         *store_problems(config.control),
+        *checkpoint_problems(config),
         *_megatron(config),
         *fault_problems(config),
         *rate_problems(config),

@@ -50,6 +50,17 @@ class DecisionLog:
         found = self._store.get([f"waiting/{group}" for group in groups]) if groups else []
         return [(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
 
+    def announce_restart(self, member: Voter, text: str) -> None:
+        """Says that the member was started again after a wipe-out, and what it has."""
+        group, incarnation = member
+        self._store.put(f"restart/{group}", f"{incarnation} {text}")
+
+    def waiting_to_restart(self, groups: Sequence[int]) -> list[tuple[Voter, str]]:
+        """Those of these groups that have ever said so, as the last incarnation that did, each with what it has."""
+        found = self._store.get([f"restart/{group}" for group in groups])
+        parts = [(group, text.partition(" ")) for group, text in zip(groups, found, strict=True) if text is not None]
+        return [((group, int(incarnation)), text) for group, (incarnation, _, text) in parts]
+
     def publish_digest(self, index: int, group: int, digest: str) -> None:
         """Tells newcomers which parameters the group holds as of the entry that admits them."""
         self._store.put(f"digest/{index}/{group}", digest)

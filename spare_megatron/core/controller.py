@@ -8,7 +8,8 @@ an earlier one. All groups run the same controller over the same log and so come
     entry Fence     -> BuildCommunicator, ReadVotes, ReadEntry  the loss may or may not have cost us the sum
     entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce the rest again
     entry Finish    -> FinishRun
-    entry Restart   -> BuildCommunicator, then the step after the checkpoint
+    entry Restart   -> LoadCheckpoint, BuildCommunicator, then the step after the checkpoint
+    WaitingRead     -> AppendEntry(Restart or GiveUp) once enough groups wait after a wipe-out
     VotesRead       -> AppendEntry(Commit, Retry, or Fence of a group that differs) once every survivor has voted
 
 A fence alone decides nothing about the step. Every survivor votes exactly once on each attempt, and only when
@@ -36,7 +37,7 @@ hits nobody, and one for a later incarnation hits the earlier as well, which som
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spare_megatron.core.decision import Attempted, decide, is_save_due
 from spare_megatron.core.messages import (
@@ -54,7 +55,9 @@ from spare_megatron.core.messages import (
     Fence,
     Finish,
     FinishRun,
+    GiveUp,
     Halt,
+    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
     Restart,
@@ -65,13 +68,15 @@ from spare_megatron.core.messages import (
     StopWipeOut,
     UpdateModel,
     VotesRead,
+    WaitingRead,
 )
 from spare_megatron.core.order import Granularity, Order, initial_order
 from spare_megatron.core.placement import Placement, WipeOut
+from spare_megatron.core.restart import RestartLimits, decide_restart
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Ownership, Slicing, StateWipeOut, first_ownership
 from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.topology import GroupId, Member, ShardId
 
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without any group being lost, before the run halts.
@@ -96,6 +101,8 @@ class ControllerSetup:
     """On the driver's clock: the first commit written from then on is the last. None: all steps are trained."""
     slices: Slicing | None = None
     """How the optimizer state is spread over the groups; None: each has all of it."""
+    restarts: RestartLimits | None = None
+    """When training starts again after a wipe-out; None leaves that to the driver."""
 
 
 class Controller:
@@ -127,13 +134,17 @@ class Controller:
         self._is_communicator_unused = False
         self._last_save_at_s = 0.0
         self._num_admitted = 0
+        self._at_s = 0.0  # of the last commit, on the clock of the log
+        self._clock_ahead_s = 0.0  # the clock of the log less that of the driver
+        self._restarted_at_s: list[float] = []
+        self.wipe_out: StopWipeOut | None = None
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event.
 
         Args:
             event: What has happened.
-            now_s: The driver's clock. It decides when a checkpoint is due, and nothing else.
+            now_s: The driver's clock. It tells how time passes, and nothing else.
 
         Raises:
             ValueError: An entry is not the one at the head, or does not fit the state: the log is damaged.
@@ -141,6 +152,7 @@ class Controller:
         match event:
             case RunStarted():
                 self._last_save_at_s = now_s
+                self._clock_ahead_s = -now_s
                 return (self._build_communicator(), *self._begin_step())
             case EntryRead(index=index, entry=entry):
                 if index != self.head:
@@ -149,6 +161,13 @@ class Controller:
                 return self._fold(entry, now_s)
             case VotesRead(attempt=attempt):
                 return self._decide(event, now_s) if attempt == self.attempt else ()
+            case WaitingRead():
+                return self._decide_restart(event)
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that training has started again from a checkpoint."""
+        return len(self._restarted_at_s)
 
     # ------------------------------------------------------------------------------------------- folding the log
 
@@ -170,6 +189,8 @@ class Controller:
                 return (FinishRun(step=step),)
             case Restart(step=step, members=members):
                 return self._restart(step, members, now_s)
+            case GiveUp(step=step, reason=reason):
+                return self._wiped_out(replace(self.wipe_out or StopWipeOut(step=step), reason=reason))
             case Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
@@ -193,10 +214,12 @@ class Controller:
         self._change_voters(left)
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
+        if not left:
+            return self._nobody_left()
         try:
             repairs = self._own(self.ownership and self.ownership.for_members(left))
         except StateWipeOut as wipe_out:
-            return (StopWipeOut(step=self.step, slices=wipe_out.slices),)
+            return self._wiped_out(StopWipeOut(step=self.step, slices=wipe_out.slices))
         return (
             self._build_communicator(),
             *repairs,
@@ -206,6 +229,9 @@ class Controller:
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt)]
+        self._at_s = commit.at_s
+        # Whoever hears of it first has the least of the entry's way in this difference.
+        self._clock_ahead_s = max(self._clock_ahead_s, commit.at_s - now_s)
         self.step += 1
         self.attempt += 1
         self._retries_without_loss = 0
@@ -235,7 +261,13 @@ class Controller:
         return (*actions, *self._begin_step())
 
     def _restart(self, step: int, members: tuple[Member, ...], now_s: float) -> tuple[Action, ...]:
+        for voter in set(self.voters) - set(members):
+            self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
         self._change_voters(self._not_fenced(members))
+        self.wipe_out = None
+        self._restarted_at_s.append(self._at_s)
+        self._last_error = ""
+        load = LoadCheckpoint(step=step)
         self.step = step
         self.attempt += 1
         self._is_discarded = False
@@ -244,9 +276,20 @@ class Controller:
         self._order = self._first_order
         self._ordered_for = self._everybody
         self._is_over = False
+        if not self.voters:
+            return self._nobody_left()
         slices = self._setup.slices
         repairs = self._own(None if slices is None else first_ownership(slices, self.voters))
-        return (self._build_communicator(), *repairs, *self._begin_step())
+        return (load, self._build_communicator(), *repairs, *self._begin_step())
+
+    def _wiped_out(self, stop: StopWipeOut) -> tuple[Action, ...]:
+        self.wipe_out = stop
+        return (stop,)
+
+    def _nobody_left(self) -> tuple[Action, ...]:
+        """Nor is there anybody who could decide."""
+        shards = tuple(ShardId(int(group)) for group in self._everybody)
+        return self._wiped_out(StopWipeOut(step=self.step, shards=shards))
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -265,7 +308,7 @@ class Controller:
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
-            return (StopWipeOut(step=self.step, shards=wipe_out.shards),)
+            return self._wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce(retry.kept)
         # Who lacked parameters has all of the step's work still to do.
         compute = _compute(self._plans[:1], self._plans[1:], reduce) if retry.gather else _compute([], [patch], reduce)
@@ -295,6 +338,23 @@ class Controller:
             event,
             save=is_save_due(self._setup.save_interval_s, now_s - self._last_save_at_s),
             is_last=self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s,
+            at_s=round(max(self._at_s, now_s + self._clock_ahead_s), 3),
+        )
+        return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
+
+    def _decide_restart(self, event: WaitingRead) -> tuple[Action, ...]:
+        limits = self._setup.restarts
+        if limits is None or self.wipe_out is None or self.wipe_out.reason:
+            return ()
+        over = {**self._last_fenced, **dict(self.voters)}  # whoever took part waits in a new life
+        entry = decide_restart(
+            self.step,
+            self._setup.placement,
+            [waiting for waiting in event.waiting if waiting.member.incarnation > over.get(waiting.member.group, -1)],
+            event.waited_s,
+            sum(at_s > self._at_s - limits.window_s for at_s in self._restarted_at_s),
+            limits,
+            last_resort=self._setup.last_resort,
         )
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
@@ -304,7 +364,7 @@ class Controller:
         try:
             plan = self._plan_step()
         except WipeOut as wipe_out:
-            return (StopWipeOut(step=self.step, shards=wipe_out.shards),)
+            return self._wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce()
         return (ComputeStep(plan=plan, into=reduce), reduce, ReadEntry(index=self.head))
 

@@ -33,7 +33,7 @@ class Attempted:
     is_over: bool
 
 
-def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool) -> Entry | None:
+def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float) -> Entry | None:
     """The entry that decides the attempt, or None while somebody has yet to vote.
 
     Args:
@@ -41,6 +41,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool)
         event: The votes on it.
         save: Whether a commit is to take a checkpoint.
         is_last: Whether a commit is to end the run.
+        at_s: The time on the clock of the log.
     """
     votes = event.votes
     try:
@@ -69,6 +70,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool)
         admit=event.waiting,
         is_last=is_last,
         restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
+        at_s=at_s,
     )
 
 

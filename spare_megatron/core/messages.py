@@ -30,6 +30,7 @@ class Commit:
         is_last: The run ends with this step, whatever the number of steps it was to have.
         restored: Copies of slices that have become whole: their members are hosts from here on. Void where no repair
             asks for them any more.
+        at_s: Seconds since the run began, as its writer knows: the clock of the log, the same for everybody.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Commit:
     admit: tuple[Member, ...] = ()
     is_last: bool = False
     restored: tuple[SliceCopy, ...] = ()
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +102,22 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Training starts again from a checkpoint, with these members but for those who are fenced."""
+    """Training starts again from a checkpoint, with these members but for those who are fenced.
+
+    Whoever took part before and is not named is over, as if fenced.
+    """
 
     step: int
-    """Committed steps that the checkpoint holds: the next step to train."""
+    """Committed steps that the checkpoint holds: the next step to train. 0 is the beginning, which needs none."""
     members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """After a wipe-out: training does not start again."""
+
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +128,14 @@ class Halt:
     reason: str
 
 
-Entry = Commit | Fence | Retry | Finish | Restart | Halt
+Entry = Commit | Fence | Retry | Finish | Restart | GiveUp | Halt
 _ENTRY_KINDS: dict[str, type[Entry]] = {
     "commit": Commit,
     "fence": Fence,
     "retry": Retry,
     "finish": Finish,
     "restart": Restart,
+    "giveup": GiveUp,
     "halt": Halt,
 }
 
@@ -218,7 +232,33 @@ class VotesRead:
     waiting: tuple[Member, ...] = ()
 
 
-Event = RunStarted | EntryRead | VotesRead
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A group that was started again after a wipe-out.
+
+    Attributes:
+        member: The group in its new life.
+        steps: Committed steps of the checkpoints that it finds valid.
+    """
+
+    member: Member
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingRead:
+    """Who waits for training to start again. Only the driver of the leader of a group that waits reads them.
+
+    Attributes:
+        waiting: All who have ever said so, each group once.
+        waited_s: Seconds for which this group has waited.
+    """
+
+    waiting: tuple[Waiting, ...]
+    waited_s: float
+
+
+Event = RunStarted | EntryRead | VotesRead | WaitingRead
 
 # -------------------------------------------------------------------------------- actions: controller to driver
 
@@ -336,6 +376,13 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCheckpoint:
+    """Take over the checkpoint after this many committed steps; 0: the parameters with which the run began."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitGroups:
     """These take part from this step on: give them the present state.
 
@@ -361,11 +408,19 @@ class FinishRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopWipeOut:
-    """These shards, or these slices of the optimizer state, have no surviving host: only a checkpoint helps."""
+    """These shards, or these slices of the optimizer state, have no surviving host: only a checkpoint helps.
+
+    Attributes:
+        step: The step under way.
+        shards: The shards; all of them where no group is left.
+        slices: The slices.
+        reason: Why training does not start again; empty where that is still to be decided.
+    """
 
     step: int
     shards: tuple[ShardId, ...] = ()
     slices: tuple[SliceId, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,6 +444,7 @@ Action = (
     | GatherParams
     | StartRepairs
     | SaveCheckpoint
+    | LoadCheckpoint
     | AdmitGroups
     | FinishRun
     | StopWipeOut

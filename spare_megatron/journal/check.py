@@ -286,7 +286,7 @@ def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
     """Every fault of the trace struck if its group was there to be hit, and cost the run the group it hit."""
     struck = {(r.step, r.group, r.rank, r.phase) for r in journal.of(FaultRecord)}
     began_with = {commit.step: commit.began_with for commit in fold.kept}
-    begun_at = {commit.step + 1: commit.index for commit in fold.kept}
+    begun_at = {commit.step + 1: commit.index for commit in reversed(fold.commits)}  # the first time
     for fault in run.faults:
         began = began_with.get(fault["step"], frozenset())
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:

@@ -150,6 +150,9 @@ class _Folding:
         if entry["step"] not in saved:
             self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}
+        named = {(group, number) for group, number in entry["members"]}
+        for group, number in set(self.incarnations.items()) - named:
+            self.last_fenced[group] = max(number, self.last_fenced.get(group, -1))
         self.incarnations = self._not_fenced(entry["members"])
         self.began_with = frozenset(self.incarnations)
         self.step = entry["step"]

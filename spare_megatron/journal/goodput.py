@@ -21,10 +21,11 @@ class Goodput:
         useful_s: The time of all committed steps, each counted with a quiet step's at most.
         goodput: Useful time over wall time.
         longest_pause_s: The longest time between two commits.
-        lost_s: What the rest went to. `start`: before the first step. `recovery`: steps in which a group was lost.
-            `admission`: steps that begin with groups taken in. `fault`: steps with a fault that cost no group.
-            `fewer_groups`: other steps without all groups. `scatter`: steps that took longer for none of these
-            reasons. `end`: after the last commit.
+        lost_s: What the rest went to. `start`: before the first step. `rework`: up to the last of the steps that a
+            restart from a checkpoint threw away. `restart`: from there to the first commit after the restart.
+            `recovery`: steps in which a group was lost. `admission`: steps that begin with groups taken in.
+            `fault`: steps with a fault that cost no group. `fewer_groups`: other steps without all groups. `scatter`:
+            steps that took longer for none of these reasons. `end`: after the last commit.
     """
 
     wall_s: float
@@ -44,11 +45,17 @@ def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
     if not began or not ended or not commits:
         return None
     times_s = [began[0], *(at_s[commit.index] for commit in commits)]
-    intervals_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
+    undone_s = _undone_s(commits, times_s, fold, at_s)
+    intervals_s = [
+        later - earlier - spent_s
+        for (earlier, later), spent_s in zip(itertools.pairwise(times_s), undone_s, strict=True)
+    ]
     causes = _causes(journal, fold, commits)
     quiet_s = [spent_s for spent_s, cause in zip(intervals_s, causes, strict=True) if cause == "scatter"]
     step_s = median(quiet_s or intervals_s)
     lost_s: dict[str, float] = defaultdict(float)
+    if any(undone_s):
+        lost_s["rework"] = sum(undone_s)
     for spent_s, cause in zip(intervals_s, causes, strict=True):
         lost_s[cause] += max(0.0, spent_s - step_s)
     lost_s["end"] = ended[0] - times_s[-1]
@@ -62,6 +69,16 @@ def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
         longest_pause_s=max(intervals_s[1:], default=0.0),
         lost_s=dict(lost_s),
     )
+
+
+def _undone_s(commits: list[Committed], times_s: list[float], fold: Fold, at_s: Mapping[int, float]) -> list[float]:
+    """For each commit, the time that went into commits since the one before that a restart threw away."""
+    undone = {commit.index: at_s[commit.index] for commit in fold.commits if commit.is_undone and commit.index in at_s}
+    first_of = [-1, *(commit.index for commit in commits)]
+    return [
+        max((read_s - began_s for index, read_s in undone.items() if before < index < commit.index), default=0.0)
+        for before, commit, began_s in zip(first_of, commits, times_s, strict=False)
+    ]
 
 
 def entry_times(journal: Journal) -> dict[int, float]:
@@ -79,10 +96,12 @@ def _causes(journal: Journal, fold: Fold, commits: list[Committed]) -> list[str]
         record.step if record.phase == "after_commit" else record.step - 1 for record in journal.of(FaultRecord)
     }
     everybody = max(len(commit.members) for commit in commits)
-    causes = ["start"]
+    causes = ["restart" if "restart" in _between(fold, -1, commits[0].index) else "start"]
     for before, commit in itertools.pairwise(commits):
-        between = [fold.entries.get(index, {}).get("entry") for index in range(before.index + 1, commit.index)]
-        if "fence" in between:
+        between = _between(fold, before.index, commit.index)
+        if "restart" in between:
+            causes.append("restart")
+        elif "fence" in between:
             causes.append("recovery")
         elif commit.members - before.members:
             causes.append("admission")
@@ -91,3 +110,8 @@ def _causes(journal: Journal, fold: Fold, commits: list[Committed]) -> list[str]
         else:
             causes.append("fewer_groups" if len(commit.members) < everybody else "scatter")
     return causes
+
+
+def _between(fold: Fold, first: int, last: int) -> list[str | None]:
+    """The kinds of the entries between two."""
+    return [fold.entries.get(index, {}).get("entry") for index in range(first + 1, last)]

@@ -125,6 +125,24 @@ class RecoveryRecord:
     """From the new communicator to the commit."""
     num_patched: int
     """Microbatches of the lost groups that this group computed."""
+    num_restarts: int = 0
+    """Restarts before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRecord:
+    """A group takes part again after a wipe-out."""
+
+    group: int
+    incarnation: int
+    step: int
+    """Committed steps that it has loaded."""
+    rework_steps: int
+    """Committed steps that are computed again."""
+    restart_s: float
+    """From when its supervisor knew of the wipe-out to when it had loaded them."""
+    rejected: list[str] = field(default_factory=list)
+    """The newer checkpoints that it could not use, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +188,7 @@ Record = (
     | UpdateRecord
     | ParamsRecord
     | RecoveryRecord
+    | RestartRecord
     | FaultRecord
     | LossRecord
     | EndRecord
@@ -183,6 +202,7 @@ _KINDS: dict[str, type[Record]] = {
     "update": UpdateRecord,
     "params": ParamsRecord,
     "recovery": RecoveryRecord,
+    "restart": RestartRecord,
     "fault": FaultRecord,
     "loss": LossRecord,
     "end": EndRecord,

@@ -60,7 +60,9 @@ class Summary:
     outcome_reason: str
     steps_committed: int
     steps_lost: int
-    """Steps that were committed and had to be committed again: 0 as long as no checkpoint is loaded."""
+    """Commits that a restart from a checkpoint threw away: rework."""
+    restarts: int
+    """Restarts from a checkpoint after a wipe-out."""
     groups_lost: int
     groups_rejoined: int
     """Times that a group which was lost has voted again."""
@@ -78,8 +80,8 @@ def summarize(journal: Journal) -> Summary:
     entries = {record.index: record.entry for record in journal.of(EntryRecord)}
     fenced = {entry["group"] for entry in entries.values() if entry["entry"] == "fence"}
     num_commits = sum(entry["entry"] == "commit" for entry in entries.values())
-    last = max(updates, key=lambda record: record.step, default=None)
-    last_params = max(params, key=lambda record: record.step, default=None)
+    last = max(updates, key=lambda record: record.attempt, default=None)
+    last_params = max(params, key=lambda record: (record.num_restarts, record.step), default=None)
     return Summary(
         verdict=verdict.verdict,
         reasons=verdict.reasons,
@@ -87,6 +89,7 @@ def summarize(journal: Journal) -> Summary:
         outcome_reason=ends[0].reason if ends else "the journal has no end",
         steps_committed=verdict.steps_committed,
         steps_lost=num_commits - verdict.steps_committed,
+        restarts=sum(entry["entry"] == "restart" for entry in entries.values()),
         groups_lost=len(fenced),
         groups_rejoined=len({(r.group, r.incarnation) for r in journal.of(VoteRecord) if r.incarnation}),
         microbatches_recomputed=_count_recomputed(journal),
@@ -97,19 +100,23 @@ def summarize(journal: Journal) -> Summary:
 
 
 def _count_recomputed(journal: Journal) -> int:
-    """Microbatches that groups brought into a later attempt of a step and had not brought into its first."""
-    brought: dict[tuple[int, int], list[int]] = defaultdict(list)
+    """Microbatches that groups brought into a later attempt of a step and had not brought into its first.
+
+    A group that computes a step again after a restart does so in another life.
+    """
+    brought: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for record in journal.of(ContributionRecord):
-        brought[record.group, record.step].append(sum(len(indices) for indices in record.microbatches.values()))
+        num_microbatches = sum(len(indices) for indices in record.microbatches.values())
+        brought[record.group, record.incarnation, record.step].append(num_microbatches)
     return sum(max(counts) - counts[0] for counts in brought.values())
 
 
 def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
     """The recoveries of a run in the order of their steps."""
-    by_step: dict[int, list[RecoveryRecord]] = defaultdict(list)
+    by_step: dict[tuple[int, int], list[RecoveryRecord]] = defaultdict(list)
     for record in journal.of(RecoveryRecord):
-        by_step[record.step].append(record)
-    return tuple(_recovery(journal, by_step[step]) for step in sorted(by_step))
+        by_step[record.num_restarts, record.step].append(record)
+    return tuple(_recovery(journal, by_step[key]) for key in sorted(by_step))
 
 
 def _recovery(journal: Journal, records: list[RecoveryRecord]) -> Recovery:

@@ -7,7 +7,7 @@ One controller stands for those of all groups, which are equal after the same en
 - Detection, which runs from the loss, and agreement follow; losses meanwhile start them over. Then the patch, what is
   left of the rebuild, which began with the fence, and the reduction.
 - A loss during an update, a save, or while groups are taken in is found in the step that follows.
-- With no group left there is nobody to decide, and all restart.
+- After a wipe-out all restart.
 """
 
 from collections import Counter, deque
@@ -29,6 +29,7 @@ from spare_megatron.core.messages import (
     Event,
     Fence,
     FinishRun,
+    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
     Restart,
@@ -131,6 +132,8 @@ class SpareRun:
                     self._chronicle.compared(step, self._members)
             case AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
+            case LoadCheckpoint():
+                pass  # part of the restart
             case StopWipeOut():
                 self._restart()
                 return (self._read(len(self._log) - 1),)
@@ -190,8 +193,6 @@ class SpareRun:
                 self._chronicle.lost(member, len(self._log))
             self._log.append(Fence(group=member.group, incarnation=member.incarnation))
             self._incarnations[member.group] += 1
-        if not self._votes:  # nobody is left
-            self._restart()
 
     def _restart(self) -> None:
         self._world.restart()

@@ -16,6 +16,7 @@ from spare_megatron.core.messages import (
     Fence,
     FinishRun,
     Halt,
+    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
     Restart,
@@ -111,9 +112,9 @@ def test_the_first_commit_that_is_written_after_the_end_of_the_time_is_the_last(
     controller = Controller(setup)
     controller.handle(RunStarted(), now_s=0.0)
     [early] = controller.handle(votes(controller), now_s=9.9)
-    assert early == AppendEntry(index=0, entry=Commit(step=0, attempt=0))
+    assert early == AppendEntry(index=0, entry=Commit(step=0, attempt=0, at_s=9.9))
     [late] = controller.handle(votes(controller), now_s=10.0)
-    assert late == AppendEntry(index=0, entry=Commit(step=0, attempt=0, is_last=True))
+    assert late == AppendEntry(index=0, entry=Commit(step=0, attempt=0, is_last=True, at_s=10.0))
 
 
 def test_whoever_reads_the_last_commit_ends_with_its_step_and_takes_nobody_in() -> None:
@@ -362,7 +363,8 @@ def test_a_restart_begins_the_step_after_the_checkpoint_in_the_first_order() -> 
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, Commit(step=0, attempt=0), Commit(step=1, attempt=1), fence(1), Retry(step=2, attempt=2))
     everybody = (Member(GroupId(0)), Member(GroupId(1), 1), Member(GroupId(2)), Member(GroupId(3)))
-    build, compute, reduce, read = fold(controller, Restart(step=1, members=everybody))
+    load, build, compute, reduce, read = fold(controller, Restart(step=1, members=everybody))
+    assert load == LoadCheckpoint(step=1)
     assert build == BuildCommunicator(key=4, epoch=2, members=(0, 1, 2, 3))
     assert isinstance(compute, ComputeStep)
     assert compute.plan.step == 1

@@ -39,8 +39,10 @@ def test_groups_that_all_raised_the_same_halt_the_run_though_none_of_them_could_
 
 def test_groups_that_were_lost_for_reasons_of_their_own_do_not() -> None:
     assert stop_of() is None
-    assert stop_of(fence(1), fence(0), fence(2)) is None
-    assert stop_of(fence(1, NAN), fence(0, "another"), fence(2)) is None
+    for last in (fence(1), fence(1, NAN)):
+        stop = stop_of(last, fence(0, "another"), fence(2))
+        assert isinstance(stop, StopWipeOut)
+        assert stop.shards == (0, 1, 2)
 
 
 def test_the_same_in_different_steps_is_no_pattern() -> None:

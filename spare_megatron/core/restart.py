@@ -1,0 +1,85 @@
+"""When training starts again after a wipe-out, with whom, and from where; and when it does not.
+
+All processes of the run have ended by then, or hold nothing. Every group that is started again says which checkpoints
+it finds valid; whoever sees that enough groups wait writes the entry.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spare_megatron.core.messages import GiveUp, Restart, Waiting
+from spare_megatron.core.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartLimits:
+    """What keeps a run from starting again and again.
+
+    Attributes:
+        max_restarts: Restarts within the window after which the next wipe-out ends the run.
+        window_s: Length of the window, on the clock of the log. A run that commits nothing between two wipe-outs
+            stands still on it, so that these always fall into one window.
+        wait_s: Longest wait for groups that have not come back; the others then start without them.
+    """
+
+    max_restarts: int
+    window_s: float
+    wait_s: float
+
+
+def decide_restart(
+    step: int,
+    placement: Placement,
+    waiting: Sequence[Waiting],
+    waited_s: float,
+    num_recent: int,
+    limits: RestartLimits,
+    *,
+    last_resort: bool = False,
+) -> Restart | GiveUp | None:
+    """The entry that ends a wipe-out; None while it is better to wait for more groups.
+
+    The newest checkpoint counts that all who wait find valid: every one of them has to load it.
+
+    Args:
+        step: The step that was wiped out.
+        placement: Who hosts what.
+        waiting: Groups in lives that have not taken part, each group once.
+        waited_s: Seconds for which whoever asks has waited.
+        num_recent: Restarts within the window.
+        limits: When to give up.
+        last_resort: Every group can compute every shard.
+
+    >>> from spare_megatron.core.placement import make_placement
+    >>> from spare_megatron.core.topology import Member
+    >>> ring, limits = make_placement("golomb", 2, 1), RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
+    >>> both = [Waiting(member=Member(0, 1), steps=(8, 4)), Waiting(member=Member(1, 1), steps=(4,))]
+    >>> decide_restart(9, ring, both, 0.0, 0, limits)
+    Restart(step=4, members=(Member(group=0, incarnation=1), Member(group=1, incarnation=1)))
+    >>> decide_restart(9, ring, both[:1], 4.9, 0, limits) is None
+    True
+    """
+    if num_recent >= limits.max_restarts:
+        return GiveUp(step=step, reason=_too_many(num_recent, limits))
+    groups = frozenset(item.member.group for item in waiting)
+    if len(groups) < placement.num_groups and waited_s < limits.wait_s:
+        return None
+    uncovered = () if last_resort else placement.uncovered(groups)
+    if uncovered or not groups:
+        absent = sorted(set(range(placement.num_groups)) - groups)
+        reason = (
+            f"groups {absent} have not come back within checkpoint.restart_wait_s={limits.wait_s:g}, and no other "
+            f"group hosts shards {[int(shard) for shard in uncovered]}"
+        )
+        return GiveUp(step=step, reason=reason)
+    valid = set.intersection(*(set(item.steps) for item in waiting))
+    return Restart(step=max(valid, default=0), members=tuple(sorted(item.member for item in waiting)))
+
+
+def _too_many(num_recent: int, limits: RestartLimits) -> str:
+    if not limits.max_restarts:
+        return "checkpoint.max_restarts=0 starts no run again"
+    return (
+        f"training has started again {num_recent} times within checkpoint.restart_window_s={limits.window_s:g} "
+        f"seconds of training, as often as checkpoint.max_restarts allows"
+    )

@@ -18,6 +18,7 @@ from spare_megatron.journal.summary import Recovery, Summary
 from spare_megatron.runtime.reports import (
     GroupLost,
     GroupRejoined,
+    GroupRestarted,
     RanksReady,
     RunEvent,
     RunStopped,
@@ -64,6 +65,13 @@ class RunProgress:
             case GroupRejoined(member=member, step=step):
                 self._absent.pop(member.group, None)
                 self._tell(f"group {member.group} rejoined, and takes part from step {step + 1} on")
+            case GroupRestarted(member=member, step=step, rejected=rejected):
+                self._absent.pop(member.group, None)
+                self._last = None
+                for text in rejected:
+                    self._tell(text, is_repeatable=False)
+                where = f"the checkpoint after {step} steps" if step else "the beginning, there is no checkpoint"
+                self._tell(f"training starts again from {where}", is_repeatable=False)
             case StepCommitted():
                 self._committed(event)
             case GroupLost(group=group, rank=rank, cause=cause, traceback=text, is_given_up=is_given_up):
@@ -127,6 +135,7 @@ def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
 def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
     yield "outcome", summary.outcome + (f": {summary.outcome_reason}" if summary.outcome_reason else "")
     yield "steps committed", str(summary.steps_committed)
+    yield "restarts from a checkpoint", str(summary.restarts)
     yield "steps lost", str(summary.steps_lost)
     yield "groups lost", str(summary.groups_lost)
     yield "groups rejoined", str(summary.groups_rejoined)

@@ -267,7 +267,7 @@ class Controller:
         self.wipe_out = None
         self._restarted_at_s.append(self._at_s)
         self._last_error = ""
-        load = LoadCheckpoint(step=step)
+        load = LoadCheckpoint(step=step, rework_steps=self.step - step)
         self.step = step
         self.attempt += 1
         self._is_discarded = False

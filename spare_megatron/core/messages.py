@@ -7,6 +7,7 @@ epoch, step and attempt are the fold of the log, done by `core.controller`.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy
@@ -140,9 +141,14 @@ _ENTRY_KINDS: dict[str, type[Entry]] = {
 }
 
 
+def entry_fields(entry: Entry) -> dict[str, Any]:
+    """The entry as plain values, its kind under `entry`."""
+    return {"entry": type(entry).__name__.lower(), **asdict(entry)}
+
+
 def encode_entry(entry: Entry) -> str:
     """The entry as one line of JSON, equal for equal entries."""
-    return json.dumps({"entry": type(entry).__name__.lower(), **asdict(entry)}, sort_keys=True)
+    return json.dumps(entry_fields(entry), sort_keys=True)
 
 
 def decode_entry(text: str) -> Entry:
@@ -377,9 +383,15 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheckpoint:
-    """Take over the checkpoint after this many committed steps; 0: the parameters with which the run began."""
+    """Take over the checkpoint after this many committed steps; 0: the parameters with which the run began.
+
+    Attributes:
+        step: The steps.
+        rework_steps: Steps that were committed after it and are computed again.
+    """
 
     step: int
+    rework_steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from spare_megatron.core.messages import (
     Fence,
     Vote,
     VotesRead,
+    Waiting,
     decode_entry,
     decode_vote,
     encode_entry,
@@ -157,6 +158,18 @@ class GroupAgreement:
         """On the leader, says that the group is up and waits to be admitted."""
         if self.is_leader:
             self._log.announce(self.member)
+
+    def announce_restart(self, steps: Sequence[int]) -> None:
+        """Leader: says that the group waits for training to start again, and the checkpoints that it finds valid."""
+        self._log.announce_restart(self.member, ",".join(map(str, steps)))
+
+    def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[Waiting, ...]:
+        """Leader: those of the groups that have ever said so."""
+        found = self._log.waiting_to_restart(groups)
+        return tuple(
+            Waiting(member=Member(GroupId(group), incarnation), steps=tuple(map(int, text.split(",") if text else ())))
+            for (group, incarnation), text in found
+        )
 
     def is_lost(self, other: Member, from_index: int) -> bool:
         """Whether an entry from this index on fences the other, asked of the store by this rank alone."""

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,7 +19,7 @@ from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord, Outcome
 from spare_megatron.runtime.agenda import Agenda
-from spare_megatron.runtime.fold import controller_setup, stop_in
+from spare_megatron.runtime.fold import LogFollower, controller_setup
 from spare_megatron.runtime.network import network_of
 from spare_megatron.runtime.processes import (
     Child,
@@ -37,6 +37,7 @@ from spare_megatron.runtime.reports import (
     GoOn,
     GroupLost,
     GroupRejoined,
+    GroupRestarted,
     NodeEnded,
     NodeReport,
     RankRaised,
@@ -134,7 +135,7 @@ class Driver:
             if store is not None:
                 end_child(store)
             for node, child in self._nodes.items():
-                if self._is_over([node]):
+                if self._are_lost([node]):
                     end_child(child)  # it may be stopped
                 else:
                     stop_child(child)
@@ -181,9 +182,17 @@ class Driver:
                 # Its supervisors notice by themselves, and end when their ranks have saved their state.
                 self._store_died(store)
 
-    def _is_over(self, running: Iterable[int]) -> bool:
-        """Whether nodes that still run have nothing to do with the run any more. They may be stopped or cut off."""
-        return all(self._lost.issuperset(self._config.parallel.groups_on(node)) for node in running)
+    def _is_over(self, running: Collection[int]) -> bool:
+        """Whether no node that still runs will go on with the run.
+
+        One that has lost its groups starts them again after a wipe-out, until some node has come to an end.
+        """
+        may_restart = self._config.checkpoint.max_restarts > 0 and not self._ended
+        return not running or (self._are_lost(running) and not may_restart)
+
+    def _are_lost(self, nodes: Iterable[int]) -> bool:
+        """Whether these nodes have no part in the run. They may be stopped or cut off."""
+        return all(self._lost.issuperset(self._config.parallel.groups_on(node)) for node in nodes)
 
     @property
     def _lost(self) -> frozenset[GroupId]:
@@ -212,11 +221,12 @@ class Driver:
             case FaultWanted():
                 self._inflict(report)
                 return
-            case GroupRejoined(member=member):
+            case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._last_rejoined[member.group] = member.incarnation
+                self._stop_reason = ""
             case StoreGone(node=node, reason=reason):
                 self._without_store.add(node)
-                if self._is_over(set(self._nodes) - self._without_store):
+                if self._are_lost(set(self._nodes) - self._without_store):
                     self._give_store_up(reason)
             case RanksReady():
                 self._has_begun = True
@@ -315,7 +325,7 @@ class Driver:
     def _hear_the_log(self) -> None:
         """Nobody is left. If all went for one reason, as when the training diverged, the log says so."""
         setup = controller_setup(self._config)
-        stop = stop_in(DecisionLog(self._store), setup, self._config.control.store_timeout_s)
+        stop = LogFollower(DecisionLog(self._store), setup, self._config.control.store_timeout_s).stop()
         if isinstance(stop, StopHalted):
             self._is_halted, self._stop_reason = True, stop.reason
 

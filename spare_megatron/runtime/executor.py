@@ -2,10 +2,19 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from spare_megatron.core.liveness import Operation
-from spare_megatron.core.messages import AdmitGroups, AttemptReduce, Entry, EntryRead, Event, Fence
+from spare_megatron.core.messages import (
+    AdmitGroups,
+    AttemptReduce,
+    Entry,
+    EntryRead,
+    Event,
+    Fence,
+    LoadCheckpoint,
+    entry_fields,
+)
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
@@ -17,7 +26,8 @@ from spare_megatron.runtime.join import confirm
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
 from spare_megatron.runtime.reduction import Reduction
-from spare_megatron.runtime.reports import GroupRejoined, StepCommitted
+from spare_megatron.runtime.reports import GroupRejoined, GroupRestarted, StepCommitted
+from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
 
@@ -44,6 +54,7 @@ class GroupExecutor:
         journal: The rank's journal; only leaders write here.
         source: What others may read of this rank's state.
         transfer: For groups that come back.
+        start_over: For groups that start again after a wipe-out.
         join_timeout_s: How long one that comes back waits for the others to confirm its state.
         report: Tells the supervisor of a committed step.
         probe: Told what the rank is about.
@@ -61,8 +72,9 @@ class GroupExecutor:
         journal: JournalWriter,
         source: StateSource,
         transfer: StateTransfer,
+        start_over: StartOver,
         join_timeout_s: float,
-        report: Callable[[StepCommitted | GroupRejoined], None],
+        report: Callable[[StepCommitted | GroupRejoined | GroupRestarted], None],
         probe: RankProbe,
         params_check_every_steps: int,
     ) -> None:
@@ -73,6 +85,7 @@ class GroupExecutor:
         self._journal = journal
         self._source = source
         self._transfer = transfer
+        self._start_over = start_over
         self._join_timeout_s = join_timeout_s
         self._report = report
         self._probe = probe
@@ -82,6 +95,7 @@ class GroupExecutor:
         self._head = 0
         self._has_lost = False  # a group, in the step under way
         self.num_steps = 0  # that the parameters hold
+        self.num_restarts = 0  # of the run
         self._params_digest = ""
 
     # ----------------------------------------------------------------------------------------------------- begin
@@ -89,6 +103,27 @@ class GroupExecutor:
     def start(self) -> None:
         """Has the first vote compare the parameters with which the run begins."""
         self._params_digest = self.check_params(0)
+
+    def restart(self, action: LoadCheckpoint, head: int) -> None:
+        """Takes part again after a wipe-out, and has the first vote compare the parameters with which it does.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            action: The checkpoint.
+            head: Entries of the log folded so far.
+
+        Raises:
+            JoinFailed: It cannot be loaded.
+        """
+        self._head = head
+        with self._probe.during(Operation.JOIN):
+            self._start_over.load(action.step)
+        self.num_steps = action.step
+        self._params_digest = self.check_params(action.step)
+        member = self._agreement.member
+        self._write_if_leader(self._start_over.record(member, action))
+        self._report_if_leader(GroupRestarted(member=member, step=action.step, rejected=self._start_over.rejected))
 
     def admit(self, action: AdmitGroups, head: int) -> None:
         """Takes part in the admission of groups, be it as one of them, and has the next vote compare parameters.
@@ -111,7 +146,7 @@ class GroupExecutor:
         else:
             self._agreement.publish_digest(head - 1, self._params_digest)
         # Not before: a state that was refused is not the state of a group that takes part.
-        self._write_if_leader(ParamsRecord(group=self._group, step=action.step, sha256=self._params_digest))
+        self._write_params(action.step, self._params_digest)
         self.num_steps = action.step
 
     # --------------------------------------------------------------------------------------------------- compute
@@ -187,7 +222,7 @@ class GroupExecutor:
             entry = self._agreement.read_entry(index)
         self._head = index + 1
         if self._agreement.is_leader:
-            self._journal.write(EntryRecord(group=self._group, index=index, entry=_as_fields(entry)))
+            self._journal.write(EntryRecord(group=self._group, index=index, entry=entry_fields(entry)))
         if isinstance(entry, Fence):
             if entry.hits(self._agreement.member):
                 raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")
@@ -247,7 +282,7 @@ class GroupExecutor:
         Collective over: all ranks of the group.
         """
         digest = self._hash_params()
-        self._write_if_leader(ParamsRecord(group=self._group, step=step, sha256=digest))
+        self._write_params(step, digest)
         return digest
 
     def _hash_params(self) -> str:
@@ -275,16 +310,16 @@ class GroupExecutor:
 
     def _write_recoveries(self) -> None:
         for record in self._clock.take_finished():
-            self._write_if_leader(record)
+            self._write_if_leader(replace(record, num_restarts=self.num_restarts))
 
-    def _report_if_leader(self, report: StepCommitted | GroupRejoined) -> None:
+    def _write_params(self, step: int, digest: str) -> None:
+        record = ParamsRecord(group=self._group, step=step, sha256=digest, num_restarts=self.num_restarts)
+        self._write_if_leader(record)
+
+    def _report_if_leader(self, report: StepCommitted | GroupRejoined | GroupRestarted) -> None:
         if self._agreement.is_leader:
             self._report(report)
 
     def _write_if_leader(self, record: Record) -> None:
         if self._agreement.is_leader:
             self._journal.write(record)
-
-
-def _as_fields(entry: Entry) -> dict:
-    return {"entry": type(entry).__name__.lower(), **asdict(entry)}

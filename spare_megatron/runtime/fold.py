@@ -3,30 +3,63 @@
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.controller import Controller, ControllerSetup
-from spare_megatron.core.messages import EntryRead, FinishRun, RunStarted, StopHalted, StopWipeOut, decode_entry
+from spare_megatron.core.messages import (
+    EntryRead,
+    FinishRun,
+    Restart,
+    RunStarted,
+    StopHalted,
+    StopWipeOut,
+    decode_entry,
+)
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.restart import RestartLimits
 
 Stop = FinishRun | StopWipeOut | StopHalted
 
 
 def controller_setup(config: RunConfig) -> ControllerSetup:
     """What is fixed for the run."""
-    spare = config.spare
+    spare, checkpoint = config.spare, config.checkpoint
     return ControllerSetup(
         placement=make_placement(spare.placement, config.layout.num_groups, spare.redundancy, spare.groups_per_domain),
         microbatches_per_shard=spare.microbatches_per_shard,
         num_steps=config.train.steps,
         granularity=spare.granularity,
+        restarts=RestartLimits(
+            max_restarts=checkpoint.max_restarts,
+            window_s=checkpoint.restart_window_s,
+            wait_s=checkpoint.restart_wait_s,
+        ),
     )
 
 
-def stop_in(log: DecisionLog, setup: ControllerSetup, timeout_s: float) -> Stop | None:
-    """How the log ends a run, for when no group is left that could have read it; None if it does not."""
-    controller = Controller(setup)
-    controller.handle(RunStarted(), now_s=0.0)
-    while log.has(controller.head):
-        entry = decode_entry(log.wait(controller.head, timeout_s))
-        for action in controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0):
-            if isinstance(action, Stop):
-                return action
-    return None
+class LogFollower:
+    """Reads a log that this process has no part in.
+
+    Args:
+        log: The log.
+        setup: What is fixed for the run.
+        timeout_s: Longest wait for an entry that is there.
+    """
+
+    def __init__(self, log: DecisionLog, setup: ControllerSetup, timeout_s: float) -> None:
+        self._log = log
+        self._timeout_s = timeout_s
+        self._controller = Controller(setup)
+        self._controller.handle(RunStarted(), now_s=0.0)
+        self._stop: Stop | None = None
+
+    def stop(self) -> Stop | None:
+        """How the log ends the run, as far as it is written; None if it does not. A restart undoes a wipe-out."""
+        controller = self._controller
+        while self._log.has(controller.head):
+            entry = decode_entry(self._log.wait(controller.head, self._timeout_s))
+            actions = controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
+            if isinstance(entry, Restart):
+                self._stop = None
+            stops = [action for action in actions if isinstance(action, Stop)]
+            self._stop = stops[0] if stops else self._stop
+            if isinstance(self._stop, FinishRun | StopHalted):
+                break
+        return self._stop

@@ -1,13 +1,10 @@
-"""A group that comes back: it catches up with the log, waits to be admitted, and has its state confirmed by others."""
+"""A group that is admitted has its state confirmed by others."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import Action, AdmitGroups, EntryRead, Fence, RunStarted
-from spare_megatron.runtime.agreement import Fenced, GroupAgreement
-from spare_megatron.runtime.fold import Stop
+from spare_megatron.core.messages import AdmitGroups
+from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.probe import RankProbe
 
 _POLL_S = 0.005
@@ -15,41 +12,6 @@ _POLL_S = 0.005
 
 class JoinFailed(Exception):
     """The group was admitted and could not take the state over. It has nothing to go on with."""
-
-
-def catch_up(controller: Controller, agreement: GroupAgreement, announced: Callable[[], None]) -> deque[Action] | Stop:
-    """Folds the log from its first entry until an entry admits this group, and carries nothing out.
-
-    Collective over: all ranks of the group.
-
-    Args:
-        controller: A new one.
-        agreement: The group's voice.
-        announced: Called when the group has asked to be admitted.
-
-    Returns:
-        What there is to do from its admission on, that first; or how the run ends before.
-
-    Raises:
-        Fenced: The group was found lost while it waited.
-    """
-    controller.handle(RunStarted(), now_s=0.0)
-    has_announced = False
-    while True:
-        if not has_announced and agreement.is_at_end(controller.head):
-            agreement.announce()
-            announced()
-            has_announced = True
-        index = controller.head
-        entry = agreement.read_entry(index)
-        if isinstance(entry, Fence) and entry.hits(agreement.member):
-            raise Fenced(f"{agreement.member} is fenced by log entry {index} before it was admitted: {entry.reason}")
-        actions = controller.handle(EntryRead(index=index, entry=entry), now_s=0.0)
-        for number, action in enumerate(actions):
-            if isinstance(action, Stop):
-                return action
-            if isinstance(action, AdmitGroups) and agreement.member in action.members:
-                return deque(actions[number:])
 
 
 def confirm(

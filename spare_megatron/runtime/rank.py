@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import StoreLost
@@ -31,17 +32,27 @@ from spare_megatron.runtime.bootstrap import (
     prepare_process,
     wait_for_all_groups,
 )
+from spare_megatron.runtime.catch_up import CatchUp
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop, controller_setup
-from spare_megatron.runtime.join import JoinFailed, catch_up
+from spare_megatron.runtime.join import JoinFailed
 from spare_megatron.runtime.piece_server import PieceServer
 from spare_megatron.runtime.piece_wire import Address
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.reduction import Reduction
-from spare_megatron.runtime.reports import ExitCode, FaultStruck, FaultWanted, RankRaised, RanksReady, RunStopped
+from spare_megatron.runtime.reports import (
+    ExitCode,
+    FaultStruck,
+    FaultWanted,
+    RankRaised,
+    RanksReady,
+    RestartAwaited,
+    RunStopped,
+)
 from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
 from spare_megatron.runtime.train import start, train
@@ -69,6 +80,10 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
         os._exit(code)
 
 
+def _all_groups(config: RunConfig) -> list[GroupId]:
+    return [GroupId(group) for group in range(config.layout.num_groups)]
+
+
 _SAVING_GROUPS = 2
 """Groups that save their state when the store is gone: one may be lost at the same time."""
 
@@ -92,13 +107,14 @@ class _Rank:
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
         self._executor: GroupExecutor | None = None
+        self._start_over = StartOver(spec.wiped_out_at_s)
 
     def run(self) -> ExitCode:
         """Trains, and turns the ways in which a run may end for this rank into exit codes."""
         try:
             self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
             executor = self._executor = self._build_executor()
-            first = self._join() if self._spec.incarnation else self._start(executor)
+            first = self._come_back(executor) if self._spec.incarnation else self._start(executor)
             if isinstance(first, Stop):
                 return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
@@ -130,13 +146,12 @@ class _Rank:
         device = choose_device(spec)
         ranks = self._ranks = join_group(spec, self._store, device)
         self._trainer = GroupTrainer(config, device, self._probe)
-        everybody = [GroupId(group) for group in range(config.layout.num_groups)]
         agreement = self._agreement = GroupAgreement(
             spec.member,
             ranks,
             self._log,
             config.control.decision_timeout_s,
-            may_come_back=everybody if config.spare.rejoins else (),
+            may_come_back=_all_groups(config) if config.spare.rejoins or config.checkpoint.max_restarts else (),
         )
         communicator = CrossGroupCommunicator(
             group=spec.group,
@@ -170,6 +185,7 @@ class _Rank:
                 timeout_s=config.reduce.timeout_s,
                 probe=self._probe,
             ),
+            start_over=self._start_over,
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
             probe=self._probe,
@@ -196,25 +212,50 @@ class _Rank:
         self._report_ready()
         return start(self._controller)
 
-    def _join(self) -> deque[Action] | Stop:
-        """After a loss, when the others take the group in again."""
-        return catch_up(self._controller, self._agreement, self._report_ready)
+    def _come_back(self, executor: GroupExecutor) -> deque[Action] | Stop:
+        """After a loss, when the others take the group in again, or after a wipe-out with all who are there."""
+        config = self._spec.config
+        catching_up = CatchUp(
+            controller=self._controller,
+            agreement=self._agreement,
+            journal=self._journal,
+            start_over=self._start_over,
+            groups=_all_groups(config),
+            may_restart=config.checkpoint.max_restarts > 0,
+            announced=self._report_waiting,
+        )
+        first = catching_up.run()
+        executor.num_restarts = self._controller.num_restarts
+        return first
+
+    def _report_waiting(self, is_wiped_out: bool) -> None:
+        self._report_ready()
+        if is_wiped_out and self._is_first_on_node:
+            self._reports.send(RestartAwaited(group=self._spec.group))
 
     def _report_ready(self) -> None:
-        layout, group, rank = self._spec.config.parallel, self._spec.group, self._spec.rank
-        if rank == 0 or layout.node_of(group, rank) != layout.node_of(group, rank - 1):
+        if self._is_first_on_node:
             self._reports.send(RanksReady(group=self._spec.group))
+
+    @property
+    def _is_first_on_node(self) -> bool:
+        layout, group, rank = self._spec.config.parallel, self._spec.group, self._spec.rank
+        return rank == 0 or layout.node_of(group, rank) != layout.node_of(group, rank - 1)
 
     def _stopped(self, stop: Stop) -> ExitCode:
         if isinstance(stop, FinishRun):
             return ExitCode.FINISHED
         if isinstance(stop, StopWipeOut):
             reason = f"no surviving group hosts shards {[int(shard) for shard in stop.shards]}"
+            reason += f"; {stop.reason}" if stop.reason else ""
         else:
             reason = stop.reason
         if self._spec.rank == 0:
             self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason))
-        return ExitCode.HALTED if isinstance(stop, StopHalted) else ExitCode.WIPE_OUT
+        if isinstance(stop, StopHalted):
+            return ExitCode.HALTED
+        is_final = stop.reason or not self._spec.config.checkpoint.max_restarts
+        return ExitCode.WIPE_OUT if is_final else ExitCode.RESTART
 
     def _broken(self, error: Exception) -> ExitCode:
         """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""

@@ -46,17 +46,22 @@ class RankProcesses:
         for key in self._keys:
             self._start(key)
 
-    def start_again(self, group: GroupId) -> None:
-        """Starts the node's ranks of a group whose processes are of no use any more, as its next incarnation."""
+    def start_again(self, group: GroupId, wiped_out_at_s: float | None) -> None:
+        """Starts the node's ranks of a group whose processes are of no use any more, as its next incarnation.
+
+        Args:
+            group: The group.
+            wiped_out_at_s: When the whole run was wiped out, if that is why.
+        """
         self._incarnations[group] += 1
         for key in self.of(group):
             child = self._children[key]
             end_child(child)
             self.pipes.pop(child.reports, None)
             self.sentinels = {item: owner for item, owner in self.sentinels.items() if owner != key}
-            self._start(key)
+            self._start(key, wiped_out_at_s)
 
-    def _start(self, key: RankKey) -> None:
+    def _start(self, key: RankKey, wiped_out_at_s: float | None = None) -> None:
         group, rank = key
         page = self._pages[key] = new_page(self._context)
         spec = RankSpec(
@@ -71,6 +76,7 @@ class RankProcesses:
             page=page,
             supervisor_pid=os.getpid(),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
+            wiped_out_at_s=wiped_out_at_s,
         )
         child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
         self.pipes[child.reports] = key
@@ -83,6 +89,10 @@ class RankProcesses:
     def of(self, group: GroupId) -> list[RankKey]:
         """The node's ranks of a group."""
         return [key for key in self._keys if key[0] == group]
+
+    def have_ended(self, group: GroupId) -> bool:
+        """Whether all processes of the group here have been reaped."""
+        return group not in {key[0] for key in self.sentinels.values()}
 
     def member(self, group: GroupId) -> Member:
         """The group in its present life."""

@@ -25,7 +25,9 @@ class ExitCode(IntEnum):
     HALTED = 6
     STORE_LOST = 7
     JOIN_FAILED = 8
-    """The group was admitted after a loss and could not take the state over."""
+    """The group was admitted after a loss, or started again after a wipe-out, and could not take the state over."""
+    RESTART = 9
+    """Only a restart from a checkpoint helps: the group is to be started again."""
 
 
 # ----------------------------------------------------------------------------------------- from ranks, a pipe each
@@ -44,6 +46,28 @@ class GroupRejoined:
 
     member: Member
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartAwaited:
+    """The group waits for training to start again after a wipe-out; sent by its first rank on every node."""
+
+    group: GroupId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRestarted:
+    """The group takes part again after a wipe-out; sent by its leader.
+
+    Attributes:
+        member: The group in its new life.
+        step: Committed steps that it has loaded.
+        rejected: Newer checkpoints that could not be used, and why.
+    """
+
+    member: Member
+    step: int
+    rejected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +123,17 @@ class FaultStruck:
     fault: Fault
 
 
-RankReport = RanksReady | GroupRejoined | StepCommitted | RankRaised | RunStopped | FaultStruck | FaultWanted
+RankReport = (
+    RanksReady
+    | GroupRejoined
+    | RestartAwaited
+    | GroupRestarted
+    | StepCommitted
+    | RankRaised
+    | RunStopped
+    | FaultStruck
+    | FaultWanted
+)
 
 # ----------------------------------------------------------------------------------------------------- from supervisors
 

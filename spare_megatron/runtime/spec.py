@@ -31,6 +31,7 @@ class RankSpec:
         page: Memory shared with the supervisor, for the rank's beacon.
         supervisor_pid: Its parent, with which it dies.
         seconds_left: Until the run ends with the step under way; None if all steps are to be trained.
+        wiped_out_at_s: Monotonic time at which the supervisor knew of the wipe-out after which the rank starts again.
     """
 
     config: RunConfig
@@ -44,6 +45,7 @@ class RankSpec:
     page: Page
     supervisor_pid: int
     seconds_left: float | None = None
+    wiped_out_at_s: float | None = None
 
     @property
     def name(self) -> str:

@@ -13,9 +13,11 @@ from multiprocessing.connection import Connection
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import ControlStore, StoreLost
+from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Absence
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
+from spare_megatron.runtime.fold import LogFollower, Stop
 
 NUM_WATCHED = 3
 """Nodes that each supervisor watches: the next ones in a ring of all. Few, so that the store serves any number."""
@@ -73,7 +75,14 @@ class LinkLost:
     reason: str
 
 
-LinkEvent = FenceWritten | NodeSilent | LinkLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStopped:
+    """The log that was followed ends the run, or would without a restart."""
+
+    stop: Stop
+
+
+LinkEvent = FenceWritten | NodeSilent | LinkLost | LogStopped
 
 
 class StoreLink:
@@ -94,7 +103,8 @@ class StoreLink:
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
-        self._wanted: queue.SimpleQueue[FenceWanted | Member | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[FenceWanted | Member | ControllerSetup | None] = queue.SimpleQueue()
+        self._follower: LogFollower | None = None
         self._silent: set[int] = set()
         self._ring = [(node + offset) % num_nodes for offset in range(1, num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
@@ -114,6 +124,10 @@ class StoreLink:
     def name_incarnation(self, member: Member) -> None:
         """Tells other nodes which life the group is in, should they have to fence it."""
         self._wanted.put(member)
+
+    def follow(self, setup: ControllerSetup) -> None:
+        """Tells of it once when the log ends the run. For a node without ranks, which would know."""
+        self._wanted.put(setup)
 
     def stop(self, timeout_s: float) -> None:
         """Says that the node ends by itself, if the store takes it in time."""
@@ -143,12 +157,16 @@ class StoreLink:
             wanted = self._wanted.get(timeout=self._interval_s / BEATS_PER_INTERVAL)
         except queue.Empty:
             self._beat(store)
+            self._look_at_log()
             return True
         if wanted is None:
             store.put(f"beat/{self._node}", _ENDED)
             return False
         if isinstance(wanted, Member):
             store.put(f"incarnation/{wanted.group}", str(wanted.incarnation))
+            return True
+        if isinstance(wanted, ControllerSetup):
+            self._follower = LogFollower(log, wanted, self._interval_s)
             return True
         member = wanted.member or Member(wanted.group, _incarnation(store, wanted.group))
         index = fence(log, member, wanted.cause, wanted.from_index, error=wanted.error)
@@ -168,6 +186,12 @@ class StoreLink:
             self._slow_at_s = now_s
         for other, beats in zip(watched, found, strict=False):
             self._judge(other, beats, now_s)
+
+    def _look_at_log(self) -> None:
+        stop = None if self._follower is None else self._follower.stop()
+        if stop is not None:
+            self._follower = None
+            self._outbox.send(LogStopped(stop=stop))
 
     def _judge(self, other: int, beats: str | None, now_s: float) -> None:
         if beats == _ENDED:

@@ -1,22 +1,24 @@
 """Looks after the ranks of one node: starts them, reaps them, watches them, and has the group of a lost one fenced."""
 
-import contextlib
 import os
-import signal
 import sys
 import time
 from multiprocessing.connection import Connection, Pipe, wait
 
 from spare_megatron.control.open_store import open_store
-from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Liveness, first_to_stop
+from spare_megatron.core.liveness import BEATS_PER_INTERVAL
+from spare_megatron.core.messages import StopWipeOut
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.causes import LOSSLESS_EXITS, cause_of_end
+from spare_megatron.runtime.fold import controller_setup
 from spare_megatron.runtime.network import NodeNetwork
+from spare_megatron.runtime.node_faults import NodeFaults
 from spare_megatron.runtime.processes import log_to_file
 from spare_megatron.runtime.rank_processes import RankProcesses
+from spare_megatron.runtime.rank_watch import RankWatch
 from spare_megatron.runtime.reports import (
     ExitCode,
     FaultStruck,
@@ -24,6 +26,7 @@ from spare_megatron.runtime.reports import (
     GoOn,
     GroupLost,
     GroupRejoined,
+    GroupRestarted,
     NodeEnded,
     NodeReport,
     RankKey,
@@ -31,14 +34,22 @@ from spare_megatron.runtime.reports import (
     RankReport,
     RanksReady,
     RanksStarted,
+    RestartAwaited,
     StepCommitted,
-    StoreAway,
-    StoreBack,
     StoreGone,
 )
 from spare_megatron.runtime.restarts import Restarts
 from spare_megatron.runtime.spec import NodeSpec
-from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, NodeSilent, StoreLink
+from spare_megatron.runtime.store_link import (
+    FenceWanted,
+    FenceWritten,
+    LinkEvent,
+    LinkLost,
+    LogStopped,
+    NodeSilent,
+    StoreLink,
+)
+from spare_megatron.runtime.store_watch import StoreWatch
 
 _SAVING_S = 60.0
 """How long ranks may take to save their state once the store is gone."""
@@ -71,21 +82,24 @@ class _Supervisor:
         self._driver = driver
         self._control = spec.config.control
         self._interval_s = self._control.heartbeat_interval_s
-        self._network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
         self._journal = JournalWriter(spec.run_dir, spec.name)
         self._ranks = RankProcesses(spec)
-        self._liveness: dict[RankKey, Liveness] = {}
+        self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s)
         self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # and not written yet
+        self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
+        self._wiped_out_at_s: float | None = None
+        self._is_following = False  # the log, for want of ranks that do
         self._restarts = Restarts(spec.config.spare.rejoins, self._interval_s)
         self._has_begun = False
         self._is_over = False
         self._store_failure = ""
         self._head_hint = 0
         self._agenda = Agenda()
+        network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
+        self._faults = NodeFaults(self._ranks, self._agenda, network, self._tell)
         self._looked_at_s = time.monotonic()
-        self._away_since_s: float | None = None
         self._inbox, outbox = Pipe(duplex=False)
         self._link = StoreLink(
             node=spec.node,
@@ -94,6 +108,7 @@ class _Supervisor:
             connect=lambda: open_store(spec.store),
             outbox=outbox,
         )
+        self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str:
         """Looks after the ranks until none is left. Returns why the run cannot go on, where that is so."""
@@ -142,10 +157,17 @@ class _Supervisor:
                 pass
 
     def _is_awaiting_more(self) -> bool:
-        """Whether a fence is still to be written, or a group to be started again."""
+        """Whether a fence is still to be written, or a group to be started again, be it after a wipe-out to come."""
         if self._store_failure:
             return False
-        return bool(self._num_fences_wanted or (self._restarts.coming_back and not self._is_over))
+        if self._num_fences_wanted or (self._restarts.coming_back and not self._is_over):
+            return True
+        if self._is_over or not self._has_begun or not self._spec.config.checkpoint.max_restarts:
+            return False
+        if not self._is_following:
+            self._is_following = True
+            self._link.follow(controller_setup(self._spec.config))
+        return True
 
     def _serve(self, pipe: Connection) -> bool:
         """One report of a rank; False if there will be none any more."""
@@ -161,14 +183,18 @@ class _Supervisor:
             case RanksReady(group=group):
                 self._has_begun = True
                 self._restarts.up(group)
-                self._watch_beats_of(group)
-            case GroupRejoined(member=member):
+                self._rank_watch.begin(group)
+            case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._restarts.not_admitted.discard(member.group)
+                self._wiped_out_at_s = None
+            case RestartAwaited():
+                self._wiped_out()
+                return True
             case FaultStruck(fault=fault):
                 self._ranks.forget_fault(fault)
                 return True
             case FaultWanted():
-                self._inflict(report)
+                self._faults.inflict(report)
                 return True
         self._tell(report)
         return True
@@ -181,47 +207,17 @@ class _Supervisor:
             raise _Stopped from error
         if not isinstance(order, GoOn):
             raise _Stopped
-        self._let_go_on(order.wanted)
-
-    def _inflict(self, wanted: FaultWanted) -> None:
-        """A fault that strikes a rank from outside, or this supervisor; those of the run are the driver's affair."""
-        seconds = wanted.fault.seconds
-        match wanted.fault.kind:
-            case "stop":
-                if self._ranks.is_there((wanted.fault.group, wanted.fault.rank), wanted.pid):
-                    os.kill(wanted.pid, signal.SIGSTOP)
-                if seconds is not None:
-                    self._agenda.after(seconds, lambda: self._let_go_on(wanted))
-            case "cut":
-                assert self._network is not None, "validation refuses it otherwise"
-                self._network.cut()
-                if seconds is not None:
-                    self._agenda.after(seconds, self._network.mend)
-                self._let_go_on(wanted)
-            case "kill_supervisor":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case _:
-                self._tell(wanted)
-
-    def _let_go_on(self, wanted: FaultWanted) -> None:
-        key = (wanted.fault.group, wanted.fault.rank)
-        if self._ranks.is_there(key, wanted.pid):
-            os.kill(wanted.pid, signal.SIGCONT)
-            with contextlib.suppress(OSError):  # it has been killed meanwhile
-                self._ranks.child(key).reports.send("go on")
-
-    def _watch_beats_of(self, group: GroupId) -> None:
-        """From here on: what comes before has the timeout of the start."""
-        for key in self._ranks.of(group):
-            self._liveness[key] = self._new_liveness()
-
-    def _new_liveness(self) -> Liveness:
-        return Liveness(self._interval_s, self._control.group_timeout_s)
+        self._faults.let_go_on(order.wanted)
 
     def _reap(self, key: RankKey) -> None:
         group, rank = key
         code = self._ranks.reap(key)
-        self._liveness.pop(key, None)
+        self._rank_watch.end(key)
+        if code == ExitCode.RESTART and group not in self._lost:
+            if self._ranks.have_ended(group):
+                self._ended.add(group)
+            self._wiped_out()
+            return
         if code in LOSSLESS_EXITS:
             self._end_with_the_run()
         if code in LOSSLESS_EXITS or group in self._lost or self._store_failure:
@@ -261,33 +257,17 @@ class _Supervisor:
         if now_s - self._looked_at_s > self._interval_s:
             self._link.forgive()  # this process was stopped, and the link's thread with it
         self._looked_at_s = now_s
-        self._look_at_store(now_s)
-        if self._away_since_s is not None:
+        change = self._store_watch.look(now_s)
+        if change is not None:
+            self._tell(change)
+        if self._store_watch.failure:
+            self._give_store_up(self._store_watch.failure)
+        if self._store_watch.is_away:
             # Ranks wait for the store wherever they ask it. That is nobody's fault.
-            self._liveness = {key: self._new_liveness() for key in self._liveness}
+            self._rank_watch.forgive()
             return
-        pulses = {key: self._ranks.pulse(key) for key in self._liveness}
-        causes = {key: cause for key in pulses if (cause := self._liveness[key].look(pulses[key], now_s))}
-        for (group, rank), cause in causes.items():
-            if group not in self._lost:
-                peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
-                culprit = rank if "heartbeat" in cause else first_to_stop(peers)
-                pulse = peers[culprit]
-                self._lose(group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}")
-
-    def _look_at_store(self, now_s: float) -> None:
-        silent_s, limit_s = self._link.unanswered_s(), self._control.store_timeout_s
-        if silent_s > self._interval_s and self._away_since_s is None:
-            self._away_since_s = now_s - silent_s
-            self._tell(StoreAway(node=self._spec.node, limit_s=limit_s))
-        elif silent_s <= self._interval_s and self._away_since_s is not None:
-            self._tell(StoreBack(node=self._spec.node, away_s=now_s - self._away_since_s))
-            self._away_since_s = None
-        if silent_s > limit_s:
-            self._give_store_up(
-                f"the control store did not answer for control.store_timeout_s={limit_s:g}; see why it does not, "
-                "and whether it can be reached from here"
-            )
+        for group, rank, cause in self._rank_watch.find_lost(now_s, self._lost):
+            self._lose(group, rank, cause)
 
     def _give_store_up(self, reason: str) -> None:
         """Ranks find out for themselves, save their state and end; who has not in time is ended."""
@@ -307,8 +287,7 @@ class _Supervisor:
         self._lost.add(group)
         self._want_fence(group, rank, cause, error)
         self._ranks.kill(group)
-        for key in self._ranks.of(group):
-            self._liveness.pop(key, None)
+        self._rank_watch.end(*self._ranks.of(group))
 
     def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
         member = self._ranks.member(group) if group in self._ranks.groups else None
@@ -327,6 +306,12 @@ class _Supervisor:
                 case NodeSilent(node=node, cause=cause):
                     for group in self._spec.config.parallel.groups_on(node):
                         self._want_fence(group, -1, f"node {node}: {cause}")
+                case LogStopped(stop=stop):
+                    self._is_following = False
+                    if isinstance(stop, StopWipeOut) and not stop.reason:
+                        self._wiped_out()
+                    else:
+                        self._end_with_the_run()
                 case LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
 
@@ -336,8 +321,11 @@ class _Supervisor:
         self._head_hint = max(self._head_hint, index)
         group = wanted.group
         is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
-        may_restart = is_lost and self._spec.config.spare.rejoins > 0 and not self._is_over
-        is_given_up = may_restart and not self._bring_back(member)
+        if is_lost:
+            self._ended.add(group)
+        is_wanted = self._spec.config.spare.rejoins > 0 or self._wiped_out_at_s is not None
+        may_restart = is_lost and is_wanted and not self._is_over
+        is_given_up = may_restart and not self._bring_back(group)
         record = LossRecord(
             group=group,
             rank=wanted.rank,
@@ -359,27 +347,35 @@ class _Supervisor:
             )
         )
 
-    def _bring_back(self, lost: Member) -> bool:
+    def _bring_back(self, group: GroupId) -> bool:
         """Starts the group again, at once or later; False if it is to stay away."""
-        is_whole = len(self._ranks.of(lost.group)) == self._spec.config.parallel.ranks_per_group
-        if self._is_over or not self._has_begun or not is_whole:
+        is_whole = len(self._ranks.of(group)) == self._spec.config.parallel.ranks_per_group
+        is_wiped_out = self._wiped_out_at_s is not None
+        if self._is_over or not self._has_begun or not (is_whole or is_wiped_out):
             return False
-        if lost.group in self._restarts.coming_back:
+        if group in self._restarts.coming_back:
             return True
-        delay_s = self._restarts.delay_s(lost)
+        delay_s = self._restarts.delay_s(group, is_wiped_out=is_wiped_out)
         if delay_s is not None:
-            self._agenda.after(delay_s, lambda: self._start_again(lost.group))
+            self._agenda.after(delay_s, lambda: self._start_again(group))
         return delay_s is not None
+
+    def _wiped_out(self) -> None:
+        """The whole run starts again: so do all groups here that have ended, and the others as they do."""
+        self._wiped_out_at_s = self._wiped_out_at_s or time.monotonic()
+        for group in sorted(self._ended):
+            self._bring_back(group)
 
     def _start_again(self, group: GroupId) -> None:
         self._restarts.coming_back.discard(group)
         if self._is_over:
             return
         self._hear(group)
-        self._ranks.start_again(group)
+        self._ranks.start_again(group, self._wiped_out_at_s)
+        self._ended.discard(group)
         for key in self._ranks.of(group):  # what its former life may have reported after it was lost
             self._tracebacks.pop(key, None)
-            self._liveness.pop(key, None)
+        self._rank_watch.end(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)
         self._link.name_incarnation(member)
@@ -388,7 +384,7 @@ class _Supervisor:
 
     def _give_up_if_not_ready(self, member: Member) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
-        if is_present and not any(key in self._liveness for key in self._ranks.of(member.group)):
+        if is_present and not self._rank_watch.is_watched(member.group):
             limit_s = self._control.startup_timeout_s
             self._lose(member.group, 0, f"not up again within control.startup_timeout_s={limit_s:g}")
 

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 from spare_megatron.journal.files import AppendingFile
-from spare_megatron.runtime.reports import StepCommitted
+from spare_megatron.runtime.reports import GroupRestarted, StepCommitted
 
 
 class MetricsWriter:
-    """Writes each committed step once, as the first group reports it."""
+    """Writes each committed step once, as the first group reports it; again if it is computed again after a restart."""
 
     def __init__(self, run_dir: Path) -> None:
         self._file = AppendingFile(run_dir / "metrics.jsonl")
@@ -16,6 +16,8 @@ class MetricsWriter:
 
     def take(self, event: object) -> None:
         """Writes the event if it is the first word of a step."""
+        if isinstance(event, GroupRestarted):
+            self._next_step = min(event.step, self._next_step)
         if not isinstance(event, StepCommitted) or event.step < self._next_step:
             return
         self._next_step = event.step + 1

@@ -13,6 +13,7 @@ from spare_megatron.core.messages import (
     ComputePatch,
     ComputeStep,
     Event,
+    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
     RunStarted,
@@ -63,6 +64,8 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             executor.compute_patch(plan)
         case AdmitGroups():
             executor.admit(action, controller.head)
+        case LoadCheckpoint():
+            executor.restart(action, controller.head)
         case UpdateModel(step=step, attempt=attempt):
             executor.update_model(step, attempt)
         case _:

@@ -3,10 +3,10 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf
 
-from spare_megatron.core.messages import AttemptReduce, Entry
+from spare_megatron.core.messages import AttemptReduce, Entry, entry_fields
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import (
@@ -167,9 +167,7 @@ class Chronicle:
     def read(self, index: int, entry: Entry) -> None:
         """An entry is folded; the lowest group that is up tells of it."""
         group = int(self._world.fleet.is_up.argmax())
-        self._write(
-            EntryRecord(group=group, index=index, entry={"entry": type(entry).__name__.lower(), **asdict(entry)})
-        )
+        self._write(EntryRecord(group=group, index=index, entry=entry_fields(entry)))
 
     def updated(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
         """A step is committed and applied by these groups."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.schema import (
+    CheckpointConfig,
     ClusterConfig,
     ControlConfig,
     DataConfig,
@@ -52,6 +53,7 @@ def tiny_config(
     groups_per_domain: int = 1,
     cluster: ClusterConfig = CPU,
     rejoins: int = 0,
+    max_restarts: int = 0,
     **model: Any,
 ) -> RunConfig:
     """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less."""
@@ -77,6 +79,7 @@ def tiny_config(
             store_timeout_s=15.0,
             heartbeat_interval_s=HEARTBEAT_S,
         ),
+        checkpoint=CheckpointConfig(max_restarts=max_restarts, restart_wait_s=30.0),
         faults=FaultsConfig(trace=tuple(faults)),
         cluster=cluster,
     )

@@ -364,7 +364,7 @@ def test_a_restart_begins_the_step_after_the_checkpoint_in_the_first_order() -> 
     fold(controller, Commit(step=0, attempt=0), Commit(step=1, attempt=1), fence(1), Retry(step=2, attempt=2))
     everybody = (Member(GroupId(0)), Member(GroupId(1), 1), Member(GroupId(2)), Member(GroupId(3)))
     load, build, compute, reduce, read = fold(controller, Restart(step=1, members=everybody))
-    assert load == LoadCheckpoint(step=1)
+    assert load == LoadCheckpoint(step=1, rework_steps=1)
     assert build == BuildCommunicator(key=4, epoch=2, members=(0, 1, 2, 3))
     assert isinstance(compute, ComputeStep)
     assert compute.plan.step == 1

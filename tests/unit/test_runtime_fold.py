@@ -4,7 +4,7 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, T
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Commit, Entry, Fence, FinishRun, StopHalted, StopWipeOut, encode_entry
 from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.fold import Stop, controller_setup, stop_in
+from spare_megatron.runtime.fold import LogFollower, Stop, controller_setup
 
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=3), spare=SpareConfig(redundancy=2), train=TrainConfig(steps=2))
 NAN = "the gradient of step 0 is not finite"
@@ -24,7 +24,8 @@ class _Store:
 
 
 def stop_of(*entries: Entry) -> Stop | None:
-    return stop_in(DecisionLog(_Store(*entries)), controller_setup(CONFIG), 1.0)  # type: ignore[arg-type]
+    log = DecisionLog(_Store(*entries))  # type: ignore[arg-type]
+    return LogFollower(log, controller_setup(CONFIG), 1.0).stop()
 
 
 def fence(group: int, error: str = "") -> Fence:

@@ -1,0 +1,149 @@
+"""A group that was started again: it reads the log from its first entry, and waits until an entry names it.
+
+That is a commit which admits it beside the others or, after a wipe-out, the restart.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.messages import (
+    Action,
+    AdmitGroups,
+    AppendEntry,
+    Commit,
+    Entry,
+    EntryRead,
+    Fence,
+    LoadCheckpoint,
+    RunStarted,
+    StopWipeOut,
+    WaitingRead,
+    entry_fields,
+)
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EntryRecord
+from spare_megatron.runtime.agreement import Fenced, GroupAgreement
+from spare_megatron.runtime.fold import Stop
+from spare_megatron.runtime.start_over import StartOver
+
+_POLL_S = 0.05
+_POLL_S_PER_GROUP = 0.001
+"""All groups ask the store for what all groups say."""
+
+
+class CatchUp:
+    """One rank's part in its group's return.
+
+    Args:
+        controller: A new one.
+        agreement: The group's voice.
+        journal: The rank's journal; only leaders write here.
+        start_over: What there is to start again from.
+        groups: All groups of the run.
+        may_restart: Whether a wipe-out is to be waited out; else it ends the run.
+        announced: Called when the group has said that it waits, and whether after a wipe-out.
+    """
+
+    def __init__(
+        self,
+        *,
+        controller: Controller,
+        agreement: GroupAgreement,
+        journal: JournalWriter,
+        start_over: StartOver,
+        groups: Sequence[GroupId],
+        may_restart: bool,
+        announced: Callable[[bool], None],
+    ) -> None:
+        self._controller = controller
+        self._agreement = agreement
+        self._journal = journal
+        self._start_over = start_over
+        self._groups = groups
+        self._may_restart = may_restart
+        self._announced = announced
+        self._has_announced: bool | None = None  # whether as one that waits for a restart
+        self._waits_since_s = 0.0
+        self._unwritten: list[EntryRecord] = []  # from the last commit on
+
+    def run(self) -> deque[Action] | Stop:
+        """Folds the log until an entry names this group, and carries nothing out.
+
+        Collective over: all ranks of the group.
+
+        Returns:
+            What there is to do from then on; or how the run ends before.
+
+        Raises:
+            Fenced: The group was found lost while it waited.
+        """
+        controller, agreement = self._controller, self._agreement
+        controller.handle(RunStarted(), now_s=self._start_over.now_s())
+        while True:
+            is_wiped_out = controller.wipe_out is not None
+            if self._has_announced != is_wiped_out and agreement.is_at_end(controller.head):
+                self._announce(is_wiped_out)
+            index = controller.head
+            if is_wiped_out:
+                self._decide_restart(index)
+            entry = agreement.read_entry(index)
+            if isinstance(entry, Fence) and entry.hits(agreement.member):
+                raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
+            actions = controller.handle(EntryRead(index=index, entry=entry), now_s=self._start_over.now_s())
+            self._note(index, entry, is_wiped_out)
+            first = self._first(actions)
+            if first is not None:
+                return first
+
+    def _first(self, actions: Sequence[Action]) -> deque[Action] | Stop | None:
+        """What of these actions is the group's to carry out; None while it waits on."""
+        for number, action in enumerate(actions):
+            match action:
+                case StopWipeOut(reason="") if self._may_restart:
+                    self._start_over.wiped_out()
+                case AdmitGroups(members=members) if self._agreement.member in members:
+                    return deque(list(actions)[number:])
+                case LoadCheckpoint() if self._agreement.member in self._controller.voters:
+                    return deque(list(actions)[number:])
+                case LoadCheckpoint():
+                    self._start_over.left_out()
+                case _ if isinstance(action, Stop):
+                    return action
+        return None
+
+    def _announce(self, is_wiped_out: bool) -> None:
+        if is_wiped_out:
+            self._waits_since_s = time.monotonic()
+            if self._agreement.is_leader:
+                self._agreement.announce_restart(self._start_over.valid_steps())
+        else:
+            self._agreement.announce()
+        self._has_announced = is_wiped_out
+        self._announced(is_wiped_out)
+
+    def _decide_restart(self, index: int) -> None:
+        """On the leader, writes the entry that ends the wipe-out as soon as it may, unless another is written."""
+        pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(self._groups))
+        while self._agreement.is_leader and not self._agreement.is_written(index):
+            waiting = self._agreement.waiting_to_restart(self._groups)
+            event = WaitingRead(waiting=waiting, waited_s=time.monotonic() - self._waits_since_s)
+            for action in self._controller.handle(event, now_s=self._start_over.now_s()):
+                assert isinstance(action, AppendEntry), "nothing else follows from who waits"
+                self._agreement.append(action.index, action.entry)
+                return
+            time.sleep(pause_s)
+
+    def _note(self, index: int, entry: Entry, was_wiped_out: bool) -> None:
+        """On the leader, journals what the groups of before may not have lived to: from their last commit on."""
+        if isinstance(entry, Commit):
+            self._unwritten.clear()
+        record = EntryRecord(group=self._agreement.member.group, index=index, entry=entry_fields(entry))
+        self._unwritten.append(record)
+        if not self._agreement.is_leader or not (was_wiped_out or self._controller.wipe_out is not None):
+            return
+        for record in self._unwritten:
+            self._journal.write(record)
+        self._unwritten.clear()

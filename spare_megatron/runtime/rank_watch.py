@@ -1,0 +1,61 @@
+"""A supervisor's eye on its ranks: which of them have stopped."""
+
+from collections.abc import Collection, Iterator
+
+from spare_megatron.core.liveness import Liveness, first_to_stop
+from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.rank_processes import RankProcesses
+from spare_megatron.runtime.reports import RankKey
+
+
+class RankWatch:
+    """Judges the beacons of the ranks that are being watched.
+
+    Args:
+        ranks: The node's ranks.
+        interval_s: The heartbeat interval.
+        group_timeout_s: Longest wait of a rank for others of its group.
+    """
+
+    def __init__(self, ranks: RankProcesses, interval_s: float, group_timeout_s: float) -> None:
+        self._ranks = ranks
+        self._interval_s = interval_s
+        self._group_timeout_s = group_timeout_s
+        self._liveness: dict[RankKey, Liveness] = {}
+
+    def begin(self, group: GroupId) -> None:
+        """From here on: what comes before has the timeout of the start."""
+        for key in self._ranks.of(group):
+            self._liveness[key] = self._new_liveness()
+
+    def end(self, *keys: RankKey) -> None:
+        """These are not watched any more."""
+        for key in keys:
+            self._liveness.pop(key, None)
+
+    def is_watched(self, group: GroupId) -> bool:
+        """Whether some rank of the group is."""
+        return any(key in self._liveness for key in self._ranks.of(group))
+
+    def forgive(self) -> None:
+        """What they did up to now does not count."""
+        self._liveness = {key: self._new_liveness() for key in self._liveness}
+
+    def find_lost(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
+        """Groups of which a rank has stopped, with the rank that stopped first and what it was about.
+
+        Args:
+            now_s: Monotonic time.
+            known: Groups that are lost already. The caller adds each that it is given.
+        """
+        pulses = {key: self._ranks.pulse(key) for key in self._liveness}
+        causes = {key: cause for key in pulses if (cause := self._liveness[key].look(pulses[key], now_s))}
+        for (group, rank), cause in causes.items():
+            if group not in known:
+                peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
+                culprit = rank if "heartbeat" in cause else first_to_stop(peers)
+                pulse = peers[culprit]
+                yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
+
+    def _new_liveness(self) -> Liveness:
+        return Liveness(self._interval_s, self._group_timeout_s)

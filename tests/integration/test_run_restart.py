@@ -1,0 +1,88 @@
+"""Runs that start again by themselves after a wipe-out."""
+
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
+from spare_megatron.runtime.reports import GroupRestarted
+from tests.integration.whole_run import Run, complete_run, entries_of, kill, tiny_config
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 6
+ONE_RANK = LayoutConfig(num_groups=3)
+
+
+def assert_restarted(run: Run, num_restarts: int) -> None:
+    """The run finished, proven, with this many restarts, and every fault struck once."""
+    assert run.summary.outcome == "finished", run.summary.outcome_reason
+    assert run.summary.verdict == "valid", run.summary.reasons
+    assert (run.summary.steps_committed, run.summary.restarts) == (run.config.train.steps, num_restarts)
+    struck = sorted((r.step, r.group, r.phase) for r in run.journal.of(FaultRecord))
+    assert struck == sorted((f.step, f.group, str(f.phase)) for f in run.config.faults.trace)
+
+
+def same_bits(config: RunConfig, whole: Run, run: Run) -> bool:
+    """Whether the last parameters and the losses of all steps are those of another run."""
+    last = {r.step: r.loss for r in run.journal.of(UpdateRecord)}
+    return run.summary.params_sha256 == whole.summary.params_sha256 and last == {
+        r.step: r.loss for r in whole.journal.of(UpdateRecord)
+    }
+
+
+def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_without_faults(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Shard 1 is hosted by groups 1 and 0 alone; the group that is left hands over to its next life."""
+    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
+    faults = [kill(Phase.FORWARD, 3, 0), kill(Phase.BACKWARD, 3, 1)]
+    common = {"steps": STEPS, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
+    whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
+    config = tiny_config(text_corpus, layout, **common, faults=faults, max_restarts=1)
+    run = complete_run(config, tmp_path / "run")
+    assert_restarted(run, 1)
+    assert run.summary.steps_lost == 3
+    assert [entry["entry"] for entry in entries_of(run.journal)].count("restart") == 1
+    records = run.journal.of(RestartRecord)
+    assert sorted((r.group, r.step, r.rework_steps) for r in records) == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
+    assert {event.member.group for event in run.events if isinstance(event, GroupRestarted)} == {0, 1, 2}
+    assert same_bits(config, whole, run)
+
+
+@pytest.mark.parametrize("rejoins", [0, 2])
+def test_two_wipe_outs_the_second_of_all_groups(text_corpus: Path, tmp_path: Path, rejoins: int) -> None:
+    """With nobody left to read the log, the supervisor does."""
+    faults = [kill(Phase.FORWARD, 1, 0), kill(Phase.FORWARD, 1, 1)]
+    faults += [kill(Phase.BACKWARD, 4, group) for group in range(3)]
+    config = tiny_config(
+        text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, rejoins=rejoins, max_restarts=2
+    )
+    run = complete_run(config, tmp_path / "run")
+    assert_restarted(run, 2)
+    assert run.summary.steps_lost >= 4
+
+
+def test_the_restarts_of_a_run_are_limited(text_corpus: Path, tmp_path: Path) -> None:
+    faults = [kill(Phase.FORWARD, step, group) for step in (1, 2) for group in (0, 1)]
+    config = tiny_config(text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, max_restarts=1)
+    run = complete_run(config, tmp_path / "run")
+    assert run.summary.outcome == "wipe_out"
+    assert "checkpoint.max_restarts" in run.summary.outcome_reason
+    assert run.summary.verdict == "valid", run.summary.reasons
+    assert (run.summary.restarts, run.summary.steps_committed) == (1, 2)
+    assert len(run.journal.of(FaultRecord)) == 4
+
+
+def test_groups_of_several_nodes_start_again(text_corpus: Path, tmp_path: Path) -> None:
+    """The nodes of groups 0 and 1 have no rank left that could tell them."""
+    cluster = ClusterConfig(device="cpu", num_nodes=3)
+    faults = [kill(Phase.FORWARD, 2, 0), kill(Phase.FORWARD, 2, 1)]
+    config = tiny_config(
+        text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, max_restarts=1, cluster=cluster
+    )
+    run = complete_run(config, tmp_path / "run")
+    assert_restarted(run, 1)
+    assert {event.member.group for event in run.events if isinstance(event, GroupRestarted)} == {0, 1, 2}

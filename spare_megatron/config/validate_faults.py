@@ -12,7 +12,8 @@ _WHILE_SUMS_GROW = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Ph
 def fault_problems(config: RunConfig) -> Iterator[str]:
     """Why the faults of the trace cannot be injected."""
     trace, num_groups = config.faults.trace, config.layout.num_groups
-    if len(trace) > num_groups and not config.spare.rejoins:
+    may_come_back = config.spare.rejoins > 0 or config.checkpoint.max_restarts > 0
+    if len(trace) > num_groups and not may_come_back:
         yield (
             f"faults.trace has {len(trace)} faults for layout.num_groups={num_groups}; each hits a group of its own, "
             f"so shorten it or raise layout.num_groups"
@@ -20,10 +21,11 @@ def fault_problems(config: RunConfig) -> Iterator[str]:
     hit_by: dict[int, int] = {}
     for index, fault in enumerate(trace):
         yield from _fault_out_of_range(config, index, fault)
-        if not config.spare.rejoins and fault.group is not None and hit_by.setdefault(fault.group, index) != index:
+        if not may_come_back and fault.group is not None and hit_by.setdefault(fault.group, index) != index:
             yield (
                 f"faults.trace[{index}].group={fault.group} is the group that faults.trace[{hit_by[fault.group]}] "
-                f"hits; a group is lost once, so name another, or have groups come back with spare.rejoins"
+                f"hits; a group is lost once, so name another, or have groups come back with spare.rejoins or "
+                f"checkpoint.max_restarts"
             )
 
 

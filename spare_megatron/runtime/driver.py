@@ -307,7 +307,8 @@ class Driver:
         if self._store_failure:
             return EndRecord(outcome="failed", reason=self._store_failure + self._saved_state())
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
-        codes = {code for (group, _), code in exits.items() if group not in self._lost}
+        # A lost group may have been up again and have read in the log how the run ends.
+        codes = {code for (group, _), code in exits.items() if group not in self._lost or code == ExitCode.WIPE_OUT}
         outcome: Outcome = "failed"
         if not codes:
             self._hear_the_log()

@@ -9,6 +9,7 @@ from spare_megatron.config.schema import DataConfig, RunConfig
 from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
 
 CPU = Machine(num_gpus=0, num_cores=64, has_corpus=True)
+NOBODY_COMES_BACK = ("spare.rejoins=0", "checkpoint.max_restarts=0")
 GOLOMB = ("layout.num_groups=7", "spare.redundancy=3")
 
 
@@ -103,18 +104,21 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (["faults.trace=[{phase='forward'}, {phase='join'}]"], "name one in faults.trace[1].group"),
         (
-            ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]", "spare.rejoins=0"],
+            ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]", *NOBODY_COMES_BACK],
             "faults.trace[1].group=1 is the group that faults.trace[0] hits",
         ),
         (
             [
                 "layout.num_groups=1",
                 "spare.redundancy=1",
-                "spare.rejoins=0",
+                *NOBODY_COMES_BACK,
                 "faults.trace=[{phase='forward'}, {phase='forward'}]",
             ],
             "faults.trace has 2 faults for layout.num_groups=1",
         ),
+        (["checkpoint.max_restarts=-1"], "checkpoint.max_restarts=-1 must be at least 0"),
+        (["checkpoint.restart_window_s=0"], "checkpoint.restart_window_s=0.0 must be above 0"),
+        (["checkpoint.restart_wait_s=601"], "checkpoint.restart_wait_s=601.0 exceeds control.decision_timeout_s=600.0"),
         (
             ["faults.trace=[{phase='in_reduce', kind='nan'}]"],
             "faults.trace[0].kind=nan strikes the local gradient sums, which nobody reads any more at phase=in_reduce",

@@ -40,6 +40,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.core.decision import Attempted, decide, is_save_due
+from spare_megatron.core.log_clock import LogClock
 from spare_megatron.core.messages import (
     Action,
     AdmitGroups,
@@ -55,9 +56,7 @@ from spare_megatron.core.messages import (
     Fence,
     Finish,
     FinishRun,
-    GiveUp,
     Halt,
-    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
     Restart,
@@ -68,11 +67,11 @@ from spare_megatron.core.messages import (
     StopWipeOut,
     UpdateModel,
     VotesRead,
-    WaitingRead,
 )
 from spare_megatron.core.order import Granularity, Order, initial_order
 from spare_megatron.core.placement import Placement, WipeOut
-from spare_megatron.core.restart import RestartLimits, decide_restart
+from spare_megatron.core.restart import RestartLimits, Restarts
+from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Ownership, Slicing, StateWipeOut, first_ownership
 from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
@@ -134,10 +133,8 @@ class Controller:
         self._is_communicator_unused = False
         self._last_save_at_s = 0.0
         self._num_admitted = 0
-        self._at_s = 0.0  # of the last commit, on the clock of the log
-        self._clock_ahead_s = 0.0  # the clock of the log less that of the driver
-        self._restarted_at_s: list[float] = []
-        self.wipe_out: StopWipeOut | None = None
+        self._clock = LogClock()
+        self.restarts = Restarts(setup.restarts, setup.placement, last_resort=setup.last_resort)
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event.
@@ -152,7 +149,7 @@ class Controller:
         match event:
             case RunStarted():
                 self._last_save_at_s = now_s
-                self._clock_ahead_s = -now_s
+                self._clock.begin(now_s)
                 return (self._build_communicator(), *self._begin_step())
             case EntryRead(index=index, entry=entry):
                 if index != self.head:
@@ -162,12 +159,8 @@ class Controller:
             case VotesRead(attempt=attempt):
                 return self._decide(event, now_s) if attempt == self.attempt else ()
             case WaitingRead():
-                return self._decide_restart(event)
-
-    @property
-    def num_restarts(self) -> int:
-        """Times that training has started again from a checkpoint."""
-        return len(self._restarted_at_s)
+                over = {**self._last_fenced, **dict(self.voters)}  # whoever took part waits in a new life
+                return self.restarts.decide(event, over, self._clock.at_s, self.head)
 
     # ------------------------------------------------------------------------------------------- folding the log
 
@@ -190,7 +183,8 @@ class Controller:
             case Restart(step=step, members=members):
                 return self._restart(step, members, now_s)
             case GiveUp(step=step, reason=reason):
-                return self._wiped_out(replace(self.wipe_out or StopWipeOut(step=step), reason=reason))
+                wipe_out = self.restarts.wipe_out or StopWipeOut(step=step)
+                return self.restarts.wiped_out(replace(wipe_out, reason=reason))
             case Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
@@ -219,7 +213,7 @@ class Controller:
         try:
             repairs = self._own(self.ownership and self.ownership.for_members(left))
         except StateWipeOut as wipe_out:
-            return self._wiped_out(StopWipeOut(step=self.step, slices=wipe_out.slices))
+            return self.restarts.wiped_out(StopWipeOut(step=self.step, slices=wipe_out.slices))
         return (
             self._build_communicator(),
             *repairs,
@@ -229,9 +223,7 @@ class Controller:
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt)]
-        self._at_s = commit.at_s
-        # Whoever hears of it first has the least of the entry's way in this difference.
-        self._clock_ahead_s = max(self._clock_ahead_s, commit.at_s - now_s)
+        self._clock.set_by(commit.at_s, now_s)
         self.step += 1
         self.attempt += 1
         self._retries_without_loss = 0
@@ -264,8 +256,7 @@ class Controller:
         for voter in set(self.voters) - set(members):
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
         self._change_voters(self._not_fenced(members))
-        self.wipe_out = None
-        self._restarted_at_s.append(self._at_s)
+        self.restarts.restarted(self._clock.at_s)
         self._last_error = ""
         load = LoadCheckpoint(step=step, rework_steps=self.step - step)
         self.step = step
@@ -282,14 +273,9 @@ class Controller:
         repairs = self._own(None if slices is None else first_ownership(slices, self.voters))
         return (load, self._build_communicator(), *repairs, *self._begin_step())
 
-    def _wiped_out(self, stop: StopWipeOut) -> tuple[Action, ...]:
-        self.wipe_out = stop
-        return (stop,)
-
     def _nobody_left(self) -> tuple[Action, ...]:
-        """Nor is there anybody who could decide."""
         shards = tuple(ShardId(int(group)) for group in self._everybody)
-        return self._wiped_out(StopWipeOut(step=self.step, shards=shards))
+        return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards))
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -308,7 +294,7 @@ class Controller:
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
-            return self._wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce(retry.kept)
         # Who lacked parameters has all of the step's work still to do.
         compute = _compute(self._plans[:1], self._plans[1:], reduce) if retry.gather else _compute([], [patch], reduce)
@@ -338,23 +324,7 @@ class Controller:
             event,
             save=is_save_due(self._setup.save_interval_s, now_s - self._last_save_at_s),
             is_last=self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s,
-            at_s=round(max(self._at_s, now_s + self._clock_ahead_s), 3),
-        )
-        return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
-
-    def _decide_restart(self, event: WaitingRead) -> tuple[Action, ...]:
-        limits = self._setup.restarts
-        if limits is None or self.wipe_out is None or self.wipe_out.reason:
-            return ()
-        over = {**self._last_fenced, **dict(self.voters)}  # whoever took part waits in a new life
-        entry = decide_restart(
-            self.step,
-            self._setup.placement,
-            [waiting for waiting in event.waiting if waiting.member.incarnation > over.get(waiting.member.group, -1)],
-            event.waited_s,
-            sum(at_s > self._at_s - limits.window_s for at_s in self._restarted_at_s),
-            limits,
-            last_resort=self._setup.last_resort,
+            at_s=self._clock.read_s(now_s),
         )
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
@@ -364,7 +334,7 @@ class Controller:
         try:
             plan = self._plan_step()
         except WipeOut as wipe_out:
-            return self._wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
+            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce()
         return (ComputeStep(plan=plan, into=reduce), reduce, ReadEntry(index=self.head))
 

@@ -7,8 +7,9 @@ epoch, step and attempt are the fold of the log, done by `core.controller`.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
+from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.stepplan import StepPlan
@@ -103,22 +104,11 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Training starts again from a checkpoint, with these members but for those who are fenced.
-
-    Whoever took part before and is not named is over, as if fenced.
-    """
+    """Training starts again from a checkpoint, with these members alone but for those who are fenced."""
 
     step: int
     """Committed steps that the checkpoint holds: the next step to train. 0 is the beginning, which needs none."""
     members: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
-    """After a wipe-out: training does not start again."""
-
-    step: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +120,7 @@ class Halt:
 
 
 Entry = Commit | Fence | Retry | Finish | Restart | GiveUp | Halt
-_ENTRY_KINDS: dict[str, type[Entry]] = {
-    "commit": Commit,
-    "fence": Fence,
-    "retry": Retry,
-    "finish": Finish,
-    "restart": Restart,
-    "giveup": GiveUp,
-    "halt": Halt,
-}
+_ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in get_args(Entry)}
 
 
 def entry_fields(entry: Entry) -> dict[str, Any]:
@@ -236,32 +218,6 @@ class VotesRead:
     attempt: int
     votes: Mapping[GroupId, Vote]
     waiting: tuple[Member, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A group that was started again after a wipe-out.
-
-    Attributes:
-        member: The group in its new life.
-        steps: Committed steps of the checkpoints that it finds valid.
-    """
-
-    member: Member
-    steps: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingRead:
-    """Who waits for training to start again. Only the driver of the leader of a group that waits reads them.
-
-    Attributes:
-        waiting: All who have ever said so, each group once.
-        waited_s: Seconds for which this group has waited.
-    """
-
-    waiting: tuple[Waiting, ...]
-    waited_s: float
 
 
 Event = RunStarted | EntryRead | VotesRead | WaitingRead
@@ -382,19 +338,6 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadCheckpoint:
-    """Take over the checkpoint after this many committed steps; 0: the parameters with which the run began.
-
-    Attributes:
-        step: The steps.
-        rework_steps: Steps that were committed after it and are computed again.
-    """
-
-    step: int
-    rework_steps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitGroups:
     """These take part from this step on: give them the present state.
 
@@ -420,19 +363,13 @@ class FinishRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopWipeOut:
-    """These shards, or these slices of the optimizer state, have no surviving host: only a checkpoint helps.
-
-    Attributes:
-        step: The step under way.
-        shards: The shards; all of them where no group is left.
-        slices: The slices.
-        reason: Why training does not start again; empty where that is still to be decided.
-    """
+    """These shards (all where no group is left), or these slices, have no surviving host: only a checkpoint helps."""
 
     step: int
     shards: tuple[ShardId, ...] = ()
     slices: tuple[SliceId, ...] = ()
     reason: str = ""
+    """Why training does not start again; empty where that is still to be decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

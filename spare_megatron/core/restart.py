@@ -4,11 +4,13 @@ All processes of the run have ended by then, or hold nothing. Every group that i
 it finds valid; whoever sees that enough groups wait writes the entry.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spare_megatron.core.messages import GiveUp, Restart, Waiting
+from spare_megatron.core.messages import AppendEntry, Restart, StopWipeOut
 from spare_megatron.core.placement import Placement
+from spare_megatron.core.restart_messages import GiveUp, Waiting, WaitingRead
+from spare_megatron.core.topology import GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,65 @@ class RestartLimits:
     max_restarts: int
     window_s: float
     wait_s: float
+
+
+class Restarts:
+    """Wipe-outs and restarts of one run, as the log has them.
+
+    Args:
+        limits: None leaves it to the driver when training starts again.
+        placement: Who hosts what.
+        last_resort: Every group can compute every shard.
+
+    Attributes:
+        wipe_out: That under way.
+        num_restarts: Times that training has started again.
+    """
+
+    def __init__(self, limits: RestartLimits | None, placement: Placement, *, last_resort: bool) -> None:
+        self._limits = limits
+        self._placement = placement
+        self._last_resort = last_resort
+        self._restarted_at_s: list[float] = []
+        self.wipe_out: StopWipeOut | None = None
+
+    @property
+    def num_restarts(self) -> int:
+        return len(self._restarted_at_s)
+
+    def wiped_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
+        """Only a checkpoint helps; returns what the driver is told."""
+        self.wipe_out = stop
+        return (stop,)
+
+    def restarted(self, at_s: float) -> None:
+        """Training starts again, at this time on the clock of the log."""
+        self.wipe_out = None
+        self._restarted_at_s.append(at_s)
+
+    def decide(
+        self, event: WaitingRead, over: Mapping[GroupId, int], at_s: float, head: int
+    ) -> tuple[()] | tuple[AppendEntry]:
+        """What follows from who waits.
+
+        Args:
+            event: Who has ever said that it waits.
+            over: The last incarnation of each group that was lost or took part; only later ones wait.
+            at_s: The time on the clock of the log.
+            head: Where the next entry stands.
+        """
+        if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
+            return ()
+        entry = decide_restart(
+            self.wipe_out.step,
+            self._placement,
+            [item for item in event.waiting if item.member.incarnation > over.get(item.member.group, -1)],
+            event.waited_s,
+            sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s),
+            self._limits,
+            last_resort=self._last_resort,
+        )
+        return () if entry is None else (AppendEntry(index=head, entry=entry),)
 
 
 def decide_restart(

@@ -18,12 +18,12 @@ from spare_megatron.core.messages import (
     Fence,
     Vote,
     VotesRead,
-    Waiting,
     decode_entry,
     decode_vote,
     encode_entry,
     encode_vote,
 )
+from spare_megatron.core.restart_messages import Waiting
 from spare_megatron.core.topology import GroupId, Member
 
 

@@ -16,12 +16,11 @@ from spare_megatron.core.messages import (
     Entry,
     EntryRead,
     Fence,
-    LoadCheckpoint,
     RunStarted,
     StopWipeOut,
-    WaitingRead,
     entry_fields,
 )
+from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
@@ -83,7 +82,7 @@ class CatchUp:
         controller, agreement = self._controller, self._agreement
         controller.handle(RunStarted(), now_s=self._start_over.now_s())
         while True:
-            is_wiped_out = controller.wipe_out is not None
+            is_wiped_out = controller.restarts.wipe_out is not None
             if self._has_announced != is_wiped_out and agreement.is_at_end(controller.head):
                 self._announce(is_wiped_out)
             index = controller.head
@@ -142,7 +141,7 @@ class CatchUp:
             self._unwritten.clear()
         record = EntryRecord(group=self._agreement.member.group, index=index, entry=entry_fields(entry))
         self._unwritten.append(record)
-        if not self._agreement.is_leader or not (was_wiped_out or self._controller.wipe_out is not None):
+        if not self._agreement.is_leader or not (was_wiped_out or self._controller.restarts.wipe_out is not None):
             return
         for record in self._unwritten:
             self._journal.write(record)

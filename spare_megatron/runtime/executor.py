@@ -12,10 +12,10 @@ from spare_megatron.core.messages import (
     EntryRead,
     Event,
     Fence,
-    LoadCheckpoint,
     entry_fields,
 )
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter

@@ -225,7 +225,7 @@ class _Rank:
             announced=self._report_waiting,
         )
         first = catching_up.run()
-        executor.num_restarts = self._controller.num_restarts
+        executor.num_restarts = self._controller.restarts.num_restarts
         return first
 
     def _report_waiting(self, is_wiped_out: bool) -> None:

@@ -2,7 +2,7 @@
 
 import time
 
-from spare_megatron.core.messages import LoadCheckpoint
+from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.topology import Member
 from spare_megatron.journal.records import RestartRecord
 

@@ -13,12 +13,12 @@ from spare_megatron.core.messages import (
     ComputePatch,
     ComputeStep,
     Event,
-    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
     RunStarted,
     UpdateModel,
 )
+from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop
 

@@ -29,7 +29,6 @@ from spare_megatron.core.messages import (
     Event,
     Fence,
     FinishRun,
-    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
     Restart,
@@ -41,6 +40,7 @@ from spare_megatron.core.messages import (
     VotesRead,
 )
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.simulator.chronicle import Chronicle

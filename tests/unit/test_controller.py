@@ -16,7 +16,6 @@ from spare_megatron.core.messages import (
     Fence,
     FinishRun,
     Halt,
-    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
     Restart,
@@ -33,6 +32,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
 

@@ -247,6 +247,8 @@ class _Rank:
             return ExitCode.FINISHED
         if isinstance(stop, StopWipeOut):
             reason = f"no surviving group hosts shards {[int(shard) for shard in stop.shards]}"
+            if stop.slices:
+                reason = f"no surviving group holds slices {[int(one) for one in stop.slices]} of the optimizer state"
             reason += f"; {stop.reason}" if stop.reason else ""
         else:
             reason = stop.reason

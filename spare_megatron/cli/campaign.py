@@ -45,7 +45,7 @@ def campaign(
             summary = run_and_show(loaded, folder, console, watch.take)
         figures = campaign_figures(read_journal(folder), summary)
     processes = watch.report()
-    problems = [*figures.problems(summary), *process_problems(processes)]
+    problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]
     print_campaign(summary, figures, processes, problems, folder, console)
     result = {
         "run_dir": str(folder),

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from types import TracebackType
 from typing import Self
@@ -59,7 +59,9 @@ class ProcessReport:
 _THINGS = tuple(item.name for item in fields(Holdings))
 
 MOST_GROWTH = Holdings(memory_bytes=64 << 20, threads=8, file_descriptors=8)
-"""More than what a process may hold more after some time than before: a leak."""
+"""More than what a process may hold more after some time than before: a leak. Connections to each group come on top."""
+_MOST_COMMUNICATORS = 2
+"""Communicators that a rank may be letting go of: their connections are held until their work has ended."""
 
 
 class ProcessWatch:
@@ -154,11 +156,12 @@ class ProcessWatch:
         return left
 
 
-def process_problems(report: ProcessReport) -> list[str]:
-    """Why a run left something behind, or would have in time; empty if it did not."""
+def process_problems(report: ProcessReport, num_groups: int) -> list[str]:
+    """Why a run of so many groups left something behind, or would have in time; empty if it did not."""
     found = [f"process {orphan} outlived the run" for orphan in report.orphans]
+    most = replace(MOST_GROWTH, file_descriptors=MOST_GROWTH.file_descriptors + _MOST_COMMUNICATORS * num_groups)
     for name in _THINGS:
-        grown, limit = getattr(report.growth, name), getattr(MOST_GROWTH, name)
+        grown, limit = getattr(report.growth, name), getattr(most, name)
         if grown > limit:
             found.append(f"{report.grown_most[name]} grew by {grown} {name.replace('_', ' ')}, more than {limit}")
     return found

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,7 +13,7 @@ from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
 from spare_megatron.runtime.beacon import Page, new_page, read_page
 from spare_megatron.runtime.processes import Child, end_child, start_child
-from spare_megatron.runtime.reports import RankKey
+from spare_megatron.runtime.reports import ExitCode, RankKey
 from spare_megatron.runtime.spec import NodeSpec, RankSpec
 
 
@@ -125,13 +125,19 @@ class RankProcesses:
         pulses = {rank: self.pulse((group, rank)) for _, rank in self.of(group)}
         return [{"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()]
 
-    def reap(self, key: RankKey) -> int:
-        """The exit code of a process whose sentinel was ready."""
-        process = self._children[key].process
-        process.join()
-        assert process.exitcode is not None, "a process whose sentinel is ready has ended"
-        self.exits[key] = process.exitcode
-        return process.exitcode
+    def reap(self, sentinels: Sequence[int]) -> list[RankKey]:
+        """The ranks whose processes have ended, and whose exits are known from now on: who lost a peer after the peer.
+
+        Args:
+            sentinels: That are ready. They are of no use any more.
+        """
+        ended = [self.sentinels.pop(sentinel) for sentinel in sentinels]
+        for key in ended:
+            process = self._children[key].process
+            process.join()
+            assert process.exitcode is not None, "a process whose sentinel is ready has ended"
+            self.exits[key] = process.exitcode
+        return sorted(ended, key=lambda key: self.exits[key] == ExitCode.GROUP_BROKEN)
 
     def kill(self, group: GroupId) -> None:
         """Kills what is left of a group here."""

@@ -143,8 +143,8 @@ class _Supervisor:
         while ranks.sentinels or self._is_awaiting_more():
             ready = wait([*ranks.pipes, *ranks.sentinels, self._driver, self._inbox], self._agenda.pause_s())
             # Deaths first: a fence is urgent, a report is not.
-            for key in [ranks.sentinels.pop(item) for item in ready if item in ranks.sentinels]:
-                self._reap(key)
+            for key in ranks.reap([item for item in ready if item in ranks.sentinels]):
+                self._reaped(key)
             for pipe in [item for item in ready if item in ranks.pipes]:
                 if not self._serve(pipe):
                     del ranks.pipes[pipe]
@@ -209,9 +209,9 @@ class _Supervisor:
             raise _Stopped
         self._faults.let_go_on(order.wanted)
 
-    def _reap(self, key: RankKey) -> None:
+    def _reaped(self, key: RankKey) -> None:
         group, rank = key
-        code = self._ranks.reap(key)
+        code = self._ranks.exits[key]
         self._rank_watch.end(key)
         if code == ExitCode.RESTART and group not in self._lost:
             if self._ranks.have_ended(group):
@@ -227,8 +227,9 @@ class _Supervisor:
             member = self._ranks.member(group)
             self._agenda.after(self._interval_s, lambda: self._lose_without_store(member, rank))
             return
-        self._hear(group)  # the traceback comes before the end
-        self._lose(group, rank, *cause_of_end(code, self._tracebacks.get(key, "")))
+        self._hear(group)  # a traceback comes before the end of its rank, and that before those of its peers
+        rank = min((other for of, other in self._tracebacks if of == group), default=rank)
+        self._lose(group, rank, *cause_of_end(code, self._tracebacks.get((group, rank), "")))
 
     def _lose_without_store(self, member: Member, rank: int) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost

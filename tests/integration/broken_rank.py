@@ -1,8 +1,11 @@
 """Ranks with a fault of the program: what runs in the ranks' processes instead of `run_rank`."""
 
+import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from spare_megatron.control.store import StoreLost
@@ -13,6 +16,7 @@ from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.pipeline import Pipeline
 from spare_megatron.runtime import rank
 from spare_megatron.runtime.executor import GroupExecutor
+from spare_megatron.runtime.reports import ExitCode, RankRaised
 from spare_megatron.runtime.spec import RankSpec
 
 BROKEN_GROUP = 1
@@ -53,6 +57,26 @@ class _Diverging(GroupExecutor):
         super().update_model(step, attempt)
 
 
+class _Outlived(GroupExecutor):
+    """Rank 1 raises in step 1 and takes its time to end, so that the end of rank 0, which lost it, is seen first."""
+
+    def __init__(self, folder: Path, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._has_raised = folder / "has-raised"
+
+    def compute_step(self, plan: Any, num_alive: int) -> None:
+        super().compute_step(plan, num_alive)
+        if plan.step != 1:
+            return
+        if self._agreement.is_leader:
+            while not self._has_raised.exists():
+                time.sleep(0.01)
+            os._exit(ExitCode.GROUP_BROKEN)
+        self._report(RankRaised(group=GroupId(BROKEN_GROUP), rank=1, traceback="Traceback\nValueError: of rank 1"))
+        self._has_raised.touch()
+        time.sleep(60.0)
+
+
 def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
     """Runs a rank with a fault. Give `partial(run_broken_rank, fault)` to `start_run`."""
     if fault == "unreadable":
@@ -60,6 +84,8 @@ def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
     elif spec.group == GroupId(BROKEN_GROUP):
         if fault == "forgetful":
             trainer.Pipeline = _Forgetful
+        elif fault == "outlived":
+            rank.GroupExecutor = partial(_Outlived, spec.run_dir)
         else:
             rank.GroupExecutor = _Unconnected if fault == "unconnected" else _Diverging
     rank.run_rank(spec, reports)
@@ -69,3 +95,4 @@ forgetful = partial(run_broken_rank, "forgetful")
 unreadable = partial(run_broken_rank, "unreadable")
 unconnected = partial(run_broken_rank, "unconnected")
 diverging = partial(run_broken_rank, "diverging")
+outlived = partial(run_broken_rank, "outlived")

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,14 +71,18 @@ class EtcdCluster:
     members: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def leader(self) -> int:
-        """The number of the member that leads, as the members have it."""
-        leaders, numbers = set(), {}
-        for number in self.members:
-            status = ask(self.endpoints[number], "/v3/maintenance/status", {})
-            leaders.add(status["leader"])
-            numbers[status["header"]["member_id"]] = number
-        assert len(leaders) == 1, "the members agree on who leads"
-        return numbers[leaders.pop()]
+        """The number of the member that leads, once the members agree on it: they may be electing one."""
+        end_s = time.monotonic() + _START_S
+        while True:
+            leaders, numbers = set(), {}
+            for number in self.members:
+                status = ask(self.endpoints[number], "/v3/maintenance/status", {})
+                leaders.add(status.get("leader"))
+                numbers[status["header"]["member_id"]] = number
+            if len(leaders) == 1 and (leader := numbers.get(leaders.pop())) is not None:
+                return leader
+            assert time.monotonic() < end_s, "the members do not agree on who leads"
+            time.sleep(0.05)
 
     def kill(self, number: int) -> None:
         """SIGKILL, and reaps it."""

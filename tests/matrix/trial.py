@@ -27,8 +27,8 @@ from tests.integration.whole_run import (
 from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, STEP, Cell, draw_faults
 
 LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
-SLACK_S = 2.0
-"""For a machine that is busy with other things."""
+SLACK_S = 10.0
+"""For a machine that is slow, or busy with other things. Every timeout that would find the fault, too, is longer."""
 
 _BROKEN = "|lost a peer in its group"  # another rank of the group may be seen to end first
 _CAUSES: dict[FaultKind, re.Pattern[str]] = {

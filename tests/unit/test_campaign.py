@@ -208,12 +208,12 @@ def test_growth_is_from_the_second_quarter_to_the_last() -> None:
 def test_growth_beyond_the_limit_and_orphans_are_problems() -> None:
     who = dict.fromkeys(("memory_bytes", "threads", "file_descriptors"), "supervisor 0")
     fine = ProcessReport(num_processes=1, growth=MOST_GROWTH, grown_most=who, largest=NOTHING, orphans=())
-    assert process_problems(fine) == []
-    leaking = dataclasses.replace(MOST_GROWTH, file_descriptors=MOST_GROWTH.file_descriptors + 1)
+    assert process_problems(fine, 3) == []
+    leaking = dataclasses.replace(MOST_GROWTH, file_descriptors=MOST_GROWTH.file_descriptors + 7)
     bad = dataclasses.replace(fine, growth=leaking, orphans=("7: sleep",))
-    assert process_problems(bad) == [
+    assert process_problems(bad, 3) == [
         "process 7: sleep outlived the run",
-        "supervisor 0 grew by 9 file descriptors, more than 8",
+        "supervisor 0 grew by 15 file descriptors, more than 14",
     ]
 
 

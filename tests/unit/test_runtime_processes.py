@@ -1,19 +1,23 @@
-"""What those who watch processes make of what they hear, without any process."""
+"""What those who watch processes make of what they hear, and of how they end."""
 
 import os
 import signal
 from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.runtime import driver as driver_module
 from spare_megatron.runtime.driver import Driver
-from spare_megatron.runtime.reports import GroupLost, RanksReady
+from spare_megatron.runtime.rank_processes import RankProcesses
+from spare_megatron.runtime.reports import ExitCode, GroupLost, RanksReady
+from spare_megatron.runtime.spec import NodeSpec, RankSpec
 from spare_megatron.runtime.store_link import NodeSilent, StoreLink
 
 
@@ -104,3 +108,24 @@ def test_what_goes_wrong_with_a_report_is_not_taken_for_the_end_of_its_pipe(driv
     assert driver_module._next_report(ours) == RanksReady(group=GroupId(0))
     theirs.close()
     assert driver_module._next_report(ours) is None
+
+
+def _end_as_told(spec: RankSpec, reports: Any) -> None:
+    os._exit(ExitCode.GROUP_BROKEN if spec.rank == 0 else 9)
+
+
+def test_who_lost_a_peer_is_taken_for_lost_after_the_peer(tmp_path: Path) -> None:
+    """Rank 0 is the first in every list."""
+    config = RunConfig(layout=LayoutConfig(num_groups=1, pipeline_parallel=2))
+    store = TcpStoreSpec(host="127.0.0.1", port=1)
+    ranks = RankProcesses(
+        NodeSpec(config=config, run_dir=tmp_path, node=0, store=store, faults=(), rank_main=_end_as_told, hub_pid=None)
+    )
+    ranks.start_all()
+    sentinels = list(ranks.sentinels)
+    for sentinel in sentinels:
+        assert wait([sentinel], 60.0)
+    assert ranks.reap(sentinels) == [(0, 1), (0, 0)]
+    assert ranks.exits == {(0, 0): ExitCode.GROUP_BROKEN, (0, 1): 9}
+    assert not ranks.sentinels
+    ranks.end()

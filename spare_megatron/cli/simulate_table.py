@@ -36,6 +36,8 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "time to train", f"{_with_interval(figures.time_to_train_ratio, 1, 3)} x failure-free"
     yield "availability", f"{_with_interval(figures.availability, 100, 2)} %"
     yield "restarts", format_count(figures.restarts)
+    if figures.state_wipe_outs:
+        yield "of them for lost optimizer state", format_count(figures.state_wipe_outs)
     yield "losses", format_count(figures.losses)
     for point in published(figures.name):
         if point.policy == figures.policy:

@@ -102,8 +102,10 @@ class Ownership:
             raise StateWipeOut(wiped_out)
         return replace(self, members=present, hosts=hosts)._settled()
 
-    def with_copies(self, copies: Iterable[SliceCopy]) -> "Ownership":
+    def with_copies(self, copies: Collection[SliceCopy]) -> "Ownership":
         """The same with these copies complete. Those that no repair asks for are none: whoever made them lets go."""
+        if not copies:
+            return self
         asked = {SliceCopy(repair.slice, repair.receiver) for repair in self.repairs}
         hosts = list(self.hosts)
         for copy in copies:
@@ -202,26 +204,27 @@ def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
 def _assign_receivers(
     slicing: Slicing, members: Collection[Member], hosts: Hosts, running: Mapping[int, Sequence[Member]]
 ) -> dict[int, list[Member]]:
-    """Slice -> who is to get the copies that it lacks: whoever already does, then whoever holds the fewest.
+    """Slice -> who is to get the copies that it lacks: whoever already does, then whoever has the fewest to make.
 
-    Members outside the domains of the other hosts come first; ties go to the lowest id.
+    Members outside the domains of the other hosts come first. Copies that one member makes one after another take that
+    much longer, so that only members with as many to make are compared by what they hold; ties go to the lowest id.
     """
     wanted = min(slicing.redundancy, len(members))
     num_held = Counter(host for row in hosts for host in row)
     receivers = {
         index: list(running.get(index, ()))[: wanted - len(row)] for index, row in enumerate(hosts) if len(row) < wanted
     }
-    num_held.update(member for row in receivers.values() for member in row)
+    num_asked = Counter(member for row in receivers.values() for member in row)
     for index, row in sorted(receivers.items(), key=lambda item: (len(hosts[item[0]]), item[0])):
         for _ in range(wanted - len(hosts[index]) - len(row)):
             taken = {*hosts[index], *row}
             domains = set(_domains(taken, slicing.groups_per_domain))
             chosen = min(
                 (member for member in members if member not in taken),
-                key=lambda m: (m.group // slicing.groups_per_domain in domains, num_held[m], m),
+                key=lambda m: (m.group // slicing.groups_per_domain in domains, num_asked[m], num_held[m], m),
             )
             row.append(chosen)
-            num_held[chosen] += 1
+            num_asked[chosen] += 1
     return receivers
 
 

@@ -13,6 +13,7 @@ from spare_megatron.planner.domains import consecutive_domains, domain_coverage_
 from spare_megatron.planner.endurance import coverage_probabilities, wiped_probabilities
 from spare_megatron.planner.rejoin import hardware_wait_s
 from spare_megatron.planner.repair import RepairTimes, shard_time_to_wipe_out_s, survival
+from spare_megatron.planner.slices import state_time_to_wipe_out_s
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.failures import FailureSpec
 
@@ -62,6 +63,10 @@ class Scenario:
     """Seconds from save to save; None takes the best for the mean time to wipe-out, inf saves never."""
     last_resort: bool = False
     """The data lie where every group can read them: any survivor computes any shard at costs.fetch_s."""
+    slice_redundancy: int = 0
+    """Hosts of each slice of the optimizer state (r_o); 0 if every group holds all of it. Policy spare only."""
+    slice_copy_s: float | None = None
+    """Seconds in which a group copies one slice whose host is lost; None: only a restart makes copies."""
 
     def __post_init__(self) -> None:
         found = list(_problems(self))
@@ -95,7 +100,24 @@ class Scenario:
         return optimal_cadence_s(self.costs.save_s, time_s, self.costs.restart_s)
 
     def time_to_wipe_out_s(self) -> float:
-        """T_f, mean seconds of training until only a checkpoint helps, as `planner` has it.
+        """T_f, mean seconds of training until only a checkpoint helps: for lost shards or for lost slices.
+
+        Both are taken as independent. A copy of a slice counts a step after what it takes, as in `planner.slices`.
+        """
+        shards_s = self._time_to_lost_shards_s()
+        if not self.slice_redundancy:
+            return shards_s
+        costs, n = self.costs, self.num_groups
+        step_s = costs.compute_s + costs.reduce_s + costs.update_s
+        back_s = None if self.slice_copy_s is None else self.slice_copy_s + step_s
+        group_interval_s = n * self.failures.mean_interval_s(n)
+        if group_interval_s == inf:
+            return shards_s
+        slices_s = state_time_to_wipe_out_s(n, self.slice_redundancy, group_interval_s, back_s)
+        return 1 / (1 / shards_s + 1 / slices_s)
+
+    def _time_to_lost_shards_s(self) -> float:
+        """Mean seconds until a shard has lost all hosts, as `planner` has it.
 
         Without repair the sum over k of P(no wipe-out after k losses) times the mean time to the next loss, which
         grows as N / (N - k); with repair `planner.repair`. Times between losses are taken as exponential, losses
@@ -162,7 +184,13 @@ def _problems(scenario: Scenario) -> list[str]:
         found.append(f"groups_per_domain={scenario.groups_per_domain} needs the placement golomb; set one of them")
     if r > n:
         found.append(f"redundancy={r} exceeds num_groups={n}; lower it or take more groups")
-    for name in ("repair_s", "save_interval_s"):
+    if not 0 <= scenario.slice_redundancy <= n:
+        found.append(f"slice_redundancy={scenario.slice_redundancy} has to be from 0 to num_groups={n}")
+    if scenario.slice_redundancy and scenario.policy != "spare":
+        found.append(f"slice_redundancy belongs to the policy spare, not {scenario.policy}; set it to 0")
+    if scenario.slice_copy_s is not None and not scenario.slice_redundancy:
+        found.append(f"slice_copy_s={scenario.slice_copy_s} is never used: slice_redundancy is 0")
+    for name in ("repair_s", "save_interval_s", "slice_copy_s"):
         value = getattr(scenario, name)
         if value is not None and not value >= 0:
             found.append(f"{name}={value} has to be 0 or more")

@@ -8,10 +8,12 @@ One controller stands for those of all groups, which are equal after the same en
   left of the rebuild, which began with the fence, and the reduction.
 - A loss during an update, a save, or while groups are taken in is found in the step that follows.
 - After a wipe-out all restart.
+- Slices of the optimizer state are copied meanwhile. Gathering parameters is part of the update.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,9 +43,12 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
+from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.simulator.chronicle import Chronicle
+from spare_megatron.simulator.copies import Copies
 from spare_megatron.simulator.sharing import stacks_of
 from spare_megatron.simulator.world import World
 
@@ -74,6 +79,7 @@ class SpareRun:
             granularity=scenario.granularity,
             save_interval_s=None if cadence_s == float("inf") else cadence_s,
             last_resort=scenario.last_resort,
+            slices=self._slicing(),
         )
         self.decision_s = 0.0
         self._controller = Controller(setup)
@@ -84,6 +90,17 @@ class SpareRun:
         self._has_to_rebuild = False
         self._built_at_s = 0.0
         self._fetching: tuple[Work | None, float] = (None, 0.0)
+        self._copies = Copies(scenario.slice_copy_s)
+
+    def _slicing(self) -> Slicing | None:
+        scenario = self._world.scenario
+        if not scenario.slice_redundancy:
+            return None
+        return Slicing(
+            num_groups=scenario.num_groups,
+            redundancy=scenario.slice_redundancy,
+            groups_per_domain=scenario.placed_groups_per_domain,
+        )
 
     def run(self) -> None:
         """Trains to the end."""
@@ -132,11 +149,16 @@ class SpareRun:
                     self._chronicle.compared(step, self._members)
             case AdmitGroups(members=members):
                 self._world.take_in(tuple(member.group for member in members))
-            case LoadCheckpoint():
-                pass  # part of the restart
-            case StopWipeOut():
-                self._restart()
-                return (self._read(len(self._log) - 1),)
+            case AttemptFinish(attempt=attempt, plan_digest=plan_digest):
+                vote = Vote(is_complete=True, plan_digest=plan_digest)
+                return (VotesRead(attempt=attempt, votes=dict.fromkeys(self._controller.members, vote)),)
+            case GatherParams() | LoadCheckpoint():
+                pass  # part of the update, and of the restart
+            case StartRepairs(repairs=repairs):
+                self._copies.start(repairs, self._world.now_s)
+            case StopWipeOut(slices=slices):
+                self._world.num_state_wipe_outs += bool(slices)
+                return (self._start_over(),)
             case _:
                 raise AssertionError(f"nothing in a simulated run asks for {action}")
         return ()
@@ -164,6 +186,9 @@ class SpareRun:
         lost = self._world.notice(lost) if lost else ()
         vote = Vote(is_complete=not lost, plan_digest=action.plan_digest)
         self._votes = dict.fromkeys((g for g in action.members if g not in lost) if lost else action.members, vote)
+        for group, slices in self._copies.whole(self._world.now_s).items():
+            if group in self._votes:
+                self._votes[group] = replace(vote, restored=slices)
         if self._chronicle:
             self._chronicle.attempted(action, tuple(self._votes), is_complete=not lost)
         if not lost:
@@ -193,6 +218,13 @@ class SpareRun:
                 self._chronicle.lost(member, len(self._log))
             self._log.append(Fence(group=member.group, incarnation=member.incarnation))
             self._incarnations[member.group] += 1
+
+    def _start_over(self) -> EntryRead:
+        """The restart after a wipe-out. More groups may have been fenced by then, which nobody acts on any more."""
+        self._restart()
+        while self._controller.head < len(self._log) - 1:
+            self._handle(self._read(self._controller.head))
+        return self._read(self._controller.head)
 
     def _restart(self) -> None:
         self._world.restart()

@@ -78,6 +78,7 @@ class CaseResult:
         time_to_train_ratio: The former over the latter.
         availability: Share of the time that goes into steps that count.
         restarts: Restarts from a save.
+        state_wipe_outs: Those of them for slices of the optimizer state without a host.
         losses: Groups lost.
         losses_by_cause: Cause -> groups lost for it.
         terms: What each cause adds to the ratio, which is 1 with no losses and no saves.
@@ -99,6 +100,7 @@ class CaseResult:
     time_to_train_ratio: float = 0.0
     availability: float = 0.0
     restarts: int = 0
+    state_wipe_outs: int = 0
     losses: int = 0
     losses_by_cause: dict[str, int] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
@@ -121,6 +123,7 @@ class Figures:
 
     Attributes:
         seeds: How many there were.
+        state_wipe_outs: Restarts for slices of the optimizer state without a host, on average.
         losses_by_cause: Cause -> groups lost for it, on average.
         terms: What each cause adds to the ratio, on average: all together the ratio - 1.
         wall_s: Real seconds of all simulations together.
@@ -135,6 +138,7 @@ class Figures:
     availability: Estimate
     restarts: float
     losses: float
+    state_wipe_outs: float
     losses_by_cause: dict[str, float]
     name: str
     terms: dict[str, float]
@@ -188,6 +192,7 @@ def run_case(case: Case, clock: Clock) -> CaseResult:
         time_to_train_ratio=result.time_to_train_ratio,
         availability=result.availability,
         restarts=result.restarts,
+        state_wipe_outs=result.state_wipe_outs,
         losses=result.losses,
         losses_by_cause=result.losses_by_cause,
         terms=result.excess(),
@@ -271,6 +276,7 @@ def figures_of(results: Sequence[CaseResult]) -> Figures:
         availability=estimate([result.availability for result in results]),
         restarts=float(np.mean([result.restarts for result in results])),
         losses=float(np.mean([result.losses for result in results])),
+        state_wipe_outs=float(np.mean([result.state_wipe_outs for result in results])),
         losses_by_cause=_means([result.losses_by_cause for result in results]),
         name=first.name,
         terms=_means([result.terms for result in results]),

@@ -31,6 +31,7 @@ class Result:
         failure_free_s: T_0: the same steps with the same jitter, one shard per group, without failures or saves.
         num_steps: Steps committed at the end.
         restarts: Restarts from a save.
+        state_wipe_outs: Those of them for slices of the optimizer state without a host.
         losses: Groups lost, each loss counted.
         losses_by_cause: Cause -> groups lost for it.
         saves: Saves finished.
@@ -46,6 +47,7 @@ class Result:
     failure_free_s: float
     num_steps: int
     restarts: int
+    state_wipe_outs: int
     losses: int
     losses_by_cause: dict[str, int]
     saves: int
@@ -79,6 +81,7 @@ class World:
 
     Attributes:
         lost_at_s: Group -> when it was lost, each group's last loss.
+        num_state_wipe_outs: Wipe-outs of slices of the optimizer state.
         fenced_at_s: When the survivors learned of the last loss that they have agreed on.
     """
 
@@ -102,6 +105,7 @@ class World:
         self._last_loss_s = 0.0
         self.fenced_at_s = 0.0
         self.num_restarts = 0
+        self.num_state_wipe_outs = 0
         self.num_saves = 0
         self.saved_step = 0
 
@@ -203,6 +207,7 @@ class World:
             failure_free_s=self.failure_free_s,
             num_steps=self.scenario.num_steps,
             restarts=self.num_restarts,
+            state_wipe_outs=self.num_state_wipe_outs,
             losses=self.fleet.num_lost,
             losses_by_cause=dict(self.fleet.losses_by_cause),
             saves=self.num_saves,

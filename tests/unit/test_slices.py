@@ -32,7 +32,7 @@ def without(ownership: Ownership, *groups: int) -> Ownership:
 
 def copied(ownership: Ownership) -> Ownership:
     """All copies are made."""
-    return ownership.with_copies(SliceCopy(repair.slice, repair.receiver) for repair in ownership.repairs)
+    return ownership.with_copies([SliceCopy(repair.slice, repair.receiver) for repair in ownership.repairs])
 
 
 def test_at_first_the_hosts_are_those_of_the_placement_and_every_home_is_an_owner() -> None:
@@ -75,6 +75,14 @@ def test_a_repair_goes_on_from_another_host_when_its_donor_is_lost() -> None:
     after = without(broken, repair.donor.group)
     again = [other for other in after.repairs if (other.slice, other.receiver) == (repair.slice, repair.receiver)]
     assert again == [Repair(repair.slice, other, repair.receiver)]
+
+
+def test_copies_are_made_by_as_many_groups_as_there_are_rather_than_by_one_that_holds_nothing() -> None:
+    whole = first_ownership(Slicing(num_groups=7, redundancy=3), members(*range(7)))
+    returned = copied(without(whole, 0)).for_members((*members(*range(1, 7)), Member(GroupId(0), 1)))
+    after = without(returned, 3)
+    assert len({repair.receiver for repair in after.repairs}) == min(len(after.repairs), 6)
+    assert Member(GroupId(0), 1) in {repair.receiver for repair in after.repairs}
 
 
 def test_the_most_endangered_slices_are_copied_first() -> None:

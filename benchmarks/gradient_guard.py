@@ -35,7 +35,7 @@ class _TimedExecutor(GroupExecutor):
         self._began_s = time.process_time()
         self._lines: list[str] = []
         trainer = parts["trainer"]
-        trainer.gradients.norm_of = self._timed("norm", trainer.gradients.norm_of)
+        trainer.gradients.norm = self._timed("norm", trainer.gradients.norm)
         trainer.params_sha256 = self._timed("hash", trainer.params_sha256)
         super().__init__(**parts)
 

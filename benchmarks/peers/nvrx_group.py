@@ -2,7 +2,7 @@
 
 The wrapped function trains; when a group is lost, the extension has all others enter it again with new ranks. The model
 and the optimizer stay in memory, which is the best that a user can do: nothing is loaded, only the step is repeated.
-What is computed and reduced is what a group of ours computes and reduces, by the same code, one flat buffer a step.
+What is computed and reduced is what a group of ours computes and reduces, by the same code, in the same buckets.
 """
 
 import os
@@ -51,10 +51,10 @@ class _Training:
         while self.step < self.config.train.steps:
             self.trained.compute(self.step)
             self.is_computed = True
-            work = backend.allreduce([self.trained.buffer], dist.AllreduceOptions())
-            while not work.is_completed():  # a wait in C++ would keep the restart out until gloo's own timeout
-                time.sleep(_POLL_S)
-            work.wait()
+            for work in [backend.allreduce([buffer], dist.AllreduceOptions()) for buffer in self.trained.buffers]:
+                while not work.is_completed():  # a wait in C++ would keep the restart out until gloo's own timeout
+                    time.sleep(_POLL_S)
+                work.wait()
             with call.atomic():
                 self.trained.update(self.step)
                 self.step += 1

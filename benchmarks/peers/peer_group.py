@@ -41,15 +41,18 @@ class PeerGroup:
         self._injector = Injector(faults, lambda fault: self.write("fault", fault.step), _stop)
         self._trainer = GroupTrainer(config, torch.device("cpu"), _InjectingProbe(self._injector))
         self._work = [Microbatch(ShardId(group), index) for index in range(config.spare.microbatches_per_shard)]
-        self.buffer = self._trainer.gradients.new_buffer()
+        self._sums = self._trainer.gradients
+        self._stagings = [self._sums.new_staging() for _ in self._sums.buckets]
+        self.buffers: list[torch.Tensor] = []
+        """What is to be reduced, bucket by bucket."""
 
     def compute(self, step: int) -> None:
-        """Computes the group's own shard of the step and packs what is to be reduced into the buffer."""
+        """Computes the group's own shard of the step and fills the buffers."""
         self._injector.step = step
         self._trainer.begin_step(step)
         self.write("computed", step, len(self._trainer.compute(self._work)))
         self._injector(Phase.BEFORE_REDUCE)
-        self._trainer.gradients.pack_into(self.buffer)
+        self.buffers = [self._sums.stage(bucket, staging) for bucket, staging in enumerate(self._stagings)]
 
     def update(self, step: int) -> None:
         """Applies the mean over the groups that are left, in the scale of all groups.
@@ -57,14 +60,20 @@ class PeerGroup:
         Raises:
             RuntimeError: The first step lacks a group.
         """
-        totals = self._trainer.gradients.read_totals(self.buffer)
-        counted = totals.num_microbatches
+        self._arrived()
+        counted = min(self._sums.totals().num_microbatches)
         self.write("committed", step, counted)
         all_of_them = self.config.layout.num_groups * self.config.spare.microbatches_per_shard
         if step == 0 and counted != all_of_them:
             raise RuntimeError(f"the first step counted {counted} microbatches, not {all_of_them}: a group is missing")
-        self.buffer.mul_(all_of_them / counted)
-        self._trainer.update(self.buffer, self._trainer.gradients.read_totals(self.buffer).loss_sum)
+        for bucket, buffer in enumerate(self.buffers):
+            self._sums.put(bucket, buffer.mul_(all_of_them / counted))
+        self._arrived()
+        self._trainer.update(self._sums.totals().loss_sum)
+
+    def _arrived(self) -> None:
+        for bucket, buffer in enumerate(self.buffers):
+            self._sums.arrived(bucket, buffer)
 
     def write(self, kind: EventKind, step: int, num_microbatches: int = 0) -> None:
         """Tells an event. It is stored when this returns, whatever becomes of the process."""

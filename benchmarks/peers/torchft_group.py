@@ -1,7 +1,7 @@
 """One group of a run with torchft, in the peers' environment: our model, data and optimizer, torchft's fault tolerance.
 
 A step is torchft's: ask for a quorum, compute, all-reduce through the manager, ask whether to commit. What is computed
-and reduced is exactly what a group of ours computes and reduces, by the same code, one flat buffer a step.
+and reduced is exactly what a group of ours computes and reduces, by the same code, in the same buckets.
 """
 
 import json
@@ -59,7 +59,8 @@ def _train(trained: PeerGroup, manager: Manager) -> None:
     while (step := manager.current_step()) < trained.config.train.steps:
         manager.start_quorum()
         trained.compute(step)
-        manager.allreduce(trained.buffer, reduce_op=ReduceOp.SUM).wait()
+        for work in [manager.allreduce(buffer, reduce_op=ReduceOp.SUM) for buffer in trained.buffers]:
+            work.wait()
         if manager.should_commit():
             trained.update(step)
         else:

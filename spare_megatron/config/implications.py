@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from spare_megatron.config.model_shape import model_shape
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.buckets import MAX_STAGED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +79,13 @@ def rank_memory(config: RunConfig) -> RankMemory:
     layout = config.layout
     parameters = -(-max(model_shape(config).of_stages(layout.pipeline_parallel)) // layout.tensor_parallel)
     is_bf16 = config.model.precision == "bf16"
-    # Megatron's fp32 buffer is always there; reproducible sums are int64, and so is the buffer that is reduced.
+    # Megatron's fp32 buffer is always there; reproducible sums are int64, and so are the buckets that are reduced.
     number_bytes = 8 if config.reduce.mode == "reproducible" else 4
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
     return RankMemory(
         weights_bytes=parameters * (2 if is_bf16 else 4),
         gradients_bytes=parameters * sums,
-        reduction_bytes=parameters * number_bytes,
+        reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.reduce.bucket_mib * 2**20)),
         optimizer_bytes=parameters * (12 if is_bf16 else 8),
         activations_bytes=_activations_bytes(config),
     )

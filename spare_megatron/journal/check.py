@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.journal.check_sums import check_contributions, check_kept, microbatches_of, was_fenced
 from spare_megatron.journal.due import is_due
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.finding import Finding, Severity
 from spare_megatron.journal.fold import Committed, Fold, fold_log
 from spare_megatron.journal.records import (
     ContributionRecord,
@@ -27,16 +29,6 @@ from spare_megatron.journal.records import (
     VoteRecord,
     digest_of_work,
 )
-
-Severity = Literal["invalid", "unknown"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that keeps a journal from being valid."""
-
-    severity: Severity
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +49,7 @@ def check_journal(journal: Journal) -> Verdict:
         return _verdict(findings, 0)
     run = runs[0]
     fold = fold_journal(journal, run)
-    for rule in (_check_log, _check_fold, _check_contributions, _check_hosts, _check_votes, _check_updates):
+    for rule in (_check_log, _check_fold, check_contributions, check_kept, _check_hosts, _check_votes, _check_updates):
         findings += rule(journal, run, fold)
     for rule in (_check_params, _check_faults, _check_end):
         findings += rule(journal, run, fold)
@@ -124,54 +116,6 @@ def _is_whole(fold: Fold) -> bool:
     return len(fold.entries) == max(fold.entries, default=-1) + 1
 
 
-def _check_contributions(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """The contributions to each committed attempt are every microbatch exactly once."""
-    by_attempt: dict[int, list[ContributionRecord]] = defaultdict(list)
-    for record in journal.of(ContributionRecord):
-        by_attempt[record.attempt].append(record)
-    expected = {(s, k) for s in range(run.num_groups) for k in range(run.microbatches_per_shard)}
-    for commit in fold.commits:
-        step, attempt = commit.step, commit.attempt
-        records = by_attempt.get(attempt, [])
-        members = {group for record in records for group in record.members}
-        senders = Counter(record.group for record in records)
-        if any(set(record.members) != members or record.step != step for record in records):
-            yield Finding(severity="invalid", reason=f"step {step}: groups reduced attempt {attempt} as different sets")
-        if not records:
-            yield Finding(severity="unknown", reason=f"step {step}: no contribution is in the journal")
-        for group in sorted(members - set(senders)):
-            reason = f"step {step}: the contribution of group {group} is not in the journal"
-            yield Finding(severity="unknown", reason=reason)
-        counted = Counter(_microbatches(records))
-        if records and not (members - set(senders)) and (set(counted) != expected or set(counted.values()) != {1}):
-            yield Finding(severity="invalid", reason=f"step {step}: {_miscount(counted, expected)}")
-        for record in records:
-            if _was_fenced(record, fold):
-                reason = f"step {step}: group {record.group} contributed after it was fenced"
-                yield Finding(severity="invalid", reason=reason)
-
-
-def _was_fenced(record: ContributionRecord | VoteRecord, fold: Fold) -> bool:
-    """Whether the group, in this incarnation, had no part in the attempt when it began."""
-    opened = fold.opened.get(record.attempt)
-    return opened is not None and opened.get(record.group) != record.incarnation
-
-
-def _microbatches(records: list[ContributionRecord]) -> Iterator[tuple[int, int]]:
-    for record in records:
-        for shard, indices in record.microbatches.items():
-            for index in indices:
-                yield int(shard), index
-
-
-def _miscount(counted: Counter[tuple[int, int]], expected: set[tuple[int, int]]) -> str:
-    missing = sorted(expected - set(counted))
-    twice = sorted(item for item, times in counted.items() if times > 1)
-    strange = sorted(set(counted) - expected)
-    parts = [("missing", missing), ("counted more than once", twice), ("not part of the batch", strange)]
-    return "; ".join(f"microbatches {what}: {items[:5]}" for what, items in parts if items)
-
-
 def _check_hosts(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """A group computes only shards that are in its stack, unless the run has hosts of last resort."""
     if run.last_resort:
@@ -189,7 +133,7 @@ def _check_votes(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Findi
     votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for record in journal.of(VoteRecord):
         votes[record.attempt, record.group].append(record.is_complete)
-        if _was_fenced(record, fold):
+        if was_fenced(record, fold):
             reason = f"step {record.step}: group {record.group} voted after it was fenced"
             yield Finding(severity="invalid", reason=reason)
     for (attempt, group), cast in sorted(votes.items()):
@@ -212,7 +156,7 @@ def _check_voted_work(journal: Journal) -> Iterator[Finding]:
     """What a group brought into an attempt is what its ranks agreed on when they voted."""
     voted = {(record.attempt, record.group): record.work_digest for record in journal.of(VoteRecord)}
     for record in journal.of(ContributionRecord):
-        digest = digest_of_work(_microbatches([record]))
+        digest = digest_of_work(microbatches_of([record]))
         if voted.get((record.attempt, record.group), digest) != digest:
             reason = f"step {record.step}: group {record.group} voted on other work than it contributed"
             yield Finding(severity="invalid", reason=reason)

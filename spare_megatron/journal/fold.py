@@ -2,11 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from spare_megatron.journal.records import RunRecord
 
 Members = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempted:
+    """An attempt whose sums a committed step holds, in the order of the log.
+
+    Attributes:
+        attempt: The attempt.
+        kept: For each rank, the buckets that it left as they were; none if empty.
+        members: The groups that took part when it was decided; all of them voted.
+    """
+
+    attempt: int
+    kept: tuple[int, ...]
+    members: Members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +38,7 @@ class Committed:
         saved: A checkpoint holds the state after it.
         is_undone: A later restart went back before it.
         is_last: It ends the run, whatever the number of steps it was to have.
+        attempts: Those of the step from which buckets may have been kept, up to the one that was committed.
     """
 
     index: int
@@ -32,6 +49,7 @@ class Committed:
     saved: bool
     is_undone: bool
     is_last: bool
+    attempts: tuple[Attempted, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +95,8 @@ class _Folding:
         self.last_fenced: dict[int, int] = {}  # incarnation
         self.step = 0
         self.attempt = 0
+        self.kept: tuple[int, ...] = ()  # by the attempt under way
+        self.attempts: list[Attempted] = []  # of the step, decided
         self.is_discarded = False
         self.discarded: dict[tuple[int, int], Members] = {}
         self.commits: list[Committed] = []
@@ -94,9 +114,12 @@ class _Folding:
                 if entry.get("discard", False):
                     self._discard(entry["group"])
             case "commit":
+                self._decided(entry)
                 self._commit(index, entry)
                 self._open(entry["attempt"] + 1)
             case "retry":
+                self._decided(entry)
+                self._retry(entry)
                 self._open(entry["attempt"] + 1)
             case "restart":
                 self._restart(entry)
@@ -118,6 +141,22 @@ class _Folding:
         self.is_discarded = False
         self.opened[attempt] = dict(self.incarnations)
 
+    def _decided(self, entry: Mapping[str, Any]) -> None:
+        members = frozenset(self.incarnations)
+        self.attempts.append(Attempted(attempt=entry["attempt"], kept=self.kept, members=members))
+
+    def _retry(self, entry: Mapping[str, Any]) -> None:
+        before, self.kept = self.kept, tuple(entry.get("kept", ()))
+        if entry.get("recompute", False):
+            self.attempts.clear()
+            before = ()
+        elif self.is_discarded:
+            what = f"attempt {entry['attempt']} was discarded, and not all of it is computed again"
+            self.errors.append(f"step {entry['step']}: {what}")
+        if any(now < earlier for now, earlier in zip_longest(self.kept, before, fillvalue=0)):
+            what = f"after attempt {entry['attempt']} fewer buckets are kept than before"
+            self.errors.append(f"step {entry['step']}: {what}")
+
     def _discard(self, group: int) -> None:
         self.is_discarded = True
         key = (self.num_restarts, self.step)
@@ -133,7 +172,10 @@ class _Folding:
             saved=bool(entry.get("save", False)),
             is_undone=False,
             is_last=bool(entry.get("is_last", False)),
+            attempts=tuple(self.attempts),
         )
+        self.kept = ()
+        self.attempts.clear()
         if self.commits and self.commits[-1].is_last:
             self.errors.append(f"step {commit.step} is committed after the last")
         self.commits.append(commit)
@@ -156,6 +198,8 @@ class _Folding:
         self.incarnations = self._not_fenced(entry["members"])
         self.began_with = frozenset(self.incarnations)
         self.step = entry["step"]
+        self.kept = ()
+        self.attempts.clear()
         self.num_restarts += 1
 
 

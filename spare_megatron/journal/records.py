@@ -42,7 +42,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributionRecord:
-    """What a group brings into one attempt to reduce a step, written before the attempt."""
+    """What a group brings into one attempt to reduce a step, written before any of it leaves."""
 
     group: int
     step: int
@@ -50,8 +50,10 @@ class ContributionRecord:
     epoch: int
     members: list[int]
     microbatches: dict[str, list[int]]
-    """Shard -> indices of all microbatches this group has computed in this step."""
+    """Shard -> indices of all microbatches of this step that the sums of this group hold, where they are not kept."""
     incarnation: int = 0
+    kept: list[int] = field(default_factory=list)
+    """For each rank, the first buckets whose sums stay as they are; the attempt reduces the others. None if empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,8 @@ class VoteRecord:
     evidence: str = ""
     """Why the leader lacks the sum; empty where it has it, or another rank of the group lacks it."""
     incarnation: int = 0
+    num_complete: list[int] = field(default_factory=list)
+    """For each rank, the buckets whose sums it holds, from the first on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,17 @@
-"""The sums of one step over the microbatches that this group computed: gradients, loss, and how many.
+"""The sums of one step: gradients, loss, and how many microbatches, bucket by bucket of a flat gradient space.
 
-They stay sums over tokens, unscaled, until the step is committed. A flat buffer carries them to the cross-group
-reduction, so that they survive an attempt that fails; its last two elements are the number of microbatches and
-the loss, for a group that reduced and then died has no other way to tell them.
+They begin as local sums over the microbatches that this group computed, and stay sums over tokens, unscaled, until the
+step is committed. A bucket is reduced in a staging buffer of its own, so that its local sum survives an attempt that
+fails; when all groups hold the sum over groups, that takes the place of the local sum. So nothing here is as large as
+all gradients but what accumulates them.
+
+The last two elements of a staged bucket are its number of microbatches and, in the last bucket, the loss: a group that
+reduced and then died has no other way to tell them.
 """
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +19,8 @@ import torch
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.buckets import cut
+from spare_megatron.mcore.flat import FlatParameter, Segment, flat_parameters, segments, size_of
 from spare_megatron.mcore.model import Chunk
 
 _NUM_EXTRAS = 2
@@ -28,52 +35,70 @@ _LARGEST_PER_TOKEN_BITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a buffer tells beside the gradients.
+    """What the sums tell beside the gradients.
 
     Attributes:
-        num_microbatches: Microbatches summed in it.
+        num_microbatches: Microbatches summed in each bucket.
         loss_sum: Their cross entropy, summed over tokens; 0 except on the last stage.
     """
 
-    num_microbatches: int
+    num_microbatches: tuple[int, ...]
     loss_sum: float
 
 
 class GradientSums(Protocol):
-    """The local sums of one step."""
+    """The sums of one step on one rank.
+
+    Attributes:
+        buckets: The ranges of the flat gradient space that are reduced as one, in the order of the backward pass.
+    """
+
+    buckets: tuple[range, ...]
 
     def reset(self) -> None:
         """Start a step from zero."""
+
+    def adding(self) -> AbstractContextManager[None]:
+        """Inside the block backward passes add to the local sums of the buckets that are not kept, and to no others."""
 
     def add_loss(self, loss: Tensor) -> None:
         """Add the cross entropy of a microbatch, summed over its tokens."""
 
     def add_count(self, num_microbatches: int) -> None:
-        """Note microbatches that have been back-propagated."""
+        """Note microbatches that are summed, or will be before any bucket is staged."""
 
-    def new_buffer(self) -> Tensor:
-        """A flat tensor, uninitialized, for all gradients and the extras."""
+    def keep(self, num_kept: int) -> None:
+        """The first buckets hold sums over groups from here on."""
 
-    def pack_into(self, buffer: Tensor) -> None:
-        """Copy the local sums into a buffer; they stay as they are."""
+    def new_staging(self) -> Tensor:
+        """A flat tensor, uninitialized, that any bucket fits in."""
 
-    def norm_of(self, buffer: Tensor) -> float:
-        """L2 norm of the local gradient sums, just packed into this buffer. Waits for the device.
+    def stage(self, bucket: int, staging: Tensor) -> Tensor:
+        """Copy the local sums of a bucket. Returns the part of the staging buffer that is to be summed."""
 
-        Not finite where an element or the loss is not, or does not fit the buffer's numbers.
+    def norm(self, bucket: int) -> float:
+        """L2 norm of a bucket's local gradient sums. Waits for the device.
+
+        Not finite where an element or the loss is not, or does not fit the numbers that are reduced.
         """
 
-    def read_totals(self, buffer: Tensor) -> Totals:
-        """What the buffer tells beside the gradients."""
+    def arrived(self, bucket: int, staging: Tensor) -> None:
+        """The sum over groups of a staged bucket is complete: remember what it tells beside the gradients."""
 
-    def unpack(self, buffer: Tensor, factor: float = 1.0) -> Totals:
-        """Write the buffer's gradients, times a factor, over `main_grad` of every parameter."""
+    def put(self, bucket: int, staging: Tensor) -> None:
+        """Write a sum over groups in the place of the local sum."""
+
+    def totals(self) -> Totals:
+        """What the sums over groups tell beside the gradients, of those that have arrived. Waits for the device."""
+
+    def finish(self, factor: float = 1.0) -> None:
+        """Write all sums, times a factor, over `main_grad` of every parameter."""
 
     def local_totals(self) -> Totals:
         """What has been computed here since `reset`. Waits for the device."""
 
     def local_sums(self) -> Sequence[Tensor]:
-        """The local gradient sums themselves, flat. Whoever changes them changes what is packed."""
+        """The local gradient sums that are not kept, flat. Whoever changes them changes what is staged."""
 
     def poison(self) -> None:
         """Add a gradient that is not a number."""
@@ -81,21 +106,55 @@ class GradientSums(Protocol):
 
 def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch.device) -> GradientSums:
     """The kind of sums that `reduce.mode` asks for."""
+    bucket_bytes = round(config.reduce.bucket_mib * 2**20)
     if config.reduce.mode == "fast":
-        return FloatSums(chunks, device)
+        return FloatSums(chunks, device, bucket_bytes)
     num_tokens = config.train.micro_batch_size * config.model.seq_length
     num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
-    return FixedPointSums(chunks, device, fixed_point(num_tokens, num_microbatches))
+    return FixedPointSums(chunks, device, bucket_bytes, fixed_point(num_tokens, num_microbatches))
 
 
-class FloatSums:
+class _Staged:
+    """What both kinds of sums have in common: buckets, their staging and what they tell beside the gradients."""
+
+    def __init__(self, num_elements: int, bucket_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.buckets = cut(num_elements, max(bucket_bytes // dtype.itemsize, 1))
+        self._dtype = dtype
+        self._device = device
+        self._num_kept = 0
+        self._totals = torch.zeros((len(self.buckets), _NUM_EXTRAS), dtype=dtype, device=device)
+
+    @property
+    def _kept_end(self) -> int:
+        """Where the buckets end that are kept."""
+        return self.buckets[self._num_kept - 1].stop if self._num_kept else 0
+
+    def keep(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+
+    def new_staging(self) -> Tensor:
+        return torch.empty(len(self.buckets[0]) + _NUM_EXTRAS, dtype=self._dtype, device=self._device)
+
+    def arrived(self, bucket: int, staging: Tensor) -> None:
+        self._totals[bucket] = self._part(bucket, staging)[-_NUM_EXTRAS:]
+
+    def _part(self, bucket: int, staging: Tensor) -> Tensor:
+        """What a bucket needs of a staging buffer."""
+        return staging[: len(self.buckets[bucket]) + _NUM_EXTRAS]
+
+    def _is_last(self, bucket: int) -> bool:
+        return bucket == len(self.buckets) - 1
+
+
+class FloatSums(_Staged):
     """Sums in fp32, where Megatron's buffers accumulate them."""
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int) -> None:
         self._chunks = chunks
-        self._segments = list(_segments(chunks))
-        self._size = _size(self._segments)
-        self._device = device
+        self._segments = list(segments(chunks))
+        super().__init__(size_of(self._segments), bucket_bytes, torch.float32, device)
+        self._parameters = list(flat_parameters(chunks))
+        self._pieces = [_pieces(self._segments, bucket) for bucket in self.buckets]
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._count = 0
 
@@ -104,6 +163,10 @@ class FloatSums:
             chunk.module.zero_grad_buffer()
         self._loss.zero_()
         self._count = 0
+        self._num_kept = 0
+
+    def adding(self) -> AbstractContextManager[None]:
+        return _diverted(self._parameters, self._kept_end) if self._num_kept else nullcontext()
 
     def add_loss(self, loss: Tensor) -> None:
         self._loss += loss
@@ -111,35 +174,39 @@ class FloatSums:
     def add_count(self, num_microbatches: int) -> None:
         self._count += num_microbatches
 
-    def new_buffer(self) -> Tensor:
-        return torch.empty(self._size + _NUM_EXTRAS, dtype=torch.float32, device=self._device)
-
-    def pack_into(self, buffer: Tensor) -> None:
-        for gradients, start, end in self._segments:
-            buffer[start:end].copy_(gradients)
+    def stage(self, bucket: int, staging: Tensor) -> Tensor:
+        staged = self._part(bucket, staging)
+        for gradients, place in self._pieces[bucket]:
+            staged[place].copy_(gradients)
         # Whole numbers are exact in fp32 up to 2^24 microbatches.
-        buffer[_COUNT] = self._count
-        buffer[_LOSS] = self._loss
+        staged[_COUNT] = self._count
+        staged[_LOSS] = self._loss if self._is_last(bucket) else 0.0
+        return staged
 
-    def norm_of(self, buffer: Tensor) -> float:
+    def norm(self, bucket: int) -> float:
         # One pass without a copy, at the speed of memory. A norm beyond fp32 counts as not finite.
-        norm, loss = torch.stack([torch.linalg.vector_norm(buffer[:-_NUM_EXTRAS]), buffer[_LOSS]]).tolist()
-        return norm if math.isfinite(loss) else math.inf
+        norms = [torch.linalg.vector_norm(gradients).double() for gradients, _ in self._pieces[bucket]]
+        *of_pieces, loss = torch.stack([*norms, self._loss]).tolist()
+        norm = math.hypot(*of_pieces)
+        return norm if math.isfinite(loss) or not self._is_last(bucket) else math.inf
 
-    def read_totals(self, buffer: Tensor) -> Totals:
-        count, loss = buffer[-_NUM_EXTRAS:].tolist()
-        return Totals(num_microbatches=round(count), loss_sum=loss)
+    def put(self, bucket: int, staging: Tensor) -> None:
+        for gradients, place in self._pieces[bucket]:
+            gradients.copy_(staging[place])
 
-    def unpack(self, buffer: Tensor, factor: float = 1.0) -> Totals:
-        for gradients, start, end in self._segments:
-            torch.mul(buffer[start:end], factor, out=gradients)
-        return self.read_totals(buffer)
+    def totals(self) -> Totals:
+        counts, losses = self._totals.T.tolist()
+        return Totals(num_microbatches=tuple(map(round, counts)), loss_sum=losses[_LOSS])
+
+    def finish(self, factor: float = 1.0) -> None:
+        for segment in self._segments:
+            segment.gradients.mul_(factor)
 
     def local_totals(self) -> Totals:
-        return Totals(num_microbatches=self._count, loss_sum=float(self._loss))
+        return Totals(num_microbatches=(self._count,) * len(self.buckets), loss_sum=float(self._loss))
 
     def local_sums(self) -> Sequence[Tensor]:
-        return [gradients for gradients, _, _ in self._segments]
+        return [gradients for pieces in self._pieces[self._num_kept :] for gradients, _ in pieces]
 
     def poison(self) -> None:
         self.local_sums()[0][0] += math.nan
@@ -173,70 +240,92 @@ def fixed_point(num_tokens: int, num_microbatches: int) -> FixedPoint:
     return FixedPoint(scale=largest / (tokens_power * 2.0**_LARGEST_PER_TOKEN_BITS), largest=largest)
 
 
-class FixedPointSums:
-    """Sums of whole numbers: each microbatch's gradient times a power of two, rounded to int64.
+class FixedPointSums(_Staged):
+    """Sums of whole numbers, each gradient of each microbatch rounded once.
 
     Integer addition does not depend on its order, so the sums, here and over groups, are the same bits whoever
     computed which microbatch when. The gradient of a microbatch is caught before Megatron adds it to its buffer.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, fixed: FixedPoint) -> None:
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, fixed: FixedPoint) -> None:
         self._chunks = chunks
-        self._segments = list(_segments(chunks))
+        self._segments = list(segments(chunks))
+        super().__init__(size_of(self._segments), bucket_bytes, torch.int64, device)
         self._fixed = fixed
-        self._sums = torch.zeros(_size(self._segments) + _NUM_EXTRAS, dtype=torch.int64, device=device)
-        # Of single microbatches. Kept on the device, so that looking for an overflow waits for it once per attempt.
+        self._sums = torch.zeros(size_of(self._segments), dtype=torch.int64, device=device)
+        self._extras = torch.zeros(_NUM_EXTRAS, dtype=torch.int64, device=device)
+        # Of single microbatches. Kept on the device, so that looking for an overflow waits for it once per bucket.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
-        for parameter, start, end in _parameters(chunks):
-            self._watch(parameter, self._sums[start:end].view(parameter.shape))
+        for parameter in flat_parameters(chunks):
+            self._watch(parameter)
 
     def reset(self) -> None:
         for chunk in self._chunks:
             chunk.module.zero_grad_buffer()
         self._sums.zero_()
+        self._extras.zero_()
         self._largest.zero_()
+        self._num_kept = 0
+
+    def adding(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def add_loss(self, loss: Tensor) -> None:
-        self._add(self._sums[_LOSS], loss)
+        self._add(self._extras[_LOSS], loss)
 
     def add_count(self, num_microbatches: int) -> None:
-        self._sums[_COUNT] += num_microbatches
+        self._extras[_COUNT] += num_microbatches
 
-    def new_buffer(self) -> Tensor:
-        return torch.empty_like(self._sums)
+    def stage(self, bucket: int, staging: Tensor) -> Tensor:
+        elements = self.buckets[bucket]
+        staged = self._part(bucket, staging)
+        staged[:-_NUM_EXTRAS].copy_(self._sums[elements.start : elements.stop])
+        staged[-_NUM_EXTRAS:].copy_(self._extras)
+        if not self._is_last(bucket):
+            staged[_LOSS] = 0
+        return staged
 
-    def pack_into(self, buffer: Tensor) -> None:
-        buffer.copy_(self._sums)
-
-    def norm_of(self, buffer: Tensor) -> float:
+    def norm(self, bucket: int) -> float:
         if not float(self._largest) <= self._fixed.largest:  # in this form it catches NaN too
             return math.inf
+        elements = self.buckets[bucket]
         # Whole numbers have no norm in torch; piece by piece, floats of them stay in the cache.
-        pieces = buffer[:-_NUM_EXTRAS].split(_PIECE)
+        pieces = self._sums[elements.start : elements.stop].split(_PIECE)
         squares = [torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]
         return math.sqrt(torch.stack(squares).sum().item()) / self._fixed.scale
 
-    def read_totals(self, buffer: Tensor) -> Totals:
-        count, loss = buffer[-_NUM_EXTRAS:].tolist()
-        return Totals(num_microbatches=count, loss_sum=loss / self._fixed.scale)
+    def put(self, bucket: int, staging: Tensor) -> None:
+        elements = self.buckets[bucket]
+        self._sums[elements.start : elements.stop].copy_(staging[: len(elements)])
 
-    def unpack(self, buffer: Tensor, factor: float = 1.0) -> Totals:
-        for gradients, start, end in self._segments:
-            gradients.copy_(buffer[start:end]).mul_(factor / self._fixed.scale)
-        return self.read_totals(buffer)
+    def totals(self) -> Totals:
+        counts, losses = self._totals.T.tolist()
+        return Totals(num_microbatches=tuple(counts), loss_sum=losses[_LOSS] / self._fixed.scale)
+
+    def finish(self, factor: float = 1.0) -> None:
+        for segment in self._segments:
+            segment.gradients.copy_(self._sums[segment.start : segment.stop]).mul_(factor / self._fixed.scale)
 
     def local_totals(self) -> Totals:
-        return self.read_totals(self._sums)
+        count, loss = self._extras.tolist()
+        return Totals(num_microbatches=(count,) * len(self.buckets), loss_sum=loss / self._fixed.scale)
 
     def local_sums(self) -> Sequence[Tensor]:
-        return [self._sums[:-_NUM_EXTRAS]]
+        return [self._sums[self._kept_end :]]
 
     def poison(self) -> None:
-        self._add(self._sums[:1], torch.full((1,), math.nan, device=self._sums.device))
+        self._add(self.local_sums()[0][:1], torch.full((1,), math.nan, device=self._sums.device))
 
-    def _watch(self, parameter: torch.nn.Parameter, sums: Tensor) -> None:
+    def _watch(self, flat: FlatParameter) -> None:
+        sums = self._sums[flat.start : flat.stop]
+
+        def add(gradient: Tensor) -> None:
+            first = min(max(self._kept_end - flat.start, 0), len(sums))
+            if first < len(sums):
+                self._add(sums[first:], gradient.reshape(-1)[first:])
+
         # A hook on a leaf runs once per backward pass, with the sum over all uses of the parameter.
-        parameter.register_hook(lambda gradient: self._add(sums, gradient))
+        flat.parameter.register_hook(add)
 
     def _add(self, sums: Tensor, values: Tensor) -> None:
         scaled = values.detach().float() * self._fixed.scale
@@ -246,24 +335,36 @@ class FixedPointSums:
         sums += scaled.round_().to(torch.int64)
 
 
-def _segments(chunks: Sequence[Chunk]) -> Iterator[tuple[Tensor, int, int]]:
-    """Each of Megatron's gradient buffers, with its place in the flat buffer."""
-    end = 0
-    for chunk in chunks:
-        for buffer in chunk.module.buffers:
-            start, end = end, end + buffer.grad_data.numel()
-            yield buffer.grad_data, start, end
+def _pieces(of: Sequence[Segment], bucket: range) -> list[tuple[Tensor, slice]]:
+    """The parts of Megatron's buffers that a bucket consists of, each with its place in the staged bucket."""
+    pieces = []
+    for segment in of:
+        start, stop = max(segment.start, bucket.start), min(segment.stop, bucket.stop)
+        if start < stop:
+            part = segment.gradients[start - segment.start : stop - segment.start]
+            pieces.append((part, slice(start - bucket.start, stop - bucket.start)))
+    return pieces
 
 
-def _parameters(chunks: Sequence[Chunk]) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-    """Each parameter, with the place of its gradient in the flat buffer."""
-    offset = 0
-    for chunk in chunks:
-        for buffer in chunk.module.buffers:
-            for parameter, (start, end, _) in buffer.param_index_map.items():
-                yield parameter, offset + start, offset + end
-            offset += buffer.grad_data.numel()
+@contextmanager
+def _diverted(parameters: Sequence[FlatParameter], kept_end: int) -> Iterator[None]:
+    """Inside the block, what backward passes add to gradients before this place of the flat space comes to nothing.
 
-
-def _size(segments: Sequence[tuple[Tensor, int, int]]) -> int:
-    return sum(end - start for _, start, end in segments)
+    Whole parameters accumulate into scratch memory. Of one that is kept in part, that part is put back afterwards.
+    """
+    kept = [flat for flat in parameters if flat.stop <= kept_end]
+    scratch = torch.zeros(max((len(flat) for flat in kept), default=0), device=parameters[0].parameter.device)
+    in_part = [flat for flat in parameters if flat.start < kept_end < flat.stop]
+    saved = [
+        (flat.gradients[: kept_end - flat.start], flat.gradients[: kept_end - flat.start].clone()) for flat in in_part
+    ]
+    own = [flat.parameter.main_grad for flat in kept]
+    for flat in kept:
+        flat.parameter.main_grad = scratch[: len(flat)].view(flat.parameter.shape)
+    try:
+        yield
+    finally:
+        for flat, gradients in zip(kept, own, strict=True):
+            flat.parameter.main_grad = gradients
+        for gradients, values in saved:
+            gradients.copy_(values)

@@ -76,6 +76,10 @@ class Pipeline:
         if num_stages > 1:
             self._fixed_arguments["p2p_communicator"] = ProbedCommunicator(groups.pp, transformer, probe)
 
+    def num_passes(self, work: Sequence[Microbatch]) -> int:
+        """Backward passes of each chunk that `run` comes to, padding included."""
+        return len(pad(work, self._multiple)) if work else 0
+
     def run(self, work: Sequence[Microbatch], forward_step: ForwardStep) -> None:
         """Forward and backward of some microbatches; gradients are added to what the buffers hold.
 

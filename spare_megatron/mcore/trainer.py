@@ -24,6 +24,7 @@ from spare_megatron.mcore.parameters import NamedParameter, named_parameters, pa
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
+from spare_megatron.mcore.ready import ReadyBuckets, Tell
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import IncomingState, OutgoingState, dump_state, outgoing_state
@@ -55,7 +56,7 @@ class GroupTrainer:
     """The model, data and optimizer of one rank of one data-parallel group.
 
     The default torch.distributed world must be the group. A step goes begin_step, compute once or several times,
-    gradients.pack_into; once the sums of all groups are agreed on, update.
+    gradients.stage bucket by bucket; once the sums over all groups are agreed on and put, update.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class GroupTrainer:
         self.process_groups = groups = build_process_groups(config.parallel, device, timeout)
         self.chunks = build_chunks(config, transformer, groups, device)
         self.gradients = make_gradient_sums(config, self.chunks, device)
+        self._ready = ReadyBuckets(self.chunks, self.gradients.buckets)
         self.stacked: StackedOptimizer | None = None
         if config.optimizer.sharding == "stacked":
             slices = Slices(self.chunks, config.layout.num_groups)
@@ -115,10 +117,14 @@ class GroupTrainer:
         self.gradients.reset()
         self._optimizer.zero_grad()
 
-    def compute(self, work: Sequence[Microbatch]) -> list[Microbatch]:
-        """Add the gradients and losses of some microbatches to the local sums of the step.
+    def compute(self, work: Sequence[Microbatch], on_ready: Tell | None = None) -> list[Microbatch]:
+        """Add the gradients and losses of some microbatches to the local sums of the step that are not kept.
 
         Collective over: all ranks of the group, which must bring the same work in the same order.
+
+        Args:
+            work: The microbatches.
+            on_ready: Told during the backward passes of buckets whose sums are complete with this work.
 
         Returns:
             The microbatches that really went through this rank, in their order. They are what is counted.
@@ -127,45 +133,60 @@ class GroupTrainer:
             RuntimeError: They are not the work.
         """
         self._seen.clear()
-        self._pipeline.run(work, self._forward)
-        if sorted(self._seen) != sorted(work):
-            raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(work)} was asked for")
-        self.gradients.add_count(len(self._seen))
+        is_counted = False
+
+        def count() -> None:
+            nonlocal is_counted
+            if is_counted:
+                return
+            if sorted(self._seen) != sorted(work):
+                raise RuntimeError(f"step {self._step}: the schedule ran {self._seen} where {list(work)} was asked for")
+            self.gradients.add_count(len(self._seen))
+            is_counted = True
+
+        def tell(num_ready: int) -> None:
+            count()  # nothing leaves that is not counted
+            assert on_ready is not None
+            on_ready(num_ready)
+
+        told = None if on_ready is None else tell
+        with self.gradients.adding(), self._ready.telling(self._pipeline.num_passes(work), told):
+            self._pipeline.run(work, self._forward)
+        count()
         return list(self._seen)
 
     # ----------------------------------------------------------------------------------------------- committing
 
-    def loss_of(self, buffer: Tensor) -> float | None:
-        """The cross entropy in a buffer, summed over tokens; None except on the last stage, which alone knows it."""
-        if not self.chunks[-1].is_last:
-            return None
-        return self.gradients.read_totals(buffer).loss_sum
+    def loss_sum(self) -> float | None:
+        """The cross entropy over groups, summed over tokens; None except on the last stage, which alone knows it."""
+        return self.gradients.totals().loss_sum if self.chunks[-1].is_last else None
 
-    def update(self, buffer: Tensor, loss_sum: float) -> UpdateResult:
-        """Apply the sums over all groups to the parameters: stacked, to those of the slices hosted here.
+    def update(self, loss_sum: float) -> UpdateResult:
+        """Apply the sums over all groups, put in the place of the local sums, to the parameters.
+
+        With stacked state, to those of the slices hosted here.
 
         Collective over: all ranks of the group, each with the sums of its own part of the model.
 
         Args:
-            buffer: The sum over groups of what `gradients.pack_into` wrote.
-            loss_sum: `loss_of` the last stage's buffer.
+            loss_sum: `loss_sum` of the last stage.
 
         Raises:
-            IncompleteSum: The buffer does not count as many microbatches as a step has. Nothing is changed.
+            IncompleteSum: Some bucket does not count as many microbatches as a step has. Nothing is changed.
         """
-        totals = self.gradients.read_totals(buffer)
-        if totals.num_microbatches != self._num_microbatches:
-            raise IncompleteSum(
-                f"step {self._step}: the sums count {totals.num_microbatches} microbatches, "
-                f"the step has {self._num_microbatches}"
-            )
-        self.gradients.unpack(buffer, 1.0 / self._num_tokens)
+        for bucket, num_counted in enumerate(self.gradients.totals().num_microbatches):
+            if num_counted != self._num_microbatches:
+                raise IncompleteSum(
+                    f"step {self._step}: the sums of bucket {bucket} count {num_counted} microbatches, "
+                    f"the step has {self._num_microbatches}"
+                )
+        self.gradients.finish(1.0 / self._num_tokens)
         # Sums what ranks of this group hold in parts: over context-parallel ranks, over both ends of tied
         # embeddings, over the norms of sequence parallelism. In place, so it must not come before the commit.
         finalize_model_grads([chunk.module for chunk in self.chunks], None, pg_collection=self.process_groups)
         grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
-            num_microbatches=totals.num_microbatches,
+            num_microbatches=self._num_microbatches,
             loss=loss_sum / self._num_tokens,
             grad_norm=grad_norm,
             learning_rate=learning_rate,

@@ -42,10 +42,12 @@ class GroupOpinion:
     Attributes:
         is_complete: Every rank holds the whole cross-group sum.
         loss_sum: The summed loss, known to every rank; NaN unless is_complete.
+        num_complete: Of each rank, the buckets whose sums it holds.
     """
 
     is_complete: bool
     loss_sum: float
+    num_complete: tuple[int, ...]
 
 
 class GroupAgreement:
@@ -91,13 +93,14 @@ class GroupAgreement:
         self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks))
         return int(values)
 
-    def settle(self, *, is_complete: bool, work_digest: str, loss_sum: float | None) -> GroupOpinion:
+    def settle(self, *, is_complete: bool, num_complete: int, work_digest: str, loss_sum: float | None) -> GroupOpinion:
         """The group's opinion of an attempt.
 
         Collective over: all ranks of the group.
 
         Args:
             is_complete: Whether this rank holds the whole sum.
+            num_complete: The buckets whose sums it holds.
             work_digest: Digest in hex of the work this rank computed in the step.
             loss_sum: The summed loss where this rank knows it (last pipeline stage), else None.
 
@@ -107,12 +110,18 @@ class GroupAgreement:
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         loss = -math.inf if loss_sum is None else loss_sum
-        mine = torch.tensor([float(not is_complete), work, -work, loss], dtype=torch.float64)
+        counts = [0.0] * self._ranks.size()
+        counts[self._ranks.rank()] = float(num_complete)
+        mine = torch.tensor([float(not is_complete), work, -work, loss, *counts], dtype=torch.float64)
         self._collective(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ranks))
-        has_failed, highest, negated_lowest, loss = mine.tolist()
+        has_failed, highest, negated_lowest, loss, *counts = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
-        return GroupOpinion(is_complete=not has_failed, loss_sum=math.nan if has_failed else loss)
+        return GroupOpinion(
+            is_complete=not has_failed,
+            loss_sum=math.nan if has_failed else loss,
+            num_complete=tuple(map(int, counts)),
+        )
 
     def combine_digests(self, digest: str) -> str:
         """SHA-256 over the digests of the group's ranks in the order of the ranks.

@@ -6,13 +6,14 @@ that is never used twice, registered in no world, so that a dead group breaks no
 What gloo makes necessary (found by measuring):
     its constructor blocks until every member is there, so it runs in a thread with a store connection of its own;
     abort() ends no work in flight and the destructor waits for it, so what is abandoned is kept until it has ended;
-    abandoned work may still write its tensor, so its buffer is kept with it and never used again.
+    abandoned work may still write its tensor, so that is kept with it and never used again.
 """
 
 import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.control.store import ControlStore
-from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore.probe import Probe
 
@@ -43,12 +43,12 @@ class _Build:
 
 
 @dataclass(slots=True)
-class _Abandoned:
-    """What must live until its work has ended."""
+class _InFlight:
+    """A sum under way. All of it must live until the work has ended."""
 
     backend: Any
     work: Any
-    buffer: torch.Tensor | None
+    tensor: torch.Tensor | None
 
 
 class CrossGroupCommunicator:
@@ -82,7 +82,8 @@ class CrossGroupCommunicator:
         self._backend: Any = None
         self._build: _Build | None = None
         self._num_members = 1
-        self._abandoned: list[_Abandoned] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._abandoned: list[_InFlight] = []
         self._abandoned_builds: list[_Build] = []
         self.evidence = ""
         """Why the last wait ended without a result."""
@@ -102,46 +103,104 @@ class CrossGroupCommunicator:
         build.thread.start()
         self._build = build
 
-    def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
-        """Sums the buffer over all members, in place of the buffer.
+    def begin(self) -> None:
+        """Begins an attempt: what was said of the last one is forgotten."""
+        self._sweep()
+        self.evidence, self.ready_at_s = "", None
 
-        Collective over: rank j of every member group. The buffer belongs to the communicator when the result is
-        False: some transfer may still write it.
+    def is_ready(self) -> bool:
+        """Whether sums can be posted now. Never waits."""
+        if self._build is not None and not self._build.thread.is_alive():
+            self._take_over(self._build)
+        is_there = self._num_members == 1 or self._backend is not None
+        if is_there and self.ready_at_s is None:
+            self.ready_at_s = time.monotonic()
+        return is_there
+
+    def connect(self, is_decided: Callable[[], bool]) -> bool:
+        """Waits until sums can be posted. False, with evidence, if they never can."""
+        if self._num_members > 1 and (is_decided() or not self._finish_build(is_decided)):
+            return self.give_up()
+        return self.is_ready()
+
+    def post(self, tensor: torch.Tensor) -> bool:
+        """Starts to sum the tensor over all members, in its place.
+
+        Collective over: rank j of every member group, in the same order of tensors. The tensor belongs to the
+        communicator until `poll` or `wait` has counted it, and for ever if it is given up: a transfer may still
+        write it.
+
+        Returns:
+            False, with evidence, if the connection is broken.
+        """
+        work = None
+        if self._num_members > 1:
+            if self._backend is None:
+                return False  # it has broken meanwhile
+            try:
+                work = self._backend.allreduce([tensor], dist.AllreduceOptions())
+            except RuntimeError as error:
+                self._in_flight.append(_InFlight(backend=self._backend, work=None, tensor=tensor))
+                return self.give_up(error)
+        self._in_flight.append(_InFlight(backend=self._backend, work=work, tensor=tensor))
+        return True
+
+    def poll(self) -> int:
+        """How many of the posted sums are complete since the last call, in their order. Never waits.
+
+        All others are given up, with evidence, once a connection is broken.
+        """
+        num_complete = 0
+        while self._in_flight:
+            work = self._in_flight[0].work
+            try:
+                if work is not None:
+                    if not work.is_completed():
+                        break
+                    work.wait()  # raises what went wrong
+            except RuntimeError as error:
+                self.give_up(error)
+                break
+            self._in_flight.popleft()
+            num_complete += 1
+        return num_complete
+
+    def wait(self, is_decided: Callable[[], bool]) -> bool:
+        """Waits until the first of the sums in flight has ended, in whatever way; `poll` says which.
+
+        Returns:
+            False, with evidence, if `is_decided` said that the log has moved on, so that nobody needs them any more, or
+            if none is in flight, all having been given up.
+        """
+        if not self._in_flight:
+            return False
+        work = self._in_flight[0].work
+        if work is None or self._wait(work.is_completed, is_decided):
+            return True
+        return self.give_up()
+
+    def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
+        """Sums one buffer over all members, in place of the buffer.
+
+        Collective over: rank j of every member group. The buffer belongs to the communicator when the result is False.
 
         Returns:
             True if the sum is complete on this rank; False if a connection broke, or if `is_decided` said that the
-            log has moved on, so that nobody needs this sum any more.
+            log has moved on.
         """
-        self._sweep()
-        self.evidence, self.ready_at_s = "", None
-        if self._num_members == 1:
-            self.ready_at_s = time.monotonic()
-            return True
-        if is_decided() or not self._finish_build(is_decided):
-            self.evidence = self.evidence or "the log has moved on"
-            return False
-        self.ready_at_s = time.monotonic()
-        try:
-            work = self._backend.allreduce([buffer], dist.AllreduceOptions())
-        except RuntimeError as error:
-            return self._abandon(None, buffer, error)
-        # Outside: what a probe raises is no broken connection.
-        self._probe(Phase.IN_REDUCE)
-        try:
-            if self._wait(work.is_completed, is_decided):
-                work.wait()  # raises what went wrong
-                return True
-        except RuntimeError as error:
-            return self._abandon(work, buffer, error)
-        return self._abandon(work, buffer, None)
+        self.begin()
+        return self.connect(is_decided) and self.post(buffer) and self.wait(is_decided) and self.poll() == 1
 
-    def _abandon(self, work: Any, buffer: torch.Tensor, error: RuntimeError | None) -> Literal[False]:
-        """Gives up a reduction that broke, or that nobody needs any more if there is no error."""
+    def give_up(self, error: RuntimeError | None = None) -> Literal[False]:
+        """Gives up all sums in flight: a connection broke, or nobody needs them any more if there is no error."""
         if error is not None:
             self.evidence = f"connection: {str(error).splitlines()[0]}"
         self.evidence = self.evidence or "the log has moved on"
-        self._abandoned.append(_Abandoned(backend=self._backend, work=work, buffer=buffer))
-        self._backend = None
+        self._abandoned += self._in_flight
+        self._in_flight.clear()
+        if self._backend is not None:
+            self._abandoned.append(_InFlight(backend=self._backend, work=None, tensor=None))
+            self._backend = None
         return False
 
     def _construct(self, build: _Build, key: int, members: Sequence[GroupId]) -> Any:
@@ -171,6 +230,10 @@ class CrossGroupCommunicator:
         build = self._build
         if not self._wait(lambda: not build.thread.is_alive(), is_decided):
             return False
+        return self._take_over(build)
+
+    def _take_over(self, build: _Build) -> bool:
+        """Whether what was built can be used."""
         self._build = None
         result = build.result[0]
         if isinstance(result, Exception):
@@ -199,8 +262,10 @@ class CrossGroupCommunicator:
         if self._build is not None:
             self._abandoned_builds.append(self._build)
             self._build = None
+        self._abandoned += self._in_flight
+        self._in_flight.clear()
         if self._backend is not None:
-            self._abandoned.append(_Abandoned(backend=self._backend, work=None, buffer=None))
+            self._abandoned.append(_InFlight(backend=self._backend, work=None, tensor=None))
             self._backend = None
         if self._device.type == "cuda":
             backends = [item.backend for item in self._abandoned] + [item.backend for item in self._abandoned_builds]

@@ -8,6 +8,8 @@ from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import (
     AdmitGroups,
     AttemptReduce,
+    ComputePatch,
+    ComputeStep,
     Entry,
     EntryRead,
     Event,
@@ -16,7 +18,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.stepplan import Microbatch, StepPlan
+from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, ParamsRecord, Record, UpdateRecord
@@ -119,6 +121,7 @@ class GroupExecutor:
         self._head = head
         with self._probe.during(Operation.JOIN):
             self._start_over.load(action.step)
+        self._step = None
         self.num_steps = action.step
         self._params_digest = self.check_params(action.step)
         member = self._agreement.member
@@ -151,8 +154,9 @@ class GroupExecutor:
 
     # --------------------------------------------------------------------------------------------------- compute
 
-    def compute_step(self, plan: StepPlan, num_alive: int) -> None:
+    def compute_step(self, action: ComputeStep, num_alive: int) -> None:
         """Computes this group's part of the plan, from zero sums: the first in the step, or all of it again."""
+        plan = action.plan
         self._probe.begin_step(plan.step)
         is_first = self._step is None or self._step.step != plan.step
         self._step = _Step(
@@ -163,20 +167,27 @@ class GroupExecutor:
             num_alive=num_alive,
         )
         self._trainer.begin_step(plan.step)
-        self._compute(plan.work.of(self._group))
+        self._compute(plan.work.of(self._group), action.into)
         if is_first:
             self._clock.computed()
         else:
             self._clock.patched(len(self._now.computed))
 
-    def compute_patch(self, plan: StepPlan) -> None:
-        """Adds this group's part of a patch to the local sums."""
+    def compute_patch(self, action: ComputePatch) -> None:
+        """Adds this group's part of a patch to the local sums that are not kept."""
+        work = action.plan.work.of(self._group)
+        self._begin_attempt(action.into)
         self._probe(Phase.PATCH)
-        self._compute(plan.work.of(self._group))
-        self._clock.patched(len(plan.work.of(self._group)))
+        self._compute(work, action.into)
+        self._clock.patched(len(work))
 
-    def _compute(self, work: Sequence[Microbatch]) -> None:
+    def _compute(self, work: Sequence[Microbatch], into: AttemptReduce | None) -> None:
+        self._begin_attempt(into)
         self._now.computed.extend(self._trainer.compute(work))
+
+    def _begin_attempt(self, into: AttemptReduce | None) -> None:
+        if into is not None:
+            self._reduction.begin(into)
 
     # ---------------------------------------------------------------------------------------------------- reduce
 
@@ -187,7 +198,7 @@ class GroupExecutor:
         self._reduction.build_communicator(key, members)
 
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
-        """Sums over the groups out of place and casts the group's vote.
+        """Sums over the groups what is not kept and casts the group's vote.
 
         Returns:
             On the leader whose vote was the last, all votes; else nothing.
@@ -237,10 +248,11 @@ class GroupExecutor:
     def update_model(self, step: int, attempt: int) -> None:
         """Applies the committed sums to the parameters."""
         self._clock.committed()
+        self._reduction.commit()
         self._write_recoveries()
         self._probe(Phase.AFTER_COMMIT)
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
-            result = self._trainer.update(self._reduction.sums, self._reduction.loss_sum)
+            result = self._trainer.update(self._reduction.loss_sum)
         self.num_steps = step + 1
         step_s = time.monotonic() - self._now.started_s
         self._write_if_leader(

@@ -13,7 +13,6 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import StoreLost
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.guard import GradientGuard
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import Action, FinishRun, StopHalted, StopWipeOut
 from spare_megatron.core.topology import GroupId, Member
@@ -162,12 +161,13 @@ class _Rank:
             probe=self._probe,
         )
         reduction = Reduction(
+            position=spec.rank,
             trainer=self._trainer,
             agreement=agreement,
             communicator=communicator,
             journal=self._journal,
             probe=self._probe,
-            guard=GradientGuard(config.train.gradient_outlier_factor),
+            outlier_factor=config.train.gradient_outlier_factor,
         )
         source = self._serve_state()
         return GroupExecutor(

@@ -1,10 +1,17 @@
-"""One rank's part in the attempts to reduce a step: it judges what it adds, sums over the groups and votes."""
+"""One rank's part in the attempts to reduce a step: it judges what it adds, sums over the groups and votes.
 
+Bucket by bucket, in order, with at most a few in flight (`core.buckets`): a local sum is judged and copied into a
+staging buffer, that is summed over the groups, and once every group holds the sum, it takes the place of the local sum.
+What is staged when an attempt ends is decided with it: after a commit all of it is written, after a retry what is kept.
+"""
+
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
+from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Event, Vote
@@ -23,32 +30,39 @@ class Reduction:
     """The cross-group sums of one rank, attempt by attempt. It decides nothing.
 
     Args:
+        position: The rank's index inside its group.
         trainer: The rank's part of the model.
         agreement: The group's voice.
         communicator: The rank's cross-group communicator.
         journal: The rank's journal; only leaders write here.
         probe: Told what the rank is about.
-        guard: Judges this rank's gradients before they are summed with those of others.
+        outlier_factor: How many times its usual norm a bucket's gradient may have; 0 judges no sizes.
     """
 
     def __init__(
         self,
         *,
+        position: int,
         trainer: GroupTrainer,
         agreement: GroupAgreement,
         communicator: CrossGroupCommunicator,
         journal: JournalWriter,
         probe: RankProbe,
-        guard: GradientGuard,
+        outlier_factor: float,
     ) -> None:
+        self._position = position
+        self._sums = trainer.gradients
         self._trainer = trainer
         self._agreement = agreement
         self._communicator = communicator
         self._journal = journal
         self._probe = probe
-        self._guard = guard
-        self._buffer: torch.Tensor | None = None
-        self.loss_sum = float("nan")
+        self._guards = [GradientGuard(outlier_factor) for _ in self._sums.buckets]
+        self._attempt = -1
+        self._window = BucketWindow(len(self._sums.buckets), 0)
+        self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here and maybe not everywhere
+        self._free: list[torch.Tensor] = []
+        self.loss_sum = math.nan
         """The summed loss of the last attempt, known to every rank of the group; NaN unless it was complete."""
 
     @property
@@ -56,20 +70,55 @@ class Reduction:
         """Monotonic time at which the last attempt had its communicator; None if it never had one."""
         return self._communicator.ready_at_s
 
-    @property
-    def sums(self) -> torch.Tensor:
-        """The sums over all groups, once an attempt is committed."""
-        assert self._buffer is not None, "a commit needs the group's own complete sum"
-        return self._buffer
-
     def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
         """Begins to build the communicator of the next attempt."""
         self._communicator.begin_build(key, members)
 
+    # ------------------------------------------------------------------------------------------ between attempts
+
+    def begin(self, action: AttemptReduce) -> None:
+        """Settles what the last attempt left: what is kept takes the place of local sums, the rest is dropped.
+
+        To be called before the patch of the attempt is computed.
+
+        Raises:
+            RuntimeError: This rank does not hold what is kept.
+        """
+        if self._attempt == action.attempt:
+            return
+        self._attempt = action.attempt
+        num_kept = action.kept[self._position] if action.kept else 0
+        if num_kept > self._window.num_complete:
+            raise RuntimeError(f"{num_kept} buckets are kept, and this rank holds {self._window.num_complete}")
+        self._write(num_kept)
+        # Transfers that were given up may still write what is left.
+        self._staged.clear()
+        self._sums.keep(num_kept)
+        self._window = BucketWindow(len(self._sums.buckets), num_kept)
+        self._communicator.begin()
+
+    def commit(self) -> None:
+        """Writes the sums of the committed attempt in the place of the local sums."""
+        assert self._window.is_complete, "a commit needs the group's own complete sum"
+        self._write(len(self._sums.buckets))
+
+    def _write(self, num_buckets: int) -> None:
+        """Writes what is staged of the first buckets."""
+        for bucket in sorted(self._staged):
+            if bucket < num_buckets:
+                self._put(bucket)
+
+    def _put(self, bucket: int) -> None:
+        staged = self._staged.pop(bucket)
+        self._sums.put(bucket, staged)
+        self._free.append(staged)
+
+    # ------------------------------------------------------------------------------------------------ an attempt
+
     def attempt(
         self, action: AttemptReduce, computed: Sequence[Microbatch], *, params_digest: str, head: int
     ) -> list[Event]:
-        """Sums over the groups out of place and casts the group's vote.
+        """Sums over the groups what is not kept and casts the group's vote.
 
         Collective over: all ranks of the group.
 
@@ -85,20 +134,17 @@ class Reduction:
         Raises:
             UnsoundGradient: What this group would add must not be added.
         """
-        buffer = self._trainer.gradients.new_buffer() if self._buffer is None else self._buffer
-        self._buffer = None
+        self.begin(action)
         self._probe(Phase.BEFORE_REDUCE)
-        self._trainer.gradients.pack_into(buffer)
-        self._judge(action.step, buffer, len(computed))
+        self._judge(action.step, len(computed))
         self._write_contribution(action, computed)
         with self._probe.during(Operation.REDUCE):
-            is_complete = self._communicator.reduce(buffer, lambda: self._agreement.is_written(head))
-        if is_complete:
-            self._buffer = buffer
+            self._reduce(head)
+        if self._window.is_complete:
             self._probe(Phase.AFTER_REDUCE)
-        return self._vote(action, is_complete, digest_of_work(computed), params_digest)
+        return self._vote(action, digest_of_work(computed), params_digest)
 
-    def _judge(self, step: int, buffer: torch.Tensor, num_computed: int) -> None:
+    def _judge(self, step: int, num_computed: int) -> None:
         """Lets nothing into the sum that would spoil it for all groups.
 
         Collective over: all ranks of the group, so that all of them raise the same, whoever found it.
@@ -106,17 +152,62 @@ class Reduction:
         Raises:
             UnsoundGradient: A rank of this group has gradients that are not finite, or far larger than usual.
         """
-        norm = self._trainer.gradients.norm_of(buffer)
-        finding = self._guard.judge(step, norm, num_computed)
+        finding, guard = Finding.SOUND, self._guards[-1]
+        for bucket in range(self._window.num_posted, len(self._guards)):
+            guard = self._guards[bucket]
+            finding = guard.judge(step, self._sums.norm(bucket), num_computed)
+            if finding is not Finding.SOUND:
+                break
         with self._probe.during(Operation.SETTLE):
             finding = Finding(self._agreement.highest(finding))
         if finding is not Finding.SOUND:
-            raise self._guard.error(finding, step)
+            raise guard.error(finding, step)
 
-    def _vote(self, action: AttemptReduce, is_complete: bool, work_digest: str, params_digest: str) -> list[Event]:
-        loss_sum = None if self._buffer is None else self._trainer.loss_of(self._buffer)
+    def _reduce(self, head: int) -> None:
+        """Sums until all is complete here, or nobody needs it any more, or a connection breaks."""
+
+        def is_decided() -> bool:
+            return self._agreement.is_written(head)
+
+        if self._window.is_complete or not self._communicator.connect(is_decided):
+            return
+        first = self._window.num_posted
+        struck_in = (first + len(self._sums.buckets)) // 2
+        while not self._window.is_complete:
+            while self._window.may_post(len(self._sums.buckets)):
+                bucket = self._window.num_posted
+                if not self._post():
+                    return
+                if bucket == struck_in:
+                    self._probe(Phase.IN_REDUCE)
+            if not self._communicator.wait(is_decided) or not self._take_in():
+                return
+
+    def _post(self) -> bool:
+        """Sends the next bucket; False if the connection is broken."""
+        bucket = self._window.post()
+        staging = self._free.pop() if self._free else self._sums.new_staging()
+        self._staged[bucket] = staging
+        return self._communicator.post(self._sums.stage(bucket, staging))
+
+    def _take_in(self) -> int:
+        """Takes in the sums that have come. Returns how many."""
+        num_come = self._communicator.poll()
+        for _ in range(num_come):
+            self._sums.arrived(self._window.num_complete, self._staged[self._window.num_complete])
+            for bucket in self._window.complete():
+                self._put(bucket)
+        return num_come
+
+    def _vote(self, action: AttemptReduce, work_digest: str, params_digest: str) -> list[Event]:
+        is_complete = self._window.is_complete
         with self._probe.during(Operation.SETTLE):
-            opinion = self._agreement.settle(is_complete=is_complete, work_digest=work_digest, loss_sum=loss_sum)
+            opinion = self._agreement.settle(
+                is_complete=is_complete,
+                num_complete=self._window.num_complete,
+                work_digest=work_digest,
+                loss_sum=self._trainer.loss_sum() if is_complete else None,
+            )
         self.loss_sum = opinion.loss_sum
         last_votes = None
         if self._agreement.is_leader:
@@ -128,9 +219,15 @@ class Reduction:
                 work_digest=work_digest,
                 evidence=self._communicator.evidence,
                 incarnation=self._agreement.member.incarnation,
+                num_complete=list(opinion.num_complete),
             )
             self._journal.write(record)
-            vote = Vote(is_complete=opinion.is_complete, plan_digest=action.plan_digest, params_digest=params_digest)
+            vote = Vote(
+                is_complete=opinion.is_complete,
+                plan_digest=action.plan_digest,
+                params_digest=params_digest,
+                num_complete=opinion.num_complete,
+            )
             with self._probe.during(Operation.VOTE):
                 last_votes = self._agreement.vote(action.attempt, vote, action.voters)
         self._probe(Phase.AFTER_VOTE)
@@ -150,5 +247,6 @@ class Reduction:
             members=[int(member) for member in action.members],
             microbatches=dict(microbatches),
             incarnation=self._agreement.member.incarnation,
+            kept=list(action.kept),
         )
         self._journal.write(record)

@@ -48,8 +48,8 @@ def train(controller: Controller, executor: GroupExecutor, actions: deque[Action
 def _execute(action: Action, controller: Controller, executor: GroupExecutor) -> list[Event]:
     """One action, in the order in which a step meets them. Returns the events it brings about."""
     match action:
-        case ComputeStep(plan=plan):
-            executor.compute_step(plan, len(controller.members))
+        case ComputeStep():
+            executor.compute_step(action, len(controller.members))
         case BuildCommunicator(key=key, members=members):
             executor.build_communicator(key, members)
         case AttemptReduce():
@@ -60,8 +60,8 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             executor.append_entry(index, entry)
         case ReadEntry(index=index):
             return executor.read_entry(index)
-        case ComputePatch(plan=plan):
-            executor.compute_patch(plan)
+        case ComputePatch():
+            executor.compute_patch(action)
         case AdmitGroups():
             executor.admit(action, controller.head)
         case LoadCheckpoint():

@@ -3,6 +3,7 @@
 Tasks run in the ranks: they take the configuration first and return something that can be pickled.
 """
 
+import math
 import multiprocessing
 import os
 import tempfile
@@ -131,9 +132,8 @@ def compute_sums(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[Total
     trainer.begin_step(0)
     for work in calls:
         trainer.compute(work)
-    buffer = trainer.gradients.new_buffer()
-    trainer.gradients.pack_into(buffer)
-    totals = trainer.gradients.unpack(buffer)
+    totals = reduce_alone(trainer)
+    trainer.gradients.finish()
     finalize_model_grads([chunk.module for chunk in trainer.chunks], None, pg_collection=trainer.process_groups)
     return totals, {
         named.name: (named.parameter.detach().float().numpy(), named.main_grad.numpy(), named.partition_dim)
@@ -142,17 +142,65 @@ def compute_sums(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[Total
 
 
 def packed_sums(config: RunConfig, step: int, *orders: Sequence[Sequence[Microbatch]]) -> list[np.ndarray]:
-    """The packed buffer of one step for each way to compute it, a way being the works of its calls."""
+    """All staged buckets of one step for each way to compute it, a way being the works of its calls."""
     trainer = GroupTrainer(config, CPU)
     buffers = []
     for calls in orders:
         trainer.begin_step(step)
         for work in calls:
             trainer.compute(work)
-        buffer = trainer.gradients.new_buffer()
-        trainer.gradients.pack_into(buffer)
-        buffers.append(buffer.numpy())
+        buffers.append(staged(trainer).numpy())
     return buffers
+
+
+def staged(trainer: GroupTrainer) -> torch.Tensor:
+    """The local gradient sums of all buckets as they are staged, then their count and their loss."""
+    sums = trainer.gradients
+    parts = [sums.stage(bucket, sums.new_staging()) for bucket in range(len(sums.buckets))]
+    assert {int(part[-2]) for part in parts} == {int(parts[-1][-2])}
+    assert not any(part[-1] for part in parts[:-1])
+    return torch.cat([*(part[:-2] for part in parts), parts[-1][-2:]])
+
+
+def kept_sums(
+    config: RunConfig, num_kept: int, before: Sequence[Microbatch], after: Sequence[Microbatch]
+) -> tuple[list[range], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Buckets, and what they stage: after some work; after more, with the first of three times their sums kept; after
+    all of it without keeping any."""
+    trainer = GroupTrainer(config, CPU)
+    sums = trainer.gradients
+    trainer.begin_step(0)
+    trainer.compute(before)
+    first = staged(trainer)
+    for bucket in range(num_kept):
+        staging = sums.new_staging()
+        sums.stage(bucket, staging).mul_(3)
+        sums.put(bucket, staging)
+    sums.keep(num_kept)
+    trainer.compute(after)
+    kept = staged(trainer)
+    trainer.begin_step(0)
+    trainer.compute(before)
+    trainer.compute(after)
+    return list(sums.buckets), first, kept, staged(trainer)
+
+
+def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:
+    """Puts a sum over groups of what `staged` gives."""
+    sums = trainer.gradients
+    for bucket, elements in enumerate(sums.buckets):
+        extras = total[-2:].clone()
+        if bucket < len(sums.buckets) - 1:
+            extras[-1] = 0
+        staging = torch.cat([total[elements.start : elements.stop], extras])
+        sums.arrived(bucket, staging)
+        sums.put(bucket, staging)
+    return sums.totals()
+
+
+def reduce_alone(trainer: GroupTrainer) -> Totals:
+    """Puts the local sums as if they were the sums over all groups."""
+    return put_all(trainer, staged(trainer))
 
 
 def reference_sums(
@@ -193,12 +241,13 @@ def _full_model(config: RunConfig) -> torch.nn.Module:
 def update_once(config: RunConfig) -> tuple[UpdateResult, Arrays, Arrays, Arrays]:
     """The whole step 0 computed and applied: what the update said, values before, mean gradients, values after."""
     trainer = GroupTrainer(config, CPU)
-    buffer = _whole_step(trainer, config)
+    _whole_step(trainer, config)
     before = _values(trainer)
-    loss_sum = trainer.loss_of(buffer)
-    trainer.gradients.unpack(buffer, float(1.0 / _num_tokens(config)))
-    gradients = {named.name: named.main_grad.clone().numpy() for named in trainer.parameters_named()}
-    result = trainer.update(buffer, 0.0 if loss_sum is None else loss_sum)
+    loss_sum = trainer.loss_sum()
+    mean = 1.0 / _num_tokens(config)
+    assert isinstance(trainer.gradients, FloatSums), "main_grad holds the sums"
+    gradients = {named.name: (named.main_grad * mean).numpy() for named in trainer.parameters_named()}
+    result = trainer.update(0.0 if loss_sum is None else loss_sum)
     return result, before, gradients, _values(trainer)
 
 
@@ -207,7 +256,8 @@ def update_several(config: RunConfig, num_steps: int) -> list[Arrays]:
     trainer = GroupTrainer(config, CPU)
     values = []
     for step in range(num_steps):
-        trainer.update(_whole_step(trainer, config, step), 0.0)
+        _whole_step(trainer, config, step)
+        trainer.update(0.0)
         values.append(_values(trainer))
     return values
 
@@ -218,10 +268,9 @@ def update_with_a_missing_microbatch(config: RunConfig) -> tuple[str, bool]:
     before = trainer.params_sha256()
     trainer.begin_step(0)
     trainer.compute(all_work(config)[:-1])
-    buffer = trainer.gradients.new_buffer()
-    trainer.gradients.pack_into(buffer)
+    reduce_alone(trainer)
     try:
-        trainer.update(buffer, 0.0)
+        trainer.update(0.0)
     except IncompleteSum as error:
         return str(error), trainer.params_sha256() == before
     return "", False
@@ -244,11 +293,10 @@ def norm_and_buffer(config: RunConfig, factor: float) -> tuple[float, np.ndarray
         named.parameter.data.mul_(factor)
     trainer.begin_step(0)
     trainer.compute(work_of((0, 0), (1, 0)))
-    buffer = trainer.gradients.new_buffer()
-    trainer.gradients.pack_into(buffer)
-    norm = trainer.gradients.norm_of(buffer)
-    trainer.gradients.unpack(buffer)
-    return norm, np.concatenate([named.main_grad.numpy().ravel() for named in trainer.parameters_named()])
+    norms = [trainer.gradients.norm(bucket) for bucket in range(len(trainer.gradients.buckets))]
+    reduce_alone(trainer)
+    trainer.gradients.finish()
+    return math.hypot(*norms), np.concatenate([named.main_grad.numpy().ravel() for named in trainer.parameters_named()])
 
 
 def read_tokens(config: RunConfig, step: int, work: Sequence[Microbatch]) -> Arrays:
@@ -317,13 +365,10 @@ def type_of_a_tensor_on_a_rank(config: RunConfig) -> tuple[str, str]:
     return torch.ones(1).type(), eval("tensor.type()", caller, {"tensor": torch.ones(1)})
 
 
-def _whole_step(trainer: GroupTrainer, config: RunConfig, step: int = 0) -> torch.Tensor:
+def _whole_step(trainer: GroupTrainer, config: RunConfig, step: int = 0) -> None:
     trainer.begin_step(step)
     trainer.compute(all_work(config))
-    buffer = trainer.gradients.new_buffer()
-    trainer.gradients.pack_into(buffer)
-    assert isinstance(trainer.gradients, FloatSums) or buffer.dtype == torch.int64
-    return buffer
+    reduce_alone(trainer)
 
 
 def _values(trainer: GroupTrainer) -> Arrays:

@@ -7,7 +7,7 @@ from spare_megatron.core.pieces import Piece
 from spare_megatron.mcore.state import ForeignState
 from spare_megatron.mcore.tensor_bytes import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
-from tests.integration.mcore_group import CPU, all_work
+from tests.integration.mcore_group import CPU, all_work, reduce_alone
 
 _ODD = 997
 """Bytes of a piece: ends in the middle of tensors and of numbers."""
@@ -74,9 +74,8 @@ def refusal_of_another_model(config: RunConfig) -> str:
 def _train(trainer: GroupTrainer, config: RunConfig, step: int) -> UpdateResult:
     trainer.begin_step(step)
     trainer.compute(all_work(config))
-    buffer = trainer.gradients.new_buffer()
-    trainer.gradients.pack_into(buffer)
-    return trainer.update(buffer, 0.0)
+    reduce_alone(trainer)
+    return trainer.update(0.0)
 
 
 def _whole(tensors: TensorBytes) -> bytes:

@@ -21,7 +21,7 @@ from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
-from tests.integration.mcore_group import CPU, Arrays, all_work
+from tests.integration.mcore_group import CPU, Arrays, all_work, put_all, staged
 from tests.integration.mcore_state_group import hand_over
 
 
@@ -63,10 +63,16 @@ def summed(trainers: Sequence[GroupTrainer], config: RunConfig, step: int) -> tu
     for group, trainer in enumerate(trainers):
         trainer.begin_step(step)
         trainer.compute([item for item in all_work(config) if item.shard == ShardId(group)])
-        buffers.append(trainer.gradients.new_buffer())
-        trainer.gradients.pack_into(buffers[-1])
+        buffers.append(staged(trainer))
     whole = torch.stack(buffers).sum(dim=0)
-    return whole, trainers[0].loss_of(whole) or 0.0
+    put_all(trainers[0], whole)
+    return whole, trainers[0].loss_sum() or 0.0
+
+
+def updated(trainer: GroupTrainer, total: torch.Tensor, loss: float) -> UpdateResult:
+    """Applies a sum over groups."""
+    put_all(trainer, total)
+    return trainer.update(loss)
 
 
 def train_both_ways(config: RunConfig, num_steps: int) -> list[tuple[Arrays, UpdateResult]]:
@@ -81,7 +87,7 @@ def train_both_ways(config: RunConfig, num_steps: int) -> list[tuple[Arrays, Upd
     answers = []
     for step in range(num_steps):
         total, loss = summed(trainers, config, step)
-        results = {trainer.update(total.clone(), loss) for trainer in (*trainers, whole_state)}
+        results = {updated(trainer, total, loss) for trainer in (*trainers, whole_state)}
         assert len(results) == 1
         gather(trainers, [row[-1] for row in hosts])
         assert len({trainer.params_sha256() for trainer in trainers}) == 1
@@ -151,7 +157,7 @@ def advance(trainers: Sequence[GroupTrainer], hosts: Sequence[Sequence[int]], co
     """One step of the first groups, applied by all."""
     total, loss = summed(trainers[: config.layout.num_groups], config, step)
     for trainer in trainers:
-        trainer.update(total.clone(), loss)
+        updated(trainer, total, loss)
     gather(trainers, [row[0] for row in hosts])
     assert len({trainer.params_sha256() for trainer in trainers}) == 1
 
@@ -210,7 +216,7 @@ def state_bytes(config: RunConfig) -> tuple[int, int, list[int]]:
     trainers, whole_state = build_groups(config), GroupTrainer(replicated(config), CPU)
     total, loss = summed(trainers, config, 0)
     for trainer in (*trainers, whole_state):
-        trainer.update(total.clone(), loss)
+        updated(trainer, total, loss)
     parameters = model_values(whole_state)
     optimizer = whole_state._optimizer.megatron
     tensors = [tensor for state in optimizer.optimizer.state.values() for tensor in state.values() if tensor.ndim]

@@ -75,7 +75,7 @@ def test_local_sums_are_those_of_the_full_model(make_config: MakeConfig, layout:
     loss_sum, expected = run_group(group.reference_sums, only_rank(config), values, WORK)[0]
     assert relative_distance(gradients, expected) < 1e-6
     for totals, _ in ranks:
-        assert totals.num_microbatches == len(WORK)
+        assert set(totals.num_microbatches) == {len(WORK)}
     last_stage_losses = [totals.loss_sum for totals, _ in ranks if totals.loss_sum]
     assert len(last_stage_losses) == config.layout.tensor_parallel
     assert last_stage_losses == pytest.approx([loss_sum] * len(last_stage_losses), rel=1e-6)
@@ -107,6 +107,38 @@ def test_padding_of_the_interleaved_schedule_contributes_nothing(make_config: Ma
         np.testing.assert_array_equal(padded, also_padded)
         np.testing.assert_array_equal(padded, unpadded)
         assert padded[-2] == len(WORK)
+
+
+# ------------------------------------------------------------------------------------------------------- buckets
+
+
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+@pytest.mark.parametrize("layout", [LAYOUTS["one rank"], LAYOUTS["interleaved"]], ids=["one rank", "interleaved"])
+def test_buckets_one_after_the_other_are_the_whole_sums(
+    make_config: MakeConfig, mode: str, layout: dict[str, int]
+) -> None:
+    config = make_config(mode, **layout)
+    in_buckets = replace(config, reduce=replace(config.reduce, bucket_mib=0.01))
+    whole, parts = (run_group(group.packed_sums, c, 0, [WORK[:2]]) for c in (config, in_buckets))
+    for one, other in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+        assert one[0][-2] == 2
+
+
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
+    make_config: MakeConfig, mode: str
+) -> None:
+    config = make_config(mode)
+    # The first bucket ends inside a parameter, and so does the last that is kept.
+    config = replace(config, reduce=replace(config.reduce, bucket_mib=0.0123))
+    for num_kept in (0, 1, 17):
+        [(buckets, first, kept, whole)] = run_group(group.kept_sums, config, num_kept, WORK[:1], WORK[1:3])
+        end = buckets[num_kept].start
+        np.testing.assert_array_equal(kept[:end], 3 * first[:end])
+        np.testing.assert_array_equal(kept[end:], whole[end:])
+        assert num_kept == 0 or np.any(first[:end].numpy())
+        assert np.any(first[end:-2].numpy() != whole[end:-2].numpy())
 
 
 # ------------------------------------------------------------------------------------------------ reproducibility

@@ -103,14 +103,17 @@ def complete_run(
     run_dir: Path,
     watch: Watch | None = None,
     on_event: Callable[[RunEvent], None] = lambda event: None,
+    *,
+    holds_back: bool = True,
 ) -> Run:
     """The whole run, with the supervisor in this process. Leaves no process behind.
 
-    A fault inside a reduction strikes while it cannot be complete: so small a sum may be everywhere otherwise.
+    A fault inside a reduction strikes while it cannot be complete: so small a sum of one bucket may be everywhere
+    otherwise. Without `holds_back` it needs many, of which the last is then in flight nowhere.
     """
     events: list[RunEvent] = []
     inside = frozenset((f.group, f.step, f.phase) for f in config.faults.trace if f.phase is Phase.IN_REDUCE)
-    watch = replace(watch or Watch(), unfinished_reduces=inside)
+    watch = replace(watch or Watch(), unfinished_reduces=inside if holds_back else frozenset())
 
     def tell(event: RunEvent) -> None:
         events.append(event)

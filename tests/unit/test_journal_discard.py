@@ -22,6 +22,7 @@ from spare_megatron.journal.records import (
 DISCARD = {"entry": "fence", "group": 2, "reason": "", "error": "", "discard": True}
 PLAIN = {**DISCARD, "discard": False}
 RETRY = {"entry": "retry", "step": 1, "attempt": 1}
+AGAIN = {**RETRY, "recompute": True}
 
 
 def commit(step: int, attempt: int) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def checked(entries: Sequence[dict[str, Any]], wrong: Sequence[int] = (2,), took
 
 
 def test_a_group_that_was_put_out_with_its_part_of_the_sum_leaves_a_valid_run() -> None:
-    verdict = checked([commit(0, 0), DISCARD, RETRY, commit(1, 2)])
+    verdict = checked([commit(0, 0), DISCARD, AGAIN, commit(1, 2)])
     assert (verdict.verdict, verdict.reasons, verdict.steps_committed) == ("valid", (), 2)
 
 
@@ -105,6 +106,12 @@ def test_a_sum_that_was_discarded_must_not_be_committed() -> None:
     verdict = checked([commit(0, 0), DISCARD, commit(1, 1)])
     assert verdict.verdict == "invalid"
     assert verdict.reasons == ("invalid: step 1: attempt 1 was discarded, and is committed",)
+
+
+def test_a_discarded_step_must_be_computed_again_from_zero() -> None:
+    verdict = checked([commit(0, 0), DISCARD, RETRY, commit(1, 2)])
+    assert verdict.verdict == "invalid"
+    assert verdict.reasons == ("invalid: step 1: attempt 1 was discarded, and not all of it is computed again",)
 
 
 def test_whose_part_was_not_discarded_must_have_had_the_parameters_of_the_others() -> None:
@@ -121,7 +128,7 @@ def test_whoever_was_lost_before_it_entered_the_next_reduction_may_have_had_othe
 
 
 def test_those_who_stay_must_have_the_same_parameters() -> None:
-    verdict = checked([commit(0, 0), DISCARD, RETRY, commit(1, 2)], wrong=(0, 2))
+    verdict = checked([commit(0, 0), DISCARD, AGAIN, commit(1, 2)], wrong=(0, 2))
     assert verdict.verdict == "invalid"
     assert verdict.reasons == ("invalid: after 1 steps the groups hold different parameters",)
 

@@ -1,0 +1,206 @@
+"""The buckets of one rank over its attempts, with a communicator that completes them as late as it may."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spare_megatron.core.buckets import MAX_STAGED, WINDOW, cut
+from spare_megatron.core.guard import UnsoundGradient
+from spare_megatron.core.messages import AttemptReduce, Vote
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import GroupId, Member, ShardId
+from spare_megatron.mcore.gradients import Totals
+from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.runtime.agreement import GroupOpinion
+from spare_megatron.runtime.reduction import Reduction
+
+NUM_BUCKETS = 12
+MEMBERS = (GroupId(0), GroupId(1))
+COMPUTED = [Microbatch(ShardId(0), 0)]
+
+
+class Sums:
+    """Local sums of ones; every bucket holds ten elements."""
+
+    def __init__(self) -> None:
+        self.buckets = cut(10 * NUM_BUCKETS, 10)
+        self.local = torch.ones(10 * NUM_BUCKETS)
+        self.stagings: list[torch.Tensor] = []
+        self.kept: list[int] = []
+        self.put_back: list[int] = []
+
+    def keep(self, num_kept: int) -> None:
+        self.kept.append(num_kept)
+
+    def new_staging(self) -> torch.Tensor:
+        self.stagings.append(torch.empty(10))
+        return self.stagings[-1]
+
+    def stage(self, bucket: int, staging: torch.Tensor) -> torch.Tensor:
+        return staging.copy_(self.of(bucket))
+
+    def norm(self, bucket: int) -> float:
+        return float(torch.linalg.vector_norm(self.of(bucket)))
+
+    def arrived(self, bucket: int, staging: torch.Tensor) -> None:
+        assert float(staging[0]) == 2.0, "only what is complete has arrived"
+
+    def put(self, bucket: int, staging: torch.Tensor) -> None:
+        self.put_back.append(bucket)
+        self.of(bucket).copy_(staging)
+
+    def of(self, bucket: int) -> torch.Tensor:
+        elements = self.buckets[bucket]
+        return self.local[elements.start : elements.stop]
+
+    def totals(self) -> Totals:
+        return Totals(num_microbatches=(2,) * NUM_BUCKETS, loss_sum=0.0)
+
+
+class Communicator:
+    """Two equal members; a sum is complete only when the rank waits for it, and the other dies before some bucket."""
+
+    evidence = ""
+    ready_at_s = 0.0
+
+    def __init__(self, num_sums: int) -> None:
+        self.num_left = num_sums
+        self.in_flight: deque[torch.Tensor] = deque()
+        self.most_in_flight = 0
+        self.abandoned: list[torch.Tensor] = []
+        self._num_complete = 0
+
+    def begin(self) -> None:
+        self._num_complete = 0
+
+    def connect(self, is_decided: Callable[[], bool]) -> bool:
+        return not is_decided()
+
+    def post(self, tensor: torch.Tensor) -> bool:
+        assert not any(tensor.data_ptr() == given_up.data_ptr() for given_up in self.abandoned)
+        self.in_flight.append(tensor)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        return True
+
+    def wait(self, _is_decided: Callable[[], bool]) -> bool:
+        if not self.num_left:
+            self.abandoned += self.in_flight
+            self.in_flight.clear()
+            return False
+        self.num_left -= 1
+        self.in_flight.popleft().mul_(2)
+        self._num_complete += 1
+        return True
+
+    def poll(self) -> int:
+        num_complete, self._num_complete = self._num_complete, 0
+        return num_complete
+
+
+class Agreement:
+    """A group of one rank."""
+
+    is_leader = True
+    member = Member(GroupId(0))
+
+    def __init__(self) -> None:
+        self.votes: list[Vote] = []
+
+    def is_written(self, _index: int) -> bool:
+        return False
+
+    def highest(self, value: int) -> int:
+        return value
+
+    def settle(self, *, is_complete: bool, num_complete: int, **_rest: Any) -> GroupOpinion:
+        return GroupOpinion(is_complete=is_complete, loss_sum=0.0, num_complete=(num_complete,))
+
+    def vote(self, _attempt: int, vote: Vote, _voters: Sequence[Member]) -> None:
+        self.votes.append(vote)
+
+
+class Probe(SilentProbe):
+    def __init__(self) -> None:
+        self.calls: list[Phase] = []
+
+    def __call__(self, phase: Phase, /) -> None:
+        self.calls.append(phase)
+
+
+class Rank:
+    """A reduction and what it is made of here."""
+
+    def __init__(self, num_sums: int) -> None:
+        self.sums, self.communicator = Sums(), Communicator(num_sums)
+        self.agreement, self.probe = Agreement(), Probe()
+        self.records: list[Any] = []
+        self.reduction = Reduction(
+            position=0,
+            trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
+            agreement=self.agreement,
+            communicator=self.communicator,
+            journal=SimpleNamespace(write=self.records.append),
+            probe=self.probe,
+            outlier_factor=0.0,
+        )
+
+    def attempt(self, number: int, *kept: int) -> Vote:
+        voters = tuple(Member(group) for group in MEMBERS)
+        action = AttemptReduce(
+            step=0, attempt=number, epoch=0, members=MEMBERS, voters=voters, plan_digest="", kept=kept
+        )
+        self.reduction.attempt(action, COMPUTED, params_digest="", head=0)
+        return self.agreement.votes[-1]
+
+
+def test_an_attempt_stages_a_few_buckets_at_a_time_and_nothing_as_large_as_all_gradients() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS)
+    vote = rank.attempt(0)
+    assert (vote.is_complete, vote.num_complete) == (True, (NUM_BUCKETS,))
+    assert rank.communicator.most_in_flight == WINDOW
+    assert len(rank.sums.stagings) == MAX_STAGED
+    assert {staging.numel() for staging in rank.sums.stagings} == {10}
+    assert rank.sums.put_back == list(range(NUM_BUCKETS - WINDOW)), "the last are not known to be everywhere"
+    rank.reduction.commit()
+    assert rank.sums.put_back == list(range(NUM_BUCKETS))
+    assert bool((rank.sums.local == 2.0).all())
+    assert rank.probe.calls == [Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE]
+
+
+@pytest.mark.parametrize("num_complete", range(NUM_BUCKETS))
+def test_a_failed_attempt_leaves_the_local_sums_of_all_that_others_may_not_hold(num_complete: int) -> None:
+    for num_kept in range(max(num_complete - WINDOW, 0), num_complete + 1):
+        rank = Rank(num_sums=num_complete)
+        vote = rank.attempt(0)
+        assert (vote.is_complete, vote.num_complete) == (False, (num_complete,))
+        rank.communicator.num_left = NUM_BUCKETS
+        vote = rank.attempt(1, num_kept)
+        assert vote.is_complete
+        rank.reduction.commit()
+        # Once over two groups each, whether in the first attempt or in the second.
+        assert bool((rank.sums.local == 2.0).all())
+        assert rank.sums.kept == [0, num_kept]
+        contributions = [record for record in rank.records if hasattr(record, "microbatches")]
+        assert [record.kept for record in contributions] == [[], [num_kept]]
+
+
+def test_more_than_it_holds_is_not_taken_for_kept() -> None:
+    rank = Rank(num_sums=3)
+    rank.attempt(0)
+    with pytest.raises(RuntimeError, match="4 buckets are kept, and this rank holds 3"):
+        rank.attempt(1, 4)
+
+
+@pytest.mark.parametrize("bucket", [0, NUM_BUCKETS - 1])
+def test_nothing_leaves_a_rank_that_finds_one_bucket_unsound(bucket: int) -> None:
+    rank = Rank(num_sums=NUM_BUCKETS)
+    rank.sums.of(bucket)[3] = math.nan
+    with pytest.raises(UnsoundGradient, match="is not finite"):
+        rank.attempt(0)
+    assert rank.sums.stagings == []

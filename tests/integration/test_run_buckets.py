@@ -1,0 +1,111 @@
+"""Losses in the middle of a reduction of many buckets: what all survivors hold stays, and is still exactly once."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.core.buckets import WINDOW
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.records import ContributionRecord, VoteRecord
+from tests.integration.reference import assert_exact
+from tests.integration.test_run_corruption import wrong
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import (
+    Run,
+    assert_masked,
+    complete_run,
+    entries_of,
+    kill,
+    losses_of,
+    params_of,
+    patched_in,
+    tiny_config,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+STAGES = LayoutConfig(num_groups=4, pipeline_parallel=2)
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def bucketed(
+    corpus: Path, faults: Sequence[FaultConfig] = (), *, mode: str = "reproducible", layout: LayoutConfig = STAGES
+) -> RunConfig:
+    config = tiny_config(corpus, layout, steps=5, faults=faults, mode=mode, **DROPOUT)
+    bucket_mib = 1 / 128 if mode == "reproducible" else 1 / 256
+    return replace(config, reduce=replace(config.reduce, bucket_mib=bucket_mib))
+
+
+def run_of(config: RunConfig, run_dir: Path, dump_steps: Sequence[int] = ()) -> Run:
+    run = complete_run(config, run_dir, Watch(dump_steps=frozenset(dump_steps)), holds_back=False)
+    assert run.summary.verdict == "valid", run.summary.reasons
+    return run
+
+
+def kept_by(run: Run) -> dict[int, list[list[int]]]:
+    """Step -> what each retry of it kept."""
+    kept: dict[int, list[list[int]]] = {}
+    for entry in entries_of(run.journal):
+        if entry["entry"] == "retry":
+            kept.setdefault(entry["step"], []).append(list(entry["kept"]))
+    return kept
+
+
+def test_buckets_that_all_survivors_hold_are_kept_and_the_bits_are_those_of_the_run_without_failures(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    whole = complete_run(
+        tiny_config(text_corpus, STAGES, steps=5, mode="reproducible", **DROPOUT), tmp_path / "one bucket"
+    )
+    expected = run_of(bucketed(text_corpus), tmp_path / "none")
+    faults = [
+        kill(Phase.IN_REDUCE, 1, 1, 1),
+        kill(Phase.IN_REDUCE, 2, 2, 0),
+        kill(Phase.PATCH, 2, 0, 1),
+    ]
+    run = run_of(bucketed(text_corpus, faults), tmp_path / "faults")
+    assert_masked(run)
+    first, second = kept_by(run)[1], kept_by(run)[2]
+    assert len(first) == 1
+    num_buckets = max(vote.num_complete[1] for vote in run.journal.of(VoteRecord))
+    middle = num_buckets // 2
+    assert middle > 2 * WINDOW
+    # It dies when it has posted the middle one. Then it has completed all those up to WINDOW before that, so the others
+    # have completed those up to 2 WINDOW before it, and nobody ever completes what comes after.
+    assert middle - 2 * WINDOW < first[0][1] <= middle + 1
+    assert len(second) == 2, "the first loss, and the one in its patch"
+    assert 0 < second[0][0] <= second[1][0]
+    assert patched_in(run.journal)[2] > patched_in(run.journal)[1] > 0
+    assert any(record.kept for record in run.journal.of(ContributionRecord))
+    for other in (run, whole):
+        assert losses_of(other.journal) == losses_of(expected.journal)
+        assert params_of(other) == params_of(expected)
+
+
+def test_float_sums_of_buckets_kept_and_reduced_again_are_the_gradient_of_the_whole_batch(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    faults = [kill(Phase.IN_REDUCE, 1, 1, 1), kill(Phase.IN_REDUCE, 3, 2, 0)]
+    config = bucketed(text_corpus, faults, mode="fast")
+    config = replace(config, model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0))
+    run = run_of(config, tmp_path / "run", range(5))
+    assert_masked(run)
+    assert_exact(run, range(5))
+    assert all(max(kept[0]) > 0 for kept in kept_by(run).values())
+    assert kept_by(run).keys() == {1, 3}
+
+
+def test_a_discarded_step_is_computed_again_though_its_sums_stand_where_local_sums_were(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    layout = LayoutConfig(num_groups=4)
+    expected = run_of(bucketed(text_corpus, layout=layout), tmp_path / "none")
+    fault = wrong("param_flip", Phase.AFTER_COMMIT, 1, 3, bit=10)
+    run = run_of(bucketed(text_corpus, [fault], layout=layout), tmp_path / "run")
+    [retry] = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry"]
+    assert (retry["step"], retry["recompute"], retry["kept"]) == (2, True, [])
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert run.summary.params_sha256 == expected.summary.params_sha256

@@ -346,7 +346,7 @@ def _oversubscribed(config: RunConfig, machine: Machine) -> Iterator[str]:
 def _weak_redundancy(config: RunConfig) -> Iterator[str]:
     spare, num_groups = config.spare, config.layout.num_groups
     if spare.redundancy == 1:
-        yield "spare.redundancy=1 masks nothing: the first lost group stops the run"
+        yield "spare.redundancy=1 masks nothing: every lost group sends the run back to its newest checkpoint"
         return
     placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
     most = placement.max_hosts_in_domain(spare.groups_per_domain)

@@ -41,11 +41,14 @@ def loss_curve(histories: Mapping[str, History]) -> go.Figure:
 
 
 def step_times(history: History) -> go.Figure:
-    """The time from commit to commit, and how many groups took part."""
+    """The time from commit to commit, and how many groups took part, over the time of the run."""
     ends = [0.0, *(step.ended_s for step in history.steps)]
-    x = [step.step for step in history.steps]
+    x = ends[1:]
     figure = go.Figure()
-    figure.add_scatter(x=x, y=list(np.diff(ends)), name="from commit to commit, s", line={"color": BLUE})
+    names = [f"step {step.step}{', done again later' if step.is_undone else ''}" for step in history.steps]
+    figure.add_scatter(
+        x=x, y=list(np.diff(ends)), name="from commit to commit, s", line={"color": BLUE}, text=names, mode="lines"
+    )
     figure.add_scatter(
         x=x,
         y=[len(step.members) for step in history.steps],
@@ -54,7 +57,7 @@ def step_times(history: History) -> go.Figure:
         line={"color": ORANGE, "shape": "hv", "dash": "dot"},
     )
     figure.update_layout(yaxis2={"title": "groups", "overlaying": "y", "side": "right", "rangemode": "tozero"})
-    return _titled(figure, "step", "s")
+    return _titled(figure, "s since the start", "s")
 
 
 def waterfall(goodput: Goodput) -> go.Figure:
@@ -89,13 +92,21 @@ def presence_map(history: History) -> go.Figure:
             customdata=[(item.from_s, item.to_s) for item in chosen],
             hovertemplate="group %{y}, %{customdata[0]:.2f} to %{customdata[1]:.2f} s",
         )
+    figure.add_scatter(
+        x=[loss.found_s for loss in history.losses],
+        y=[loss.group for loss in history.losses],
+        text=[loss.cause for loss in history.losses],
+        name="found lost",
+        mode="markers",
+        marker={"color": "black", "symbol": "x-thin-open", "size": 9},
+    )
     figure.update_layout(barmode="overlay", bargap=0.15)
     figure.update_yaxes(autorange="reversed", dtick=1 if history.run.num_groups <= 30 else None)
     return _titled(figure, "s since the start", "group")
 
 
 def group_map(history: History, values: str) -> go.Figure:
-    """Groups over steps, as colours.
+    """Groups over commits in the order of the log, as colours; without a restart the n-th commit is step n.
 
     Args:
         history: The run.
@@ -110,14 +121,14 @@ def group_map(history: History, values: str) -> go.Figure:
     figure = go.Figure(
         go.Heatmap(
             z=binned,
-            x=[history.steps[index * by_step].step for index in range(binned.shape[1])],
+            x=[index * by_step for index in range(binned.shape[1])],
             y=[index * by_group for index in range(binned.shape[0])],
             colorscale="Cividis",
             colorbar={"title": "s" if values == "step_s" else "microbatches"},
-            hovertemplate="group %{y}, step %{x}: %{z}<extra></extra>",
+            hovertemplate="group %{y}, commit %{x}: %{z}<extra></extra>",
         )
     )
-    return _titled(figure, "step", "group")
+    return _titled(figure, "commit", "group")
 
 
 def shrink(table: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], int, int]:

@@ -56,7 +56,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
     for kind in ("steps", "recoveries", "joins"):
         for one, written in zip(getattr(measured.replay, kind), found[kind], strict=True):
             written["time"]["error"] = one.time.error
-    for kind in ("median_recovery", "median_join"):
+    for kind in ("median_recovery", "median_join", "wall"):
         if (prediction := getattr(measured.replay, kind)) is not None:
             found[kind]["error"] = prediction.error
     return {"calibration": calibration, "replay": found}
@@ -114,6 +114,7 @@ def _replay_rows(found: Replay) -> Iterator[tuple[str, str, str, str]]:
     for name, time in (("median recovery", found.median_recovery), ("median taking in", found.median_join)):
         if time is not None:
             yield name, *_prediction_cells(time)
+    yield "from the first commit to the last", *_prediction_cells(found.wall)
 
 
 def _prediction_cells(time: Prediction) -> tuple[str, str, str]:

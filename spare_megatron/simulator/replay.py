@@ -34,7 +34,7 @@ class Prediction:
     @property
     def error(self) -> float | None:
         """Predicted over measured, less 1."""
-        return None if self.predicted_s is None else self.predicted_s / self.measured_s - 1
+        return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,7 @@ class Replay:
         joins: In the order of their steps.
         median_recovery: Medians over the recoveries that have a prediction; None without any.
         median_join: The same of the joins.
+        wall: From the end of the first of these steps to the end of the last.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Replay:
     joins: tuple[JoinPrediction, ...]
     median_recovery: Prediction | None
     median_join: Prediction | None
+    wall: Prediction
 
 
 def replay(journal: Journal, costs: CostModel) -> Replay:
@@ -109,7 +111,12 @@ def replay(journal: Journal, costs: CostModel) -> Replay:
         joins=joins,
         median_recovery=_median_of([recovery.time for recovery in compared]),
         median_join=_median_of([join.time for join in joins]),
+        wall=Prediction(measured_s=_wall_s(steps), predicted_s=_wall_s(simulated_steps)),
     )
+
+
+def _wall_s(steps: Sequence[StepTimes]) -> float:
+    return steps[-1].ended_at_s - steps[0].ended_at_s
 
 
 def _scenario(run: RunRecord, num_steps: int, costs: CostModel) -> Scenario:

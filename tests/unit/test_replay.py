@@ -136,6 +136,7 @@ def test_the_replay_of_a_run_whose_groups_come_back_is_the_run() -> None:
     assert [join.groups for join in found.joins] == [(1,), (1,), (1, 3)]
     for measured_s, predicted_s in times_of(found):
         assert predicted_s == pytest.approx(measured_s, rel=1e-9)
+    assert found.wall.predicted_s == pytest.approx(found.wall.measured_s, rel=1e-9)
     assert found.median_join is not None
     assert found.median_join.measured_s == pytest.approx(WITH_JOINS.join_s)
     again = replay(journal, CostModel(**calibrate(journal).costs))

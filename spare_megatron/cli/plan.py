@@ -11,6 +11,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.plan_answer import Answer, as_figures
 from spare_megatron.cli.plan_question import (
     ASSUMED_MICROBATCHES,
+    ASSUMED_SLICE_COPY,
     ASSUMED_STEP,
     Domains,
     Holding,
@@ -23,6 +24,7 @@ from spare_megatron.cli.plan_question import (
     limits_of,
     policies_of,
     policy_of,
+    slice_copy_s_of,
 )
 
 _Groups = Annotated[int, typer.Option(help="Data-parallel groups; as many shards of every batch.")]
@@ -71,6 +73,13 @@ _PolicyName = Annotated[
     ),
 ]
 _Redundancy = Annotated[int | None, typer.Option(help="Hosts per shard; the best when absent.")]
+_SliceCopy = Annotated[
+    str | None,
+    typer.Option(
+        help="How long a group copies one slice of the optimizer state whose host is lost.",
+        show_default=ASSUMED_SLICE_COPY,
+    ),
+]
 _ShardSize = Annotated[str | None, typer.Option(help="Memory of one shard, as in 64MiB.")]
 _Memory = Annotated[str | None, typer.Option(help="Memory a group may use for its shards, as in 2GB.")]
 _ReadRate = Annotated[str | None, typer.Option(help="At which a group can read shards, as in 1GB/s.")]
@@ -97,6 +106,7 @@ def plan(
     fetch: _Fetch = None,
     policy: _PolicyName = None,
     redundancy: _Redundancy = None,
+    slice_copy: _SliceCopy = None,
     shard_size: _ShardSize = None,
     memory: _Memory = None,
     read_rate: _ReadRate = None,
@@ -123,6 +133,7 @@ def plan(
         holding=Holding(shard_size, memory, read_rate),
         domains=Domains(groups_per_domain, domain_mtbf),
         last_resort=LastResort(last_resort, fetch),
+        slice_copy=slice_copy,
     )
     with explained_errors("plan"):
         answer = answer_to(question)
@@ -151,6 +162,7 @@ def answer_to(question: Question) -> Answer:
         ValueError: Something asked is out of range or contradicts itself.
     """
     from spare_megatron.planner.plan import optimize, predict
+    from spare_megatron.planner.slices import plan_slices
 
     facts = facts_of(question)
     limits = limits_of(question.holding)
@@ -163,12 +175,18 @@ def answer_to(question: Question) -> Answer:
             f"no training at redundancy {best.redundancy}: with a loss every {facts.times.loss_interval_s:g} s a step "
             f"of {facts.times.step_s:g} s is hardly ever done; check --mtbf (or the failure rate) and --step"
         )
-    names = {"step": question.step, "reduce": question.reduce, "microbatches": question.microbatches}
+    names = {
+        "step": question.step,
+        "reduce": question.reduce,
+        "microbatches": question.microbatches,
+        "slice_copy": question.slice_copy,
+    }
     if question.returning.repair is not None:
         names["join"] = question.returning.join
     return Answer(
         facts=facts,
         plan=best,
+        slices=plan_slices(facts, best, slice_copy_s_of(question)),
         alternatives=tuple(optimize(facts, policy, limits) for policy in policies_of(question)),
         limits=limits,
         assumed=frozenset(name for name, value in names.items() if value is None),

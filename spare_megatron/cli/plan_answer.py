@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spare_megatron.planner.facts import ClusterFacts, HoldingLimits
     from spare_megatron.planner.plan import Plan
+    from spare_megatron.planner.slices import SlicePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class Answer:
     Attributes:
         facts: The cluster.
         plan: The plan of the policy asked for.
+        slices: How many groups are to hold each slice of the optimizer state, where it is cut into slices.
         alternatives: The best plan of each policy that the facts allow.
         limits: What stacks cost and may cost; None when nothing was said about it.
         assumed: Names of the facts that were not given.
@@ -22,6 +24,7 @@ class Answer:
 
     facts: "ClusterFacts"
     plan: "Plan"
+    slices: "SlicePlan"
     alternatives: tuple["Plan", ...]
     limits: "HoldingLimits | None"
     assumed: frozenset[str]
@@ -45,6 +48,7 @@ def as_figures(answer: Answer) -> dict[str, Any]:
         "stack_bytes": None if limits is None else plan.redundancy * limits.shard_bytes,
         "read_s_per_step": read_s(answer),
         "alternatives": {other.policy: asdict(other) for other in answer.alternatives},
+        "slices": asdict(answer.slices),
         "facts": _as_facts(answer.facts),
         "assumed": sorted(answer.assumed),
     }

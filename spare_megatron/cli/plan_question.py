@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 ASSUMED_STEP = "64s"
 ASSUMED_REDUCE_S_PER_GROUP = 0.01
 ASSUMED_MICROBATCHES = 16
+ASSUMED_SLICE_COPY = "60s"
 SECONDS_PER_DAY = 86400.0
 
 
@@ -73,6 +74,7 @@ class Question:
     holding: Holding
     domains: Domains
     last_resort: LastResort
+    slice_copy: str | None
 
 
 def facts_of(question: Question) -> "ClusterFacts":
@@ -201,6 +203,11 @@ def policy_of(question: Question) -> "Policy":
             return question.policy
         case _:
             raise ValueError(f"--policy {question.policy} is unknown; known: stack, microbatch, rejoin")
+
+
+def slice_copy_s_of(question: Question) -> float:
+    """Seconds in which one copy of a slice of the optimizer state is made."""
+    return parse_duration_s("--slice-copy", question.slice_copy or ASSUMED_SLICE_COPY)
 
 
 def policies_of(question: Question) -> "tuple[Policy, ...]":

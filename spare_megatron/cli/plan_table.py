@@ -22,6 +22,7 @@ def print_answer(answer: Answer) -> None:
     """The plan, what it rests on, and the other policies."""
     console = Console()
     console.print(_two_columns("plan", _plan_rows(answer)))
+    console.print(_two_columns("optimizer state in slices", _slice_rows(answer)))
     console.print(_two_columns("for this cluster", _fact_rows(answer)))
     console.print(_alternatives(answer))
     if answer.plan.redundancy == 1 and not answer.facts.last_resort:
@@ -52,6 +53,15 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     reading_s = read_s(answer)
     if reading_s is not None:
         yield "reading them", f"{format_duration(reading_s)} of a step of {format_duration(answer.facts.times.step_s)}"
+
+
+def _slice_rows(answer: Answer) -> Iterator[tuple[str, str]]:
+    slices = answer.slices
+    copy = format_duration(slices.copy_s) + (" (assumed)" if "slice_copy" in answer.assumed else "")
+    yield "redundancy", f"{slices.redundancy} {'host' if slices.redundancy == 1 else 'hosts'} per slice"
+    yield "state wipe-out every", f"{format_duration(slices.time_to_wipe_out_s)}, a copy of a slice taking {copy}"
+    yield "without copies", format_duration(slices.time_to_wipe_out_without_copies_s)
+    yield "time to train", f"{slices.time_to_train_ratio:.2f} x"
 
 
 def _fact_rows(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -54,8 +54,8 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
         ValueError: The redundancy or a time does not fit.
 
     Notes:
-        Derived. Against `core.slices` in random losses, r_o = 2 and 3, N = 20 and 60, and against simulated runs within
-        8% (tests/unit/test_planner_slices.py).
+        Derived. Against random losses of `core.slices` within 9%, N from 12 to 60, r_o = 2 and 3, of which up to 6% is
+        noise (tests/unit/test_planner_slices.py has fewer samples of the same, and a simulated run).
 
     >>> round(state_time_to_wipe_out_s(600, 1, 180000.0, 60.0))
     300

@@ -46,6 +46,17 @@ def test_the_table_reads_like_times_of_day(tmp_path: Path) -> None:
     assert re.search(r"save every +52 min \d+ s", result.output)
 
 
+def test_slices_get_more_hosts_where_copies_take_longer() -> None:
+    quick, slow = figures("--slice-copy", "10s")["slices"], figures("--slice-copy", "2h")["slices"]
+    assert quick["copy_s"] == 10.0
+    assert 1 < quick["redundancy"] < slow["redundancy"]
+    assert quick["time_to_wipe_out_s"] > quick["time_to_wipe_out_without_copies_s"]
+    assert figures("--groups", "2", "--redundancy", "2", "--mtbf", "10d")["slices"]["redundancy"] <= 2
+    table = spare_plan(*EXAMPLE).output
+    assert re.search(r"redundancy +\d hosts per slice", table)
+    assert "a copy of a slice taking 1 min (assumed)" in table
+
+
 def test_facts_choose_the_policy() -> None:
     assert figures("--microbatches", "16")["policy"] == "microbatch"
     assert figures("--repair", "10m")["policy"] == "rejoin"
@@ -142,6 +153,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
         ("--failures-per-node-day 1", "--gpus-per-node is missing"),
         ("--failures-per-node-day 1 --gpus-per-node 8 --gpus-per-group 0", "--gpus-per-group 0 is below 1"),
         ("--mtbf 300s --redundancy 601", "--redundancy 601 has to be from 1 to 600 (--groups)"),
+        ("--mtbf 300s --slice-copy 0s", "--slice-copy 0s: a duration here has to be above 0"),
         ("--mtbf 300s --redundancy 0", "--redundancy 0 has to be from 1 to 600 (--groups)"),
         ("--mtbf 300s --groups 0", "--groups 0 is below 1"),
         ("--mtbf 300s --microbatches 0", "--microbatches 0 is below 1"),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.journal.check_slices import check_slices, has_lost_state
 from spare_megatron.journal.check_sums import check_contributions, check_kept, microbatches_of, was_fenced
 from spare_megatron.journal.due import is_due
 from spare_megatron.journal.files import Journal
@@ -51,7 +52,7 @@ def check_journal(journal: Journal) -> Verdict:
     fold = fold_journal(journal, run)
     for rule in (_check_log, _check_fold, check_contributions, check_kept, _check_hosts, _check_votes, _check_updates):
         findings += rule(journal, run, fold)
-    for rule in (_check_params, _check_faults, _check_end):
+    for rule in (check_slices, _check_params, _check_faults, _check_end):
         findings += rule(journal, run, fold)
     return _verdict(findings, len(fold.kept))
 
@@ -265,9 +266,9 @@ def _is_complete(run: RunRecord, fold: Fold) -> bool:
 
 
 def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
-    """Whether a shard has no host among the groups that are left."""
-    placement = _placement(run)
-    return not fold.members or bool(placement.uncovered(frozenset(GroupId(group) for group in fold.members)))
+    """Whether a shard or a slice has no host among the groups that are left."""
+    left = frozenset(GroupId(group) for group in fold.members)
+    return not left or bool(_placement(run).uncovered(left)) or has_lost_state(run, fold)
 
 
 def _placement(run: RunRecord) -> Placement:

@@ -32,6 +32,8 @@ class RunRecord:
     """Steps between comparisons of the parameters of all groups; 0 compares only after recoveries and at the end."""
     last_resort: bool = False
     """Whether a group may compute shards that are not in its stack once their hosts are all lost."""
+    slice_redundancy: int = 0
+    """Hosts of each slice of the optimizer state; 0 where every group holds all of it."""
     groups_per_domain: int = 1
     """Groups of consecutive ids in a domain, as the placement was told."""
     num_processors: int = 0

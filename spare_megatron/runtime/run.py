@@ -104,6 +104,7 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         num_steps=config.train.steps,
         placement=config.spare.placement,
         groups_per_domain=config.spare.groups_per_domain,
+        slice_redundancy=config.optimizer.redundancy if config.optimizer.sharding == "stacked" else 0,
         granularity=config.spare.granularity,
         reduce_mode=config.reduce.mode,
         params_check_every_steps=config.train.params_check_every_steps,

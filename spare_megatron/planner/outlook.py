@@ -7,6 +7,7 @@ import numpy as np
 from scipy.integrate import trapezoid
 
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.survival import LONGEST_S
 from spare_megatron.planner.domain_repair import (
     domain_down_probabilities,
     down_without_repair,
@@ -39,7 +40,6 @@ from spare_megatron.planner.rejoin import (
     step_with_joins_s,
 )
 from spare_megatron.planner.repair import (
-    LONGEST_S,
     RepairTimes,
     Survival,
     num_down_probabilities,

@@ -8,17 +8,14 @@ which M/G/infinity is the limit for large N. A wipe-out restarts with all groups
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.linalg import expm
 from scipy.stats import binom
 
+from spare_megatron.core.survival import LONGEST_S, host_chain, shard_survival, spent_s
 from spare_megatron.planner.endurance import FloatArray
 from spare_megatron.planner.overhead import least_makespans
 
 _RARE = 1e3
 """Wipe-outs this many relaxation times apart find the groups in their steady state."""
-LONGEST_S = 1e18
-"""Longer times to a wipe-out mean nothing and would overflow."""
-_STEPS_PER_DOUBLING = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +118,11 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
     rare_s = min(shard_time_to_wipe_out_s(redundancy, repair) / num_groups, LONGEST_S)
     if rare_s > _RARE * repair.relaxation_s:
         return Survival(times_s=np.array([np.inf]), shares_s=np.array([rare_s]))
-    times_s, shares = _one_shard(redundancy, repair)
+    generator = host_chain(redundancy, repair.group_interval_s, repair.repair_s)
+    times_s, shares = shard_survival(generator, 1e-5 * repair.relaxation_s / redundancy)
     with np.errstate(divide="ignore"):
-        hazard = -num_groups * np.log(np.clip(shares, 0.0, 1.0))
-    rise = np.diff(hazard, prepend=0.0)
-    before = np.exp(-np.concatenate(([0.0], hazard[:-1])))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        # The hazard is taken as linear in between: the integral of exp(-x) over a rise is (1 - exp(-rise)) / rise.
-        mean = np.where(rise > 1e-9, -np.expm1(-rise) / rise, 1 - rise / 2)
-    mean = np.where(np.isfinite(rise), mean, 0.0)
-    return Survival(times_s=times_s, shares_s=np.diff(times_s, prepend=0.0) * before * mean)
+        hazard = -num_groups * np.log(np.clip(shares[:, 0], 0.0, 1.0))
+    return Survival(times_s=times_s, shares_s=spent_s(times_s, hazard))
 
 
 def steady_makespan(num_groups: int, repair: RepairTimes, num_microbatches: int) -> float:
@@ -143,23 +135,3 @@ def steady_makespan(num_groups: int, repair: RepairTimes, num_microbatches: int)
     """
     weights = num_down_probabilities(num_groups, repair)[:num_groups]
     return float((weights * least_makespans(num_groups, num_microbatches)).sum() / weights.sum())
-
-
-def _one_shard(redundancy: int, repair: RepairTimes) -> tuple[FloatArray, FloatArray]:
-    """Times, evenly spaced in their logarithm, and P(the hosts of one shard were never all down by then)."""
-    i = np.arange(redundancy)
-    generator = np.zeros((redundancy, redundancy))
-    generator[i, i] = -(redundancy - i) / repair.group_interval_s - i / repair.repair_s
-    generator[i[:-1], i[1:]] = (redundancy - i[:-1]) / repair.group_interval_s
-    generator[i[1:], i[:-1]] = i[1:] / repair.repair_s
-    first_s = 1e-5 * repair.relaxation_s / redundancy
-    starts = first_s * 2 ** (np.arange(_STEPS_PER_DOUBLING) / _STEPS_PER_DOUBLING)
-    kernels = expm(generator * starts[:, None, None])
-    times_s, shares = [], []
-    for doubling in range(60):
-        times_s.append(starts * 2.0**doubling)
-        shares.append(kernels[:, 0, :].sum(axis=1))
-        if shares[-1][-1] < 1e-9:
-            break
-        kernels = kernels @ kernels
-    return np.concatenate(times_s), np.concatenate(shares)

@@ -128,8 +128,7 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
     return {"entry": type(entry).__name__.lower(), **asdict(entry)}
 
 
-def encode_entry(entry: Entry) -> str:
-    """The entry as one line of JSON, equal for equal entries."""
+def encode_entry(entry: Entry) -> str:  # one line of JSON, equal for equal entries
     return json.dumps(entry_fields(entry), sort_keys=True)
 
 

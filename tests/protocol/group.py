@@ -5,12 +5,14 @@ elsewhere, or the process may die.
 """
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.store import ControlStore
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
@@ -35,6 +37,7 @@ from spare_megatron.core.messages import (
     VotesRead,
     decode_entry,
 )
+from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import Microbatch, StepPlan
@@ -42,7 +45,7 @@ from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.detect import fence
 from tests.protocol.communicators import Communicator, Communicators, Sums
-from tests.protocol.invariants import Invariants
+from tests.protocol.invariants import AT_FIRST, Invariants
 from tests.protocol.slices import NUM_PIECES, SliceStates
 from tests.protocol.store import Request, conversation
 from tests.protocol.violation import Violation
@@ -65,7 +68,12 @@ class Surroundings(Protocol):
     communicators: Communicators
     invariants: Invariants
     groups: tuple[GroupId, ...]
-    states: dict[int, dict[Member, str]]
+    states: dict[tuple[int, int], dict[Member, str]]
+    may_restart: bool
+    num_waiting: int
+    is_patience_over: bool
+
+    def wiped_out(self, member: Member) -> None: ...
 
     def now_s(self, process: str) -> float: ...
 
@@ -109,7 +117,15 @@ class _LoneRank:
 class Group:
     """One process of one group."""
 
-    def __init__(self, member: Member, controller: Controller, world: Surroundings, held: SliceStates | None) -> None:
+    def __init__(
+        self,
+        member: Member,
+        controller: Controller,
+        world: Surroundings,
+        held: SliceStates | None,
+        *,
+        is_replacing: bool,
+    ) -> None:
         self.held = held
         self.member = member
         self.group = member.group
@@ -119,10 +135,11 @@ class Group:
         self._local: list[Microbatch] = []
         self._computed: list[str] = []  # digests of this step's plans
         self._sums: Sums | None = None
-        self._params = "at first"
+        self._params = AT_FIRST
         self._lacks_params = False
         self._communicator: Communicator | None = None
         self._head = 0
+        self._is_replacing = is_replacing
 
     def run(self) -> Steps:
         """From the start to the end, whatever that is."""
@@ -137,6 +154,8 @@ class Group:
                     self._world.invariants.stopped(self.name, action)
                     if isinstance(action, FinishRun):
                         self._has_params(action.step)
+                    if isinstance(action, StopWipeOut):
+                        self._world.wiped_out(self.member)
                     return
                 for event in (yield from self._execute(action)) or ():
                     pending.extendleft(reversed(self._handle(event)))
@@ -185,11 +204,17 @@ class Group:
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case AdmitGroups(step=step):
                 yield None
-                self._world.states.setdefault(step, {})[self.member] = "" if self._lacks_params else self._params
+                given = "" if self._lacks_params else self._params
+                self._world.states.setdefault((self._generation, step), {})[self.member] = given
             case SaveCheckpoint(step=step):
                 yield None
                 if not self._lacks_params:
                     self._has_params(step)
+                    self._world.invariants.saved(self.name, step, self._params)
+            case LoadCheckpoint(step=step):
+                yield None
+                self._params = self._world.invariants.checkpoints[step]
+                self._has_params(step)
             case _:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
@@ -217,7 +242,7 @@ class Group:
     def _has_params(self, step: int) -> None:
         if self._lacks_params:
             raise Violation(f"{self.name} goes on without all parameters of step {step}")
-        self._world.invariants.has_params(self.name, step, self._params)
+        self._world.invariants.has_params(self.name, self._generation, step, self._params)
 
     # ------------------------------------------------------------------------------------------------------- slices
 
@@ -263,17 +288,53 @@ class Group:
         """Waits to be admitted. Returns the actions of the step that it is admitted to, none if the run ends before."""
         log_type, before = self._world.log_type, Member(self.group, self.member.incarnation - 1)
         # Two lives of a group would wait for each other: only this fence makes room for the admission.
-        yield from conversation(lambda store: fence(log_type(store), before, "replaced", 0))
+        if self._is_replacing:
+            yield from conversation(lambda store: fence(log_type(store), before, "replaced", 0))
         while True:
-            # Again after every entry: an earlier incarnation may have written the key since.
-            yield from conversation(lambda store: store.put(_waiting_key(self.group), str(self.member.incarnation)))
+            if self._controller.restarts.wipe_out is not None:
+                if not self._world.is_written(self._head):  # else it is long over
+                    yield from self._await_restart()
+            else:
+                # Again after every entry: an earlier incarnation may have written the key since.
+                yield from conversation(self._announce)
             [event] = yield from self._read_entry(self._head)
             actions = self._handle(event)
             for index, action in enumerate(actions):
-                if isinstance(action, FinishRun | StopWipeOut | StopHalted):
+                if isinstance(action, FinishRun | StopHalted) or self._is_given_up(action):
                     return ()
+                if isinstance(action, LoadCheckpoint) and self.member in self._controller.voters:
+                    return actions[index:]
                 if isinstance(action, AdmitGroups) and self.member in action.members:
                     return actions[index + 1 :] if (yield from self._take_state(action)) else ()
+
+    def _announce(self, store: ControlStore) -> None:
+        store.put(_waiting_key(self.group), str(self.member.incarnation))
+
+    def _is_given_up(self, action: Action) -> bool:
+        return isinstance(action, StopWipeOut) and (bool(action.reason) or not self._world.may_restart)
+
+    def _await_restart(self) -> Steps:
+        """Says that it waits, and decides on every change of who does; ends when an entry is written."""
+        steps = sorted(self._world.invariants.checkpoints)
+        yield from self._speak(lambda voice: voice.announce_restart(steps))
+        self._world.wiped_out(self.member)
+        while not self._world.is_written(self._head):
+            waiting = yield from self._speak(lambda voice: voice.waiting_to_restart(self._world.groups))
+            waited_s = math.inf if self._world.is_patience_over else 0.0
+            for action in self._handle(WaitingRead(waiting=waiting, waited_s=waited_s)):
+                yield from self._execute(action)
+            seen = (self._world.num_waiting, self._world.is_patience_over)
+            yield Until(
+                lambda seen=seen: (
+                    self._world.is_written(self._head)
+                    or seen != (self._world.num_waiting, self._world.is_patience_over)
+                )
+            )
+
+    @property
+    def _generation(self) -> int:
+        """Restarts of the run, as far as it has read."""
+        return self._controller.restarts.num_restarts
 
     def _take_state(self, admission: AdmitGroups) -> Steps:
         """Whether there is a state to go on with: one that more than half of the members of before agree on.
@@ -281,7 +342,7 @@ class Group:
         One donor is not enough: its parameters may be wrong, and the next comparison would count them twice.
         """
         donors = [voter for voter in self._controller.voters if voter not in admission.members]
-        given = self._world.states.setdefault(admission.step, {})
+        given = self._world.states.setdefault((self._generation, admission.step), {})
         yield Until(lambda: _majority(given, len(donors)) is not None or not self._world.has_more(donors, given))
         donor = _majority(given, len(donors))
         if donor is None:

@@ -10,7 +10,9 @@
 4. When the faults stop, all steps are committed, unless a shard has no host left, or there is no group.
 5. Where members that voted on an attempt have compared parameters and differ, it is never committed; whoever is put out
    for it does have wrong ones; the run halts only if there is no majority.
-6. No log entry is written twice; no communicator's name is used twice (`communicators`).
+6. After a wipe-out training starts again only in lives that have not taken part, from what was saved, and with a host
+   for every shard; or a group says why not.
+7. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
 from collections import Counter
@@ -25,6 +27,7 @@ from spare_megatron.core.messages import (
     Finish,
     FinishRun,
     Halt,
+    Restart,
     Retry,
     StopHalted,
     StopWipeOut,
@@ -32,6 +35,7 @@ from spare_megatron.core.messages import (
     decode_entry,
 )
 from spare_megatron.core.placement import Placement
+from spare_megatron.core.restart_messages import GiveUp
 from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.stepplan import Microbatch
 from tests.protocol.slices import SliceObserver
@@ -39,6 +43,9 @@ from tests.protocol.violation import Violation
 
 Life = tuple[int, int]
 """A group and its incarnation."""
+
+AT_FIRST = "at first"
+"""The parameters with which a run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +77,12 @@ class Invariants:
         self.step = 0
         self.attempt = 0
         self._opened = {0: Opening(0, self.members, 0)}
-        self._commits: dict[int, tuple[int, frozenset[Life]]] = {}
+        self._commits: dict[int, tuple[int, frozenset[Life]]] = {}  # by attempt: step, members
+        self._generation = 0  # restarts
+        self.checkpoints = {0: AT_FIRST}  # by committed steps
+        self._was_wiped_out = self._is_given_up = False
         self._votes: dict[tuple[Life, int], Vote] = {}
-        self._params: dict[int, str] = {}
+        self._params: dict[tuple[int, int], str] = {}  # by restarts and step
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
         self._is_halted = False
@@ -95,8 +105,38 @@ class Invariants:
                 self._lost(group, incarnation)
             case Commit() | Retry() | Finish():
                 self._decided(entry, writer)
+            case Restart():
+                self._restarted(entry, writer)
+            case GiveUp(reason=reason):
+                self._given_up(reason, writer)
             case Halt(reason=reason):
                 self._halted(reason, writer)
+        self._was_wiped_out |= self._is_wiped_out()
+
+    def _restarted(self, entry: Restart, writer: str) -> None:
+        if not self._is_wiped_out() or self._is_given_up:
+            raise Violation(f"{writer} writes {entry}, and every shard has a host")
+        named = {tuple(member) for member in entry.members}
+        if named & self._admitted:
+            raise Violation(f"{writer} writes {entry}, with lives that took part before")
+        if entry.step not in self.checkpoints:
+            raise Violation(f"{writer} writes {entry}, which nobody has saved")
+        if any(not (hosts & {group for group, _ in named}) for hosts in self._hosts.values()):
+            raise Violation(f"{writer} writes {entry}, which leaves shards without a host")
+        self._fenced |= self.members  # who is not named is over
+        self.members = frozenset(named - self._fenced)
+        self._admitted |= self.members
+        self.epoch += 1
+        self.step = entry.step
+        self.attempt += 1
+        self._is_discarded = False
+        self._generation += 1
+        self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+
+    def _given_up(self, reason: str, writer: str) -> None:
+        if not self._is_wiped_out():
+            raise Violation(f"{writer} gives the run up though every shard has a host: {reason}")
+        self._is_given_up = True
 
     def _discarded(self, process: str, writer: str) -> None:
         if process not in self._corrupted:
@@ -167,7 +207,7 @@ class Invariants:
         self._is_finished |= isinstance(entry, Finish)
         if isinstance(entry, Commit):
             self.slices.committed(self.step, entry.restored, self.members)
-            self._commits[self.step] = (self.attempt, self.members)
+            self._commits[self.attempt] = (self.step, self.members)
             self.counts["save"] += entry.save
             if self.members != self._opened[self.attempt].members:
                 self.counts["commit with the sum of a fenced group"] += 1
@@ -199,9 +239,9 @@ class Invariants:
 
     def updated(self, process: str, step: int, attempt: int, sums: Mapping[str, tuple[Microbatch, ...]] | None) -> str:
         """A process applies sums. Returns what they change."""
-        committed, members = self._commits.get(step, (None, frozenset()))
-        if attempt != committed:
-            raise Violation(f"{process} applies attempt {attempt} of step {step}, committed is {committed}")
+        committed, members = self._commits.get(attempt, (None, frozenset()))
+        if step != committed:
+            raise Violation(f"{process} applies attempt {attempt} to step {step}, and not to {committed}")
         if life_of(process) not in members:
             raise Violation(f"{process} was fenced before the commit of step {step}, and applies it")
         if sums is None:
@@ -221,9 +261,14 @@ class Invariants:
         if "{}.{}".format(*donor) in self._corrupted:
             self._corrupted.add(process)
 
-    def has_params(self, process: str, step: int, params: str) -> None:
-        """A process has these parameters after this many steps."""
-        if process not in self._corrupted and self._params.setdefault(step, params) != params:
+    def saved(self, process: str, step: int, params: str) -> None:
+        """A process has saved its parameters; that corrupted ones are saved is not simulated."""
+        if process not in self._corrupted:
+            self.checkpoints[step] = params
+
+    def has_params(self, process: str, generation: int, step: int, params: str) -> None:
+        """A process has these parameters after this many steps, since that many restarts."""
+        if process not in self._corrupted and self._params.setdefault((generation, step), params) != params:
             raise Violation(f"{process} has other parameters after {step} steps than the others")
 
     # --------------------------------------------------------------------------------------------------------- ends
@@ -233,24 +278,41 @@ class Invariants:
         self.counts[type(stop).__name__] += 1
         if isinstance(stop, FinishRun) and self.step == self._num_steps and self._is_finished:
             return
-        if isinstance(stop, StopWipeOut) and (self.slices.is_wiped_out if stop.slices else self._is_wiped_out()):
+        # Others may have gone on without one that is late to hear of a wipe-out.
+        if isinstance(stop, StopWipeOut) and (self.slices.is_wiped_out if stop.slices else self._was_wiped_out):
             self.counts["state wipe-out"] += bool(stop.slices)
             return
         if isinstance(stop, StopHalted) and self._is_halted:
             return
         raise Violation(f"{process} ends with {stop} after {self.step} committed steps; members {set(self.members)}")
 
-    def ended(self, running: list[str]) -> None:
+    @property
+    def took_part(self) -> frozenset[Life]:
+        """All who were ever members."""
+        return frozenset(self._admitted)
+
+    @property
+    def awaits_restart(self) -> bool:
+        """Whether the log ends in a wipe-out that nobody has decided on."""
+        return self._is_wiped_out() and not (self._is_done or self._is_given_up or self._is_halted)
+
+    @property
+    def _is_done(self) -> bool:
+        return self.step == self._num_steps and self._is_finished
+
+    def ended(self, running: list[str], *, may_restart: bool) -> None:
         """Nothing moves any more.
 
         Args:
             running: Processes of groups that have neither ended nor died.
+            may_restart: Whether a wipe-out is no end by itself.
         """
+        if may_restart and self.awaits_restart:
+            raise Violation(f"{running} wait for ever for training to start again")
         stuck = [process for process in running if life_of(process) in self._admitted]
         if stuck:
             raise Violation(f"no progress: {stuck} wait for ever; the log ends with {self.entries[-3:]}")
-        is_done = self.step == self._num_steps and self._is_finished
-        if not is_done and not self._is_wiped_out() and not self._is_halted:
+        if not self._is_done and not self._is_wiped_out() and not self._is_halted:
             raise Violation(f"only {self.step} steps are committed, and every shard has a host")
 
     def _is_wiped_out(self) -> bool:

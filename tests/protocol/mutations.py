@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.control.decision_log import DecisionLog, Voter
-from spare_megatron.core.controller import Controller
+from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.messages import (
     Action,
     BuildCommunicator,
+    Event,
     Fence,
     FinishRun,
     ReadEntry,
@@ -15,6 +16,8 @@ from spare_megatron.core.messages import (
     Retry,
     VotesRead,
 )
+from spare_megatron.core.restart import Restarts
+from spare_megatron.core.restart_messages import WaitingRead
 from spare_megatron.core.slices import Ownership, SliceCopy
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import Member
@@ -86,6 +89,23 @@ class ComparesNothing(Controller):
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         votes = {group: replace(vote, params_digest="") for group, vote in event.votes.items()}
         return super()._decide(replace(event, votes=votes), now_s)
+
+
+class RestartsThoseWhoTookPart(Controller):
+    """Counts on lives that said before an earlier restart that they wait."""
+
+    def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
+        if isinstance(event, WaitingRead):
+            return self.restarts.decide(event, {}, 0.0, self.head)
+        return super().handle(event, now_s=now_s)
+
+
+class RestartsWithoutHosts(Controller):
+    """Does not ask whether those who wait host all shards."""
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        super().__init__(setup)
+        self.restarts = Restarts(setup.restarts, setup.placement, last_resort=True)
 
 
 class CountsOldVotes(DecisionLog):
@@ -161,4 +181,8 @@ MUTATIONS = {
     "ends before all parameters are whole": Protocol(controller_type=EndsWithTheLastCommit),
     "goes on without gathering parameters": Protocol(controller_type=ComputesWithoutParams),
     "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
+}
+MUTATIONS_OF_RESTARTS = {
+    "starts again with lives that took part": Protocol(controller_type=RestartsThoseWhoTookPart),
+    "starts again without hosts": Protocol(controller_type=RestartsWithoutHosts),
 }

@@ -1,7 +1,7 @@
 """Many histories by their seeds."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -33,12 +33,18 @@ class Sample:
         self.longest = max(self.longest, other.longest)
 
 
-def run_histories(seeds: Iterable[int], protocol: Protocol = CORRECT, *, until_found: bool = False) -> Sample:
+def run_histories(
+    seeds: Iterable[int],
+    protocol: Protocol = CORRECT,
+    *,
+    until_found: bool = False,
+    draw: Callable[[Random], Scene] = Scene.draw,
+) -> Sample:
     """Runs the history of every seed, or up to the first violation."""
     sample = Sample()
     for seed in seeds:
         random = Random(seed)
-        scene = Scene.draw(random)
+        scene = draw(random)
         world = World(scene, random, protocol)
         try:
             world.run()

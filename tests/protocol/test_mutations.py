@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from hypothesis import find, settings
 
-from tests.protocol.mutations import CORRECT, MUTATIONS, Protocol
+from tests.protocol.mutations import CORRECT, MUTATIONS, MUTATIONS_OF_RESTARTS, Protocol
 from tests.protocol.sample import run_histories
 from tests.protocol.test_histories import scenes
 from tests.protocol.violation import Violation
@@ -22,6 +22,8 @@ FOUND_AS = {
     "goes on with different parameters": "have different parameters",
     "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
+    "starts again with lives that took part": "with lives that took part",
+    "starts again without hosts": "without a host",
     "counts votes on an earlier attempt": "without the votes|different plans|though the members voted",
     "gathers parameters from lost owners": "gathers parameters without slice",
     "counts copies that are not finished": "counts as a host of slice|gathers parameters without slice",
@@ -38,6 +40,15 @@ def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)
     assert run_histories(range(seed + 1)).violations == {}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS_OF_RESTARTS)
+def test_the_simulation_of_wipe_outs_finds_a_protocol_that(mutation: str) -> None:
+    protocol = MUTATIONS_OF_RESTARTS[mutation]
+    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_wipe_outs)
+    [violation] = found.violations.values()
+    with pytest.raises(Violation, match=FOUND_AS[mutation]):
+        raise Violation(violation)
 
 
 def violates(scene: Scene, protocol: Protocol) -> bool:

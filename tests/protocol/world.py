@@ -4,6 +4,7 @@ Everything that happens is a move of one process: it goes on to its next moment,
 answer reaches it. Between any two moves a fault may strike. After a while the faults stop, and the rest is bounded.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
@@ -71,6 +73,8 @@ class Scene:
     fault_budget: dict[str, int] = field(hash=False)
     slice_redundancy: int = 0
     """Hosts of each slice of the optimizer state; 0 if each group has all of it."""
+    max_restarts: int = 0
+    """After a wipe-out; 0 with slices, whose states are not simulated over restarts."""
 
     @classmethod
     def draw(cls, random: Random) -> "Scene":
@@ -96,6 +100,31 @@ class Scene:
                 "corrupt": random.choice((0, 0, 1, 2)),
             },
             slice_redundancy=min(num_groups, random.choice((0, 0, 0, 1, 2, 3, 3))),
+        )
+
+    @classmethod
+    def draw_wipe_outs(cls, random: Random) -> "Scene":
+        """One in which few losses leave a shard without a host, and training may start again."""
+        num_groups = random.randint(2, 5)
+        num_steps = random.randint(2, 6)
+        return cls(
+            num_groups=num_groups,
+            redundancy=random.randint(1, 2),
+            microbatches_per_shard=random.randint(1, 2),
+            num_steps=num_steps,
+            granularity=random.choice(("microbatch", "stack")),
+            save_interval_s=random.choice((None, 20.0)),
+            fault_moves=random.randint(1, 60 * num_groups * num_steps),
+            fault_budget={
+                "crash": random.randint(1, 3 * num_groups),
+                "suspect": random.choice((0, 1, 2)),
+                "fence again": random.choice((0, 2)),
+                "pause": random.choice((0, 1, 3)),
+                "outage": random.choice((0, 1)),
+                "replace": random.choice((0, 1, 3)),
+                "corrupt": random.choice((0, 0, 1)),
+            },
+            max_restarts=random.randint(1, 4),
         )
 
 
@@ -128,7 +157,11 @@ class World:
         self._num_lives: Counter[GroupId] = Counter()
         self._clock_skew_s: dict[str, float] = {}
         self.groups = tuple(GroupId(group) for group in range(scene.num_groups))
-        self.states: dict[int, dict[Member, str]] = {}  # by step: what donors give to those who come back
+        # By restarts and step: what donors give to those who come back.
+        self.states: dict[tuple[int, int], dict[Member, str]] = {}
+        self.may_restart = scene.max_restarts > 0
+        self.is_patience_over = False  # of those who wait for a restart
+        self._have_waited: set[Member] = set()
         self._protocol = protocol
         self._setup = ControllerSetup(
             placement=placement,
@@ -137,19 +170,20 @@ class World:
             granularity=scene.granularity,
             save_interval_s=scene.save_interval_s,
             slices=Slicing(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
+            restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
         )
         for group in self.groups:
             self._start_group(group)
 
-    def _start_group(self, group: GroupId) -> None:
-        """A group begins its next life."""
+    def _start_group(self, group: GroupId, *, is_replacing: bool = True) -> None:
+        """A group begins its next life, in place of another that may still be there."""
         member = Member(group, self._num_lives[group])
         self._num_lives[group] += 1
         controller = self._protocol.controller_type(self._setup)
         held = None
         if controller.ownership is not None:
             held = self._protocol.slices_type(member, controller.ownership.hosted_by(member))
-        runner = Group(member, controller, self, held)
+        runner = Group(member, controller, self, held, is_replacing=is_replacing)
         self._groups[runner.name] = runner
         self._clock_skew_s[runner.name] = self._random.uniform(0.0, 300.0)
         self._start(runner.name, member, runner.run())
@@ -161,6 +195,28 @@ class World:
 
     def now_s(self, process: str) -> float:
         return self.num_moves + self._clock_skew_s[process]
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that have ever said that they wait for a restart, each counted as often as it was another life."""
+        return len(self._have_waited)
+
+    def wiped_out(self, member: Member) -> None:
+        """A process has found in the log that only a restart helps: all groups that are not there start again.
+
+        Args:
+            member: Whose process it is, which goes on only if it has not taken part.
+        """
+        if not self.may_restart:
+            return
+        has_ended = member in self.invariants.took_part
+        if not has_ended:
+            self._have_waited.add(member)
+        there = {process.member for process in self._processes if process.member is not None}
+        there -= {member} if has_ended else set()
+        for group in self.groups:
+            if group not in {other.group for other in there}:
+                self._start_group(group, is_replacing=False)
 
     def is_written(self, index: int) -> bool:
         return self._store.has(f"log/{index}")
@@ -201,13 +257,27 @@ class World:
                 weights = [process.weight for process in movable]
                 self._move(self._random.choices(movable, weights)[0])
                 self.num_moves += 1
-            elif not self._end_a_fault():
+            elif not self._end_a_fault() and not self._go_on_after_wipe_out():
                 break
             if self._random.random() < (0.01 if has_faults else 0.1):
                 self._end_a_fault()
             if self.num_moves > self._scene.fault_moves + MAX_MOVES_AFTER_FAULTS:
                 raise Violation(f"no end {MAX_MOVES_AFTER_FAULTS} moves after the last fault")
-        self.invariants.ended([process.name for process in self._processes if process.member is not None])
+        running = [process.name for process in self._processes if process.member is not None]
+        self.invariants.ended(running, may_restart=self.may_restart)
+
+    def _go_on_after_wipe_out(self) -> bool:
+        """Supervisors find that nobody is left who could, or time passes. False where neither helps."""
+        if not self.may_restart or not self.invariants.awaits_restart:
+            return False
+        if not any(process.member is not None for process in self._processes):
+            for group in self.groups:
+                self._start_group(group, is_replacing=False)
+        elif self.is_patience_over:
+            return False
+        else:
+            self.is_patience_over = True
+        return True
 
     def _can_move(self, process: Process) -> bool:
         if process.is_paused:

@@ -80,6 +80,8 @@ class DataConfig:
     """Path prefix of the indexed dataset that `spare preprocess` wrote (PREFIX.bin and PREFIX.idx)."""
     cache: str = ""
     """Folder for the sample indices; `cache` beside the corpus when empty."""
+    access: Literal["stacked", "shared"] = "stacked"
+    """What a group can read: the shards of its stack, or all, so that any group computes a shard without a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,6 +168,11 @@ def _redundancy(config: RunConfig) -> Iterator[str]:
             f"spare.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a shard cannot have more hosts "
             f"than there are groups; lower spare.redundancy or raise layout.num_groups"
         )
+    if config.data.access == "shared" and config.spare.granularity == "stack":
+        yield (
+            "data.access=shared deals out the microbatches of shards without a host, and spare.granularity=stack moves "
+            "whole shards; set one of them to stacked or microbatch"
+        )
     if config.spare.groups_per_domain > 1 and config.spare.placement == "consecutive":
         yield (
             f"spare.groups_per_domain={config.spare.groups_per_domain} keeps the hosts of a shard apart, and "

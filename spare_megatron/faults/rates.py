@@ -5,8 +5,9 @@ random group among those that may be hit then:
 
 - Its groups have not been hit for `faults.recovery_steps`. As long, a group that may be lost counts as lost: by then a
   corruption has been found, and whoever is started again has been taken in. Who may not be started again stays lost.
-- Every shard keeps a host among the other groups, and where parameters may be corrupted the groups that are not hit
-  outnumber those that are and are not known to be gone for good, so that a majority knows who is right.
+- Every shard keeps a host among the other groups, or any group where all can read all data. Where parameters may be
+  corrupted the groups that are not hit outnumber those that are and are not known to be gone for good, so that a
+  majority knows who is right.
 - Only one corruption is open at a time: two groups that find the same in one step show a fault of the training.
 - A fault in the middle of a recovery waits for the next one that is sure to bring a patch, and strikes in its step.
 - Where lost groups come back, a node is lost for good only if what is left can stand another such fault.
@@ -86,6 +87,7 @@ class _Condition:
     needs_majority: bool
     recovery_steps: int
     num_rejoins: int
+    has_last_resort: bool
     hit_until: dict[GroupId, float] = field(default_factory=dict)
     lost_until: dict[GroupId, float] = field(default_factory=dict)
     gone_from: dict[GroupId, int] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class _Condition:
     def _is_enough(self, left: frozenset[GroupId], voters: frozenset[GroupId]) -> bool:
         if self.needs_majority and 2 * len(left) <= len(voters):
             return False
-        return bool(left) and not self.placement.uncovered(left)
+        return bool(left) and (self.has_last_resort or not self.placement.uncovered(left))
 
     def hit(self, draw: _Draw, groups: frozenset[GroupId], step: int) -> None:
         until = step + self.recovery_steps
@@ -158,6 +160,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
         needs_majority="param_flip" in weights,
         recovery_steps=faults.recovery_steps,
         num_rejoins=spare.rejoins if config.parallel.has_whole_groups else 0,
+        has_last_resort=config.data.access == "shared",
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)

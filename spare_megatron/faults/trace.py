@@ -142,19 +142,21 @@ def _choose_groups(config: RunConfig, shares: Sequence[float]) -> list[GroupId]:
         if fault.group is not None:
             groups.append(GroupId(fault.group))
             continue
-        choices = [group for group in range(num_groups) if _is_survivable(placement, lost, GroupId(group))]
+        left = [GroupId(group) for group in range(num_groups) if group not in lost]
+        has_last_resort = config.data.access == "shared" and len(left) > 1
+        choices = [group for group in left if has_last_resort or _is_survivable(placement, lost, group)]
         if not choices:
             raise ValueError(
                 f"faults.trace[{index}] leaves its group open, and with {len(lost)} groups lost to other faults every "
                 f"further loss wipes out a shard of spare.redundancy={config.spare.redundancy} hosts; "
                 f"remove the fault, name its group, or raise spare.redundancy"
             )
-        groups.append(GroupId(choices[_pick(len(choices), share)]))
+        groups.append(choices[_pick(len(choices), share)])
         lost.add(groups[-1])
     return groups
 
 
 def _is_survivable(placement: Placement, lost: set[GroupId], group: GroupId) -> bool:
-    """Whether the group is still there, and losing it too leaves no further shard without a host."""
+    """Whether losing the group, too, leaves no further shard without a host."""
     alive = frozenset(GroupId(other) for other in range(placement.num_groups)) - lost
-    return group in alive and placement.uncovered(alive - {group}) == placement.uncovered(alive)
+    return placement.uncovered(alive - {group}) == placement.uncovered(alive)

@@ -266,9 +266,11 @@ def _is_complete(run: RunRecord, fold: Fold) -> bool:
 
 
 def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
-    """Whether a shard or a slice has no host among the groups that are left."""
+    """Whether a slice, or a shard that not every group can compute, has no host among the groups that are left."""
     left = frozenset(GroupId(group) for group in fold.members)
-    return not left or bool(_placement(run).uncovered(left)) or has_lost_state(run, fold)
+    if not left or has_lost_state(run, fold):
+        return True
+    return not run.last_resort and bool(_placement(run).uncovered(left))
 
 
 def _placement(run: RunRecord) -> Placement:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core.datasets.utils import Split
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import ShardId
 
 
 class _Vocabulary:
@@ -72,12 +73,29 @@ class Corpus:
         self._num_shards = config.layout.num_groups
         self._microbatches_per_shard = config.spare.microbatches_per_shard
         self._micro_batch_size = config.train.micro_batch_size
+        self._num_steps = config.train.steps
 
     def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
         """The `tokens`, `labels` and `position_ids` of a microbatch, each [micro_batch_size, seq_length]."""
         first = self.first_sample(step, microbatch)
         samples = [self._dataset[first + number] for number in range(self._micro_batch_size)]
         return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
+
+    def digest(self) -> str:
+        """SHA-256 in hex over the first microbatch of every shard in the first step and the last in the last step.
+
+        Raises:
+            ValueError: One of them cannot be read.
+        """
+        digest = sha256()
+        for step, index in ((0, 0), (self._num_steps - 1, self._microbatches_per_shard - 1)):
+            for shard in range(self._num_shards):
+                try:
+                    tokens = self.microbatch(step, Microbatch(ShardId(shard), index))["tokens"]
+                except (OSError, ValueError) as error:
+                    raise ValueError(f"a sample of shard {shard} in step {step} cannot be read: {error}") from error
+                digest.update(tokens.numpy().tobytes())
+        return digest.hexdigest()
 
     def first_sample(self, step: int, microbatch: Microbatch) -> int:
         """Number of a microbatch's first sample; the others follow it."""

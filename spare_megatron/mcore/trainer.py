@@ -96,7 +96,7 @@ class GroupTrainer:
             self.stacked = StackedOptimizer(config, self.chunks, groups, slices=slices, hosted=hosted)
         self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
-        self._corpus = Corpus(config)
+        self.corpus = Corpus(config)
         self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
         tokens_per_microbatch = config.train.micro_batch_size * config.model.seq_length
         self._num_tokens = self._num_microbatches * tokens_per_microbatch
@@ -246,7 +246,7 @@ class GroupTrainer:
         """What a chunk needs of a microbatch: nothing between the ends of the model."""
         if not (chunk.is_first or chunk.is_last):
             return {}
-        batch = self._corpus.microbatch(self._step, microbatch)
+        batch = self.corpus.microbatch(self._step, microbatch)
         if self._device.type != "cpu":
             batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
         return get_batch_on_this_cp_rank(batch, self.process_groups.cp)

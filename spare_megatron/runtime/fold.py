@@ -26,6 +26,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         microbatches_per_shard=spare.microbatches_per_shard,
         num_steps=config.train.steps,
         granularity=spare.granularity,
+        last_resort=config.data.access == "shared",
         restarts=RestartLimits(
             max_restarts=checkpoint.max_restarts,
             window_s=checkpoint.restart_window_s,

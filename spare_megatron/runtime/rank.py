@@ -50,6 +50,7 @@ from spare_megatron.runtime.reports import (
     RestartAwaited,
     RunStopped,
 )
+from spare_megatron.runtime.shared_data import check_shared_data
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
@@ -145,6 +146,8 @@ class _Rank:
         device = choose_device(spec)
         ranks = self._ranks = join_group(spec, self._store, device)
         self._trainer = GroupTrainer(config, device, self._probe)
+        if config.data.access == "shared":
+            check_shared_data(self._trainer.corpus, spec.group, self._store)
         agreement = self._agreement = GroupAgreement(
             spec.member,
             ranks,

@@ -106,6 +106,7 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         groups_per_domain=config.spare.groups_per_domain,
         slice_redundancy=config.optimizer.redundancy if config.optimizer.sharding == "stacked" else 0,
         granularity=config.spare.granularity,
+        last_resort=config.data.access == "shared",
         reduce_mode=config.reduce.mode,
         params_check_every_steps=config.train.params_check_every_steps,
         num_processors=len(os.sched_getaffinity(0)) if config.cluster.device == "cpu" else 0,

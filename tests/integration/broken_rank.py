@@ -38,6 +38,13 @@ class _Unreadable(Corpus):
         return super().microbatch(step, microbatch)
 
 
+class _Elsewhere(Corpus):
+    """Reads other data."""
+
+    def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, Any]:
+        return super().microbatch(step + 1, microbatch)
+
+
 class _Unconnected(GroupExecutor):
     """Loses its connection to the control store in step 1."""
 
@@ -84,6 +91,8 @@ def run_broken_rank(fault: str, spec: RankSpec, reports: Connection) -> None:
     elif spec.group == GroupId(BROKEN_GROUP):
         if fault == "forgetful":
             trainer.Pipeline = _Forgetful
+        elif fault == "elsewhere":
+            trainer.Corpus = _Elsewhere
         elif fault == "outlived":
             rank.GroupExecutor = partial(_Outlived, spec.run_dir)
         else:
@@ -95,4 +104,5 @@ forgetful = partial(run_broken_rank, "forgetful")
 unreadable = partial(run_broken_rank, "unreadable")
 unconnected = partial(run_broken_rank, "unconnected")
 diverging = partial(run_broken_rank, "diverging")
+elsewhere = partial(run_broken_rank, "elsewhere")
 outlived = partial(run_broken_rank, "outlived")

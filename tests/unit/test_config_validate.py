@@ -71,6 +71,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["control.store=etcd", 'control.endpoints=["http://a:1", "https://b:1"]'], "mix http and https"),
         (["control.store=etcd", 'control.endpoints=["https://a:1"]', "control.cert_file=c"], "go together"),
         (["control.store=etcd", 'control.endpoints=["http://a:1"]', "control.ca_file=c"], "no effect on http"),
+        (["data.access=shared", "spare.granularity=stack"], "data.access=shared deals out the microbatches"),
         (["control.listen_address=0.0.0.0"], "control.listen_address=0.0.0.0 is no single address"),
         (["control.listen_address=localhost"], "control.listen_address=localhost is no IP address"),
         (["control.store_timeout_s=0"], "control.store_timeout_s=0.0 must be above 0"),

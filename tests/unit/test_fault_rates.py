@@ -289,6 +289,13 @@ def test_what_cannot_be_survived_waits_or_is_left_out_and_the_rest_goes_on() -> 
     assert min(np.diff([fault.step for fault in coming_back])) >= 50
 
 
+def test_where_all_groups_read_all_data_hosts_of_a_shard_do_not_limit_the_losses() -> None:
+    settings = ("spare.redundancy=1", "spare.rejoins=0", "faults.kinds=['kill']")
+    assert draw_faults(configured(*settings)) == ()
+    lost = {fault.group for fault in draw_faults(configured(*settings, "data.access=shared"))}
+    assert len(lost) == 5, "one is left of 6"
+
+
 def test_beginning_and_end_of_the_run_are_spared() -> None:
     for seed in range(20):
         config = configured(f"faults.seed={seed}", "faults.mean_steps=1", "train.steps=300")

@@ -40,6 +40,14 @@ def test_another_seed_gives_another_trace() -> None:
     assert len(set(traces("[{phase='backward'}, {phase='in_reduce'}]"))) > 100
 
 
+def test_hosts_of_last_resort_leave_every_group_but_one_to_draw() -> None:
+    three = "[{phase='forward'}, {phase='forward'}, {phase='forward'}]"
+    sizes = ("layout.num_groups=4", "spare.redundancy=1", "data.access=shared")
+    assert all(len({fault.group for fault in faults}) == 3 for faults in traces(three, *sizes))
+    with pytest.raises(ValueError, match="leaves its group open"):
+        traces(three[:-1] + ", {phase='forward'}]", *sizes)
+
+
 def test_what_is_stated_stays() -> None:
     text = "[{phase='forward', step=5, group=2, rank=1, kind='raise'}]"
     for (fault,) in traces(text):

@@ -25,6 +25,7 @@ from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.records import (
+    EndRecord,
     EntryRecord,
     FaultRecord,
     Line,
@@ -174,6 +175,23 @@ def test_a_step_begins_with_those_who_were_taken_in_before_it() -> None:
     everybody = frozenset(range(5))
     began_with = [commit.began_with for commit in fold_log(entries, RUN).kept]
     assert began_with == [everybody, everybody - {1}, everybody]
+
+
+@pytest.mark.parametrize(
+    ("run", "lost", "is_believed"),
+    [
+        (replace(RUN, redundancy=2), (0, 1, 2), True),
+        (replace(RUN, redundancy=2, last_resort=True), (0, 1, 2), False),
+        (replace(RUN, redundancy=2, last_resort=True), (0, 1, 2, 3, 4), True),
+    ],
+)
+def test_with_hosts_of_last_resort_only_the_loss_of_all_groups_is_a_wipe_out(
+    run: RunRecord, lost: tuple[int, ...], is_believed: bool
+) -> None:
+    fences = [EntryRecord(group=0, index=i, entry={"entry": "fence", "group": group}) for i, group in enumerate(lost)]
+    end = EndRecord(outcome="wipe_out", reason="")
+    verdict = check_journal(journal_of((0.0, run), *((1.0, fence) for fence in fences), (2.0, end)))
+    assert any("every shard has a surviving host" in reason for reason in verdict.reasons) != is_believed
 
 
 def test_a_journal_without_a_run_proves_nothing() -> None:

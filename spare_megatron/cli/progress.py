@@ -14,8 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.journal.summary import Recovery, Summary
 from spare_megatron.runtime.reports import (
+    CheckpointRejected,
+    CheckpointTold,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
@@ -74,6 +77,10 @@ class RunProgress:
                 self._tell(f"training starts again from {where}", is_repeatable=False)
             case StepCommitted():
                 self._committed(event)
+            case CheckpointTold(record=record):
+                self._tell(_describe_save(record))
+            case CheckpointRejected(reason=reason):
+                self._tell(f"checkpoint rejected: {reason}; trying the one before")
             case GroupLost(group=group, rank=rank, cause=cause, traceback=text, is_given_up=is_given_up):
                 self._absent[group] = "given up" if is_given_up else "lost"
                 end = f"; given up after spare.rejoins={self._config.spare.rejoins}" if is_given_up else ""
@@ -118,6 +125,15 @@ class RunProgress:
         for row in (bar, step, groups, Text(f"last: {self._last_event}")):
             view.add_row(row)
         return view
+
+
+def _describe_save(record: CheckpointRecord) -> str:
+    where = f"checkpoint after {record.step} steps"
+    if record.outcome != "saved":
+        return f"{where} {record.outcome}: {record.reason}; the earlier ones are untouched, and training goes on"
+    figures = f"{record.num_bytes / 1e6:.1f} MB by group {record.group} in {record.write_s:.2f} s"
+    end = f"; {record.reason}" if record.reason else ""
+    return f"{where} saved: {figures}, {record.stall_s * 1e3:.0f} ms of it without training{end}"
 
 
 def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:

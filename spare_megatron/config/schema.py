@@ -156,14 +156,35 @@ class ControlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Starting again after a wipe-out."""
+    """Checkpoints: when and where they are taken, which the run begins with, and restarts after a wipe-out."""
 
+    interval_steps: int | None = None
+    """Steps from one checkpoint to the next; without this and `interval_s` none are taken."""
+    interval_s: float | None = None
+    """Seconds from one checkpoint to the next."""
+    asynchronous: bool = True
+    """Trains on while a checkpoint is written; otherwise all groups wait until it is on the disk."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every_steps: int | None = None
+    """One checkpoint out of so many steps is kept for good."""
+    folder: str = ""
+    """Folder of the checkpoints, on storage that all nodes share; `checkpoints` in the run's directory when empty."""
+    load: str = ""
+    """What the run begins with: a checkpoint, or the newest valid one of a folder of checkpoints or of a run."""
+    timeout_s: float = 1800.0
+    """Longest time that a checkpoint may take to be written; then it is given up, and training goes on."""
     max_restarts: int = 3
     """Restarts after a wipe-out within restart_window_s; the next one ends the run. 0: any wipe-out does."""
     restart_window_s: float = 3600.0
     """Seconds of training within which max_restarts counts."""
     restart_wait_s: float = 60.0
     """Longest wait at a restart for groups that do not come back; the others then start without them, if they can."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether checkpoints are taken."""
+        return self.interval_steps is not None or self.interval_s is not None
 
 
 FaultKind = Literal[

@@ -2,11 +2,45 @@
 
 from collections.abc import Iterator
 
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
+from spare_megatron.core.phases import PHASES_OF_A_SAVE, Phase
+
+_OF_THE_FIRST_RANK = (Phase.SAVE_MANIFEST, Phase.SAVE_RENAME, Phase.SAVE_DROP)
+_KINDS = ("kill", "stop")
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
-    """Why training could not start again with these settings."""
+    """Every reason why no checkpoints can be taken, or training not start again, or the faults not strike a save."""
+    yield from _settings(config.checkpoint)
+    yield from _restarts(config)
+    if config.optimizer.sharding == "stacked" and (config.checkpoint.is_wanted or config.checkpoint.load):
+        yield (
+            "optimizer.sharding=stacked leaves no group with the whole optimizer state, which is what one group writes "
+            "and loads; set it to replicated, or remove checkpoint.interval_steps, checkpoint.interval_s and "
+            "checkpoint.load"
+        )
+    for index, fault in enumerate(config.faults.trace):
+        if fault.phase in PHASES_OF_A_SAVE:
+            yield from _fault(config, f"faults.trace[{index}]", fault)
+
+
+def _settings(checkpoint: CheckpointConfig) -> Iterator[str]:
+    for key in ("interval_steps", "keep_last", "keep_every_steps"):
+        value = getattr(checkpoint, key)
+        if value is not None and value < 1:
+            yield f"checkpoint.{key}={value} must be at least 1; raise it"
+    for key in ("interval_s", "timeout_s"):
+        value = getattr(checkpoint, key)
+        if value is not None and not value > 0:
+            yield f"checkpoint.{key}={value} must be above 0; raise it"
+    if checkpoint.keep_every_steps is not None and not checkpoint.is_wanted:
+        yield (
+            f"checkpoint.keep_every_steps={checkpoint.keep_every_steps} has no effect where no checkpoints are taken; "
+            f"set checkpoint.interval_steps or checkpoint.interval_s"
+        )
+
+
+def _restarts(config: RunConfig) -> Iterator[str]:
     settings = config.checkpoint
     if settings.max_restarts < 0:
         yield f"checkpoint.max_restarts={settings.max_restarts} must be at least 0; raise it"
@@ -22,3 +56,17 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
             f"{config.control.decision_timeout_s}, for which ranks wait for a log entry; lower the first or raise "
             f"the second"
         )
+
+
+def _fault(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
+    if not config.checkpoint.is_wanted:
+        yield (
+            f"{where}.phase={fault.phase} is reached only when a checkpoint is taken; set checkpoint.interval_steps or "
+            f"checkpoint.interval_s"
+        )
+    if fault.kind not in _KINDS:
+        yield f"{where}.kind={fault.kind} cannot strike a save; choose one of {', '.join(_KINDS)}"
+    if fault.phase in _OF_THE_FIRST_RANK and fault.rank != 0:
+        yield f"{where}.phase={fault.phase} is reached by rank 0 alone; set {where}.rank to 0"
+    if fault.group is None:
+        yield f"{where}.phase={fault.phase} strikes the group that saves, the groups in turn; name one in {where}.group"

@@ -39,7 +39,7 @@ hits nobody, and one for a later incarnation hits the earlier as well, which som
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spare_megatron.core.decision import Attempted, decide, is_save_due
+from spare_megatron.core.decision import Attempted, decide
 from spare_megatron.core.log_clock import LogClock
 from spare_megatron.core.messages import (
     Action,
@@ -62,7 +62,6 @@ from spare_megatron.core.messages import (
     Restart,
     Retry,
     RunStarted,
-    SaveCheckpoint,
     StopHalted,
     StopWipeOut,
     UpdateModel,
@@ -72,6 +71,7 @@ from spare_megatron.core.order import Granularity, Order, initial_order
 from spare_megatron.core.placement import Placement, WipeOut
 from spare_megatron.core.restart import RestartLimits, Restarts
 from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
+from spare_megatron.core.saves import SavePolicy, Saves
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Ownership, Slicing, StateWipeOut, first_ownership
 from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
@@ -92,8 +92,9 @@ class ControllerSetup:
     microbatches_per_shard: int
     num_steps: int
     granularity: Granularity = "microbatch"
-    save_interval_s: float | None = None
-    """Seconds from one checkpoint to the next; None saves never."""
+    saves: SavePolicy | None = None
+    first_step: int = 0
+    """Committed steps of the checkpoint that the run begins with."""
     last_resort: bool = False
     """Every group can read all data: shards without a surviving host go to any survivors; microbatches only."""
     ends_at_s: float | None = None
@@ -113,7 +114,7 @@ class Controller:
         self.voters: tuple[Member, ...] = tuple(Member(group) for group in self.members)
         self.epoch = 0
         self.head = 0
-        self.step = 0
+        self.step = setup.first_step
         self.attempt = 0
         self._attempted_by = self.voters  # of this attempt, also those that were lost since it began
         self._everybody = self.members
@@ -131,7 +132,7 @@ class Controller:
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # the attempt: a group with wrong parameters contributed to it
         self._is_communicator_unused = False
-        self._last_save_at_s = 0.0
+        self._saves = Saves(setup.saves, setup.first_step, setup.num_steps)
         self._num_admitted = 0
         self._clock = LogClock()
         self.restarts = Restarts(setup.restarts, setup.placement, last_resort=setup.last_resort)
@@ -148,7 +149,7 @@ class Controller:
         """
         match event:
             case RunStarted():
-                self._last_save_at_s = now_s
+                self._saves.began(self.step, now_s)
                 self._clock.begin(now_s)
                 return (self._build_communicator(), *self._begin_step())
             case EntryRead(index=index, entry=entry):
@@ -231,8 +232,7 @@ class Controller:
         actions += self._own(self.ownership and self.ownership.with_copies(commit.restored))
         actions += self._gather_params()
         if commit.save:
-            self._last_save_at_s = now_s
-            actions.append(SaveCheckpoint(step=self.step))
+            actions.append(self._saves.take(self.step, now_s, self.voters, self.epoch))
         if commit.is_last or self.step == self._setup.num_steps:
             self._is_over = True
             if self.ownership is None:
@@ -263,7 +263,7 @@ class Controller:
         self.attempt += 1
         self._is_discarded = False
         self._retries_without_loss = 0
-        self._last_save_at_s = now_s
+        self._saves.began(step, now_s)
         self._order = self._first_order
         self._ordered_for = self._everybody
         self._is_over = False
@@ -319,11 +319,12 @@ class Controller:
             is_discarded=self._is_discarded,
             is_over=self._is_over,
         )
+        is_last = self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
         entry = decide(
             attempted,
             event,
-            save=is_save_due(self._setup.save_interval_s, now_s - self._last_save_at_s),
-            is_last=self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s,
+            save=self._saves.is_due(self.step + 1, now_s, is_last=is_last),
+            is_last=is_last,
             at_s=self._clock.read_s(now_s),
         )
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)

@@ -79,16 +79,6 @@ def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:
     return tuple(map(min, zip(*(vote.num_complete for vote in votes), strict=False)))
 
 
-def is_save_due(interval_s: float | None, since_s: float) -> bool:
-    """Whether the next commit takes a checkpoint.
-
-    Args:
-        interval_s: Seconds from one checkpoint to the next; None saves never.
-        since_s: Seconds since the last one.
-    """
-    return interval_s is not None and since_s >= interval_s
-
-
 def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
     """What has to be said before anybody asks whether the sum is complete.
 

@@ -42,12 +42,24 @@ class Operation(StrEnum):
     """Giving the state to a group that comes back, or taking it."""
     CHECK = "check"
     """Hashing the parameters, or packing the whole state: alone, and the longer the larger the model."""
+    SAVE = "save"
+    """Waiting for a checkpoint: for its copy of the state, or for storage, which may take its time."""
 
 
 OPERATIONS = tuple(Operation)
 
-_PATIENT = frozenset({Operation.START, Operation.TRANSFER, Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY})
-"""Operations in which a rank waits for others or for the store: who is at fault shows elsewhere, or by a timeout."""
+_PATIENT = frozenset(
+    {
+        Operation.START,
+        Operation.TRANSFER,
+        Operation.SETTLE,
+        Operation.VOTE,
+        Operation.AWAIT_ENTRY,
+        Operation.SAVE,
+    }
+)
+"""Operations in which a rank waits for others, for the store or for storage: who is at fault shows elsewhere, or by a
+timeout."""
 
 _ALONE = frozenset({Operation.COMPUTE, Operation.CHECK})
 """Operations that need nobody else, tensor parallelism apart."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.stepplan import StepPlan
@@ -327,13 +328,6 @@ class UpdateModel:
 
     step: int
     attempt: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveCheckpoint:
-    """Save the parameters and all state after this many committed steps."""
-
-    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,3 +30,17 @@ class Phase(StrEnum):
     """The step is committed, the optimizer has not run."""
     JOIN = "join"
     """Before the state is given to or taken by a group that comes back, between two steps."""
+    SAVE = "save"
+    """Before the state of a checkpoint is copied, between two steps."""
+    SAVE_WRITE = "save_write"
+    """The first tensors of a checkpoint are written, in a thread beside the training from here on."""
+    SAVE_MANIFEST = "save_manifest"
+    """All files of a checkpoint are written and verified, its manifest is not; on the group's first rank alone."""
+    SAVE_RENAME = "save_rename"
+    """A checkpoint is whole and not yet visible; on the group's first rank alone."""
+    SAVE_DROP = "save_drop"
+    """A checkpoint is visible, those that it supersedes are there still; on the group's first rank alone."""
+
+
+PHASES_OF_A_SAVE = frozenset({Phase.SAVE, Phase.SAVE_WRITE, Phase.SAVE_MANIFEST, Phase.SAVE_RENAME, Phase.SAVE_DROP})
+"""Phases that only the group reaches that saves, at its first save at or after a step."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind, RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.phases import PHASES_OF_A_SAVE, Phase
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId
 
@@ -18,6 +18,8 @@ PHASES_AFTER_A_LOSS = frozenset({Phase.PATCH, Phase.REBUILD, Phase.JOIN})
 later.
 """
 
+PHASES_OF_EVERY_STEP = tuple(phase for phase in Phase if phase not in PHASES_AFTER_A_LOSS | PHASES_OF_A_SAVE)
+"""Phases that some rank of every group reaches in every step."""
 
 _SURELY_FOUND_INTERVALS = 6
 
@@ -27,7 +29,7 @@ class Fault:
     """One fault, fully decided.
 
     Attributes:
-        step: Step at which the rank is hit, from 0; with phase join the first at which it may be.
+        step: Step at which the rank is hit, from 0; with phase join or of a save the first at which it may be.
         group: Group that is hit.
         rank: Rank inside that group.
         phase: Moment of the step.

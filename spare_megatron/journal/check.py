@@ -95,7 +95,7 @@ def _check_fold(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Findin
     for error in fold.errors:
         severity: Severity = "invalid" if _is_whole(fold) else "unknown"
         yield Finding(severity=severity, reason=error)
-    expected = 0
+    expected = run.first_step
     for index in sorted(fold.entries):
         entry = fold.entries[index]
         if entry["entry"] == "restart":
@@ -108,8 +108,8 @@ def _check_fold(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Findin
     attempts = [commit.attempt for commit in fold.commits]
     if any(later <= earlier for earlier, later in itertools.pairwise(attempts)):
         yield Finding(severity="invalid", reason="two steps are committed on the same or an earlier attempt")
-    if len(fold.kept) > run.num_steps:
-        yield Finding(severity="invalid", reason=f"{len(fold.kept)} steps committed, the run has {run.num_steps}")
+    if fold.next_step > run.num_steps:
+        yield Finding(severity="invalid", reason=f"{fold.next_step} steps committed, the run has {run.num_steps}")
 
 
 def _is_whole(fold: Fold) -> bool:
@@ -209,12 +209,12 @@ def _check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
     contributed = {(record.group, record.step) for record in journal.of(ContributionRecord)}
     for key, by_group in sorted(digests.items()):
         step, put_out = key[1], fold.discarded.get(key, frozenset())
-        if step < len(fold.kept):  # whoever was lost before it entered the next reduction spoiled nothing with its own
+        if step < fold.next_step:  # whoever was lost before it entered the next reduction spoiled nothing with its own
             lost = set(by_group) & set(fold.last_fenced_at)
             put_out |= {group for group in lost if (group, step) not in contributed}
         if len({sha256 for group, sha256 in by_group.items() if group not in put_out}) > 1:
             yield Finding(severity="invalid", reason=f"after {step} steps the groups hold different parameters")
-    for group in sorted(fold.members - set(digests.get((fold.num_restarts, len(fold.kept)), {}))):
+    for group in sorted(fold.members - set(digests.get((fold.num_restarts, fold.next_step), {}))):
         yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
     went_on = {(record.group, record.attempt) for record in journal.of(ContributionRecord)}
     compared = {(record.group, record.step) for record in journal.of(ParamsRecord)}
@@ -237,7 +237,7 @@ def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
         if (fault["step"], fault["group"], fault["rank"], fault["phase"]) not in struck:
             if is_due(fault, fold):  # else the run ended before it, or the group was lost to something else
                 yield Finding(severity="unknown", reason=f"the fault {fault} never struck")
-        elif fault["group"] in began and fault["step"] < len(fold.kept) - 1:
+        elif fault["group"] in began and fault["step"] < fold.next_step - 1:
             there = set(fault.get("costs", [fault["group"]])) & began
             for group in sorted(there):
                 if fold.last_fenced_at.get(group, -1) > begun_at.get(fault["step"], -1):
@@ -252,7 +252,7 @@ def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding
     if len(ends) != 1:
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
     elif ends[0].outcome == "finished" and not _is_complete(run, fold):
-        reason = f"the run finished with {len(fold.kept)} of {run.num_steps} steps committed"
+        reason = f"the run finished with {fold.next_step} of {run.num_steps} steps committed"
         yield Finding(severity="invalid", reason=reason)
     elif ends[0].outcome == "wipe_out" and not _is_wiped_out(run, fold):
         yield Finding(severity="invalid", reason="the run ended as a wipe-out, and every shard has a surviving host")
@@ -262,7 +262,7 @@ def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding
 
 def _is_complete(run: RunRecord, fold: Fold) -> bool:
     """Whether all steps are committed, or as many as the run's time allowed."""
-    return len(fold.kept) == run.num_steps or any(commit.is_last for commit in fold.kept)
+    return fold.next_step == run.num_steps or any(commit.is_last for commit in fold.kept)
 
 
 def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:

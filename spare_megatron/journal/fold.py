@@ -67,6 +67,7 @@ class Fold:
         members: The groups that take part after the last entry.
         num_restarts: Restarts from a checkpoint.
         errors: What makes the log contradict itself.
+        next_step: The step after the last that is committed and not undone.
     """
 
     entries: Mapping[int, dict[str, Any]]
@@ -78,6 +79,7 @@ class Fold:
     members: Members
     num_restarts: int
     errors: tuple[str, ...]
+    next_step: int
 
     @property
     def kept(self) -> tuple[Committed, ...]:
@@ -93,7 +95,7 @@ class _Folding:
         self.incarnations = dict.fromkeys(range(run.num_groups), 0)  # of those that take part
         self.began_with: Members = frozenset(self.incarnations)
         self.last_fenced: dict[int, int] = {}  # incarnation
-        self.step = 0
+        self.step = run.first_step
         self.attempt = 0
         self.kept: tuple[int, ...] = ()  # by the attempt under way
         self.attempts: list[Attempted] = []  # of the step, decided
@@ -188,7 +190,7 @@ class _Folding:
 
     def _restart(self, entry: Mapping[str, Any]) -> None:
         kept = [commit for commit in self.commits if commit.index not in self.undone]
-        saved = {0} | {commit.step + 1 for commit in kept if commit.saved}
+        saved = {self.run.first_step} | {commit.step + 1 for commit in kept if commit.saved}
         if entry["step"] not in saved:
             self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}
@@ -219,4 +221,5 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
         members=frozenset(folding.incarnations),
         num_restarts=folding.num_restarts,
         errors=tuple(folding.errors),
+        next_step=folding.step,
     )

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
+SaveOutcome = Literal["saved", "failed", "skipped"]
+"""A save is skipped while the group is still writing an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,10 @@ class RunRecord:
     """Groups of consecutive ids in a domain, as the placement was told."""
     num_processors: int = 0
     """Processors that all ranks share; 0 where each rank has a device of its own."""
+    first_step: int = 0
+    """Committed steps of the checkpoint that the run begins with: its first step to train."""
+    loaded: str = ""
+    """That checkpoint's path."""
     pipeline_fill: float = 0.0
     """Stages before the last over model chunks per stage: the microbatches' time that filling a pipeline can cost."""
 
@@ -179,6 +185,24 @@ class LossRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    """How a group's save ended; written by its leader. A group that is lost while it saves leaves none."""
+
+    group: int
+    step: int
+    """Committed steps that the checkpoint holds."""
+    outcome: SaveOutcome
+    reason: str
+    """Why it is not `saved`, or what else went wrong."""
+    num_bytes: int
+    stall_s: float
+    """How long it kept the leader from training."""
+    write_s: float
+    """From its beginning to its being visible, or to its failure."""
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord:
     """The end of the run, written by the driver when no rank is left."""
 
@@ -197,6 +221,7 @@ Record = (
     | RestartRecord
     | FaultRecord
     | LossRecord
+    | CheckpointRecord
     | EndRecord
 )
 
@@ -211,6 +236,7 @@ _KINDS: dict[str, type[Record]] = {
     "restart": RestartRecord,
     "fault": FaultRecord,
     "loss": LossRecord,
+    "checkpoint": CheckpointRecord,
     "end": EndRecord,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -46,7 +46,20 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.megatron.load_state_dict(state["megatron"])
+        self.schedule.num_steps = 0  # Megatron counts the steps that it loads onto those taken
         self.schedule.load_state_dict(state["schedule"])
+
+    def sharded_state(self, model: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        """The same with each tensor's place in the whole model; `load_state_dict` takes over what it is filled with.
+
+        Args:
+            model: The sharded state of the chunks, by any keys.
+            is_loading: Whether it is to be filled, for which state that has yet to arise is made.
+        """
+        return {
+            "megatron": self.megatron.sharded_state_dict(model, is_loading=is_loading),
+            "schedule": self.schedule.state_dict(),
+        }
 
 
 def adam_config(config: RunConfig) -> OptimizerConfig:
@@ -96,4 +109,6 @@ def make_schedule(config: RunConfig, optimizer: MegatronOptimizer | torch.optim.
         end_wd=settings.weight_decay,
         wd_incr_steps=config.train.steps,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

@@ -46,16 +46,19 @@ def build_process_groups(layout: Layout, device: torch.device, timeout: timedelt
     groups.dp_cp = groups.intra_dp_cp = groups.expt_dp = groups.intra_expt_dp = groups.cp
     groups.expt_tp = groups.tp_ep = groups.tp
     groups.intra_dist_opt = groups.tp_dp_cp
-    _publish_tensor_parallel_group(groups.tp)
+    _publish_groups(groups)
     return groups
 
 
-def _publish_tensor_parallel_group(group: dist.ProcessGroup) -> None:
-    """The one global of Megatron's that is set.
+def _publish_groups(groups: ProcessGroupCollection) -> None:
+    """The two globals of Megatron's that are set.
 
-    tensor_parallel/cross_entropy.py asks parallel_state for the tensor-parallel group, whatever the model was given.
+    Whatever the model was given, parallel_state is asked for the tensor-parallel group by
+    tensor_parallel/cross_entropy.py, and for the data-parallel rank by models/common/language_module/language_module.py
+    when the tied embeddings of the last stage are described for a checkpoint.
     """
-    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
+    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp_cp
 
 
 class _GroupMaker:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore import cpu, rng
+from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.model import Chunk, build_chunks
@@ -207,6 +209,24 @@ class GroupTrainer:
             ForeignState: It is the state of another model.
         """
         return IncomingState(description, self.chunks, self._optimizer)
+
+    def checkpoint_state(self) -> GroupState:
+        """This rank's part of a checkpoint, between two updates."""
+        return GroupState(self.chunks, self._whole_optimizer, self.process_groups)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Take the whole state over from a checkpoint, whatever layout wrote it.
+
+        Collective over: all ranks of the group.
+        """
+        load_checkpoint(folder, self.chunks, self._whole_optimizer, self.process_groups)
+
+    @property
+    def _whole_optimizer(self) -> Optimizer:
+        assert not isinstance(self._optimizer, StackedOptimizer), (
+            "validation refuses checkpoints of what no group holds whole"
+        )
+        return self._optimizer
 
     def params_sha256(self) -> str:
         """The SHA-256 of this rank's parameters, bit for bit."""

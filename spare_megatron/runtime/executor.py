@@ -18,6 +18,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
@@ -28,7 +29,8 @@ from spare_megatron.runtime.join import confirm
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
 from spare_megatron.runtime.reduction import Reduction
-from spare_megatron.runtime.reports import GroupRejoined, GroupRestarted, StepCommitted
+from spare_megatron.runtime.reports import CheckpointTold, GroupRejoined, GroupRestarted, StepCommitted
+from spare_megatron.runtime.saver import Saver
 from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
@@ -62,6 +64,7 @@ class GroupExecutor:
         probe: Told what the rank is about.
         params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for those after a
             recovery and at the end only.
+        saver: Saves checkpoints; None where none are taken.
     """
 
     def __init__(
@@ -76,9 +79,10 @@ class GroupExecutor:
         transfer: StateTransfer,
         start_over: StartOver,
         join_timeout_s: float,
-        report: Callable[[StepCommitted | GroupRejoined | GroupRestarted], None],
+        report: Callable[[StepCommitted | GroupRejoined | GroupRestarted | CheckpointTold], None],
         probe: RankProbe,
         params_check_every_steps: int,
+        saver: Saver | None,
     ) -> None:
         self._group = group
         self._trainer = trainer
@@ -92,6 +96,7 @@ class GroupExecutor:
         self._report = report
         self._probe = probe
         self._params_check_every_steps = params_check_every_steps
+        self._saver = saver
         self._clock = RecoveryClock(group)
         self._step: _Step | None = None
         self._head = 0
@@ -102,9 +107,10 @@ class GroupExecutor:
 
     # ----------------------------------------------------------------------------------------------------- begin
 
-    def start(self) -> None:
-        """Has the first vote compare the parameters with which the run begins."""
-        self._params_digest = self.check_params(0)
+    def start(self, num_steps: int) -> None:
+        """Has the first vote compare the parameters with which the run begins, after this many steps."""
+        self.num_steps = num_steps
+        self._params_digest = self.check_params(num_steps)
 
     def restart(self, action: LoadCheckpoint, head: int) -> None:
         """Takes part again after a wipe-out, and has the first vote compare the parameters with which it does.
@@ -251,6 +257,8 @@ class GroupExecutor:
         self._reduction.commit()
         self._write_recoveries()
         self._probe(Phase.AFTER_COMMIT)
+        if self._saver is not None:
+            self._saver.await_copy()
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.loss_sum)
         self.num_steps = step + 1
@@ -268,6 +276,7 @@ class GroupExecutor:
                 step_s=round(step_s, 6),
             )
         )
+        self._tell_saves()
         self._compare_params(step + 1)
         self._report_if_leader(
             StepCommitted(
@@ -281,6 +290,16 @@ class GroupExecutor:
                 head=self._head,
             )
         )
+
+    def save_checkpoint(self, action: SaveCheckpoint) -> None:
+        """Begins a checkpoint of the present state, where it is this group's turn."""
+        assert self._saver is not None, "only a run that takes checkpoints asks for one"
+        self._saver.save(action, self._head)
+
+    def _tell_saves(self) -> None:
+        for record in self._saver.take_finished() if self._saver is not None else ():
+            self._write_if_leader(record)
+            self._report_if_leader(CheckpointTold(record=record))
 
     def _compare_params(self, step: int) -> None:
         """Has the next vote compare the parameters after this many steps, where that is due: also after a recovery."""
@@ -312,6 +331,9 @@ class GroupExecutor:
         self._write_recoveries()
         if not self._params_digest:
             self.check_params(step)
+        if self._saver is not None:
+            self._saver.finish()
+        self._tell_saves()
 
     # --------------------------------------------------------------------------------------------------- helpers
 
@@ -328,7 +350,7 @@ class GroupExecutor:
         record = ParamsRecord(group=self._group, step=step, sha256=digest, num_restarts=self.num_restarts)
         self._write_if_leader(record)
 
-    def _report_if_leader(self, report: StepCommitted | GroupRejoined | GroupRestarted) -> None:
+    def _report_if_leader(self, report: StepCommitted | GroupRejoined | GroupRestarted | CheckpointTold) -> None:
         if self._agreement.is_leader:
             self._report(report)
 

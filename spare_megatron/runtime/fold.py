@@ -1,5 +1,7 @@
 """The controller of a run, and what it makes of a whole log."""
 
+from pathlib import Path
+
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.controller import Controller, ControllerSetup
@@ -14,6 +16,8 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
+from spare_megatron.core.saves import SavePolicy
+from spare_megatron.runtime.checkpoints import step_of
 
 Stop = FinishRun | StopWipeOut | StopHalted
 
@@ -32,6 +36,12 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
             window_s=checkpoint.restart_window_s,
             wait_s=checkpoint.restart_wait_s,
         ),
+        saves=SavePolicy(
+            interval_s=checkpoint.interval_s,
+            interval_steps=checkpoint.interval_steps,
+            saves_last=checkpoint.is_wanted,
+        ),
+        first_step=step_of(Path(checkpoint.load)) if checkpoint.load else 0,
     )
 
 

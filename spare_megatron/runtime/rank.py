@@ -6,7 +6,11 @@ import time
 import traceback
 from collections import deque
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
@@ -32,6 +36,7 @@ from spare_megatron.runtime.bootstrap import (
     wait_for_all_groups,
 )
 from spare_megatron.runtime.catch_up import CatchUp
+from spare_megatron.runtime.checkpoints import folder_of
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import GroupExecutor
@@ -50,6 +55,7 @@ from spare_megatron.runtime.reports import (
     RestartAwaited,
     RunStopped,
 )
+from spare_megatron.runtime.saver import Saver
 from spare_megatron.runtime.shared_data import check_shared_data
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.start_over import StartOver
@@ -193,6 +199,18 @@ class _Rank:
             report=self._reports.send,
             probe=self._probe,
             params_check_every_steps=config.train.params_check_every_steps,
+            saver=self._build_saver() if config.checkpoint.is_wanted else None,
+        )
+
+    def _build_saver(self) -> Saver:
+        config = self._spec.config
+        return Saver(
+            config=config,
+            folder=folder_of(config, self._spec.run_dir),
+            trainer=self._trainer,
+            agreement=self._agreement,
+            ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
+            probe=self._probe,
         )
 
     def _serve_state(self) -> StateSource:
@@ -210,7 +228,9 @@ class _Rank:
 
     def _start(self, executor: GroupExecutor) -> deque[Action]:
         """With all others, at the start of the run."""
-        executor.start()
+        if self._spec.config.checkpoint.load:
+            self._trainer.load_checkpoint(Path(self._spec.config.checkpoint.load))
+        executor.start(self._controller.step)
         wait_for_all_groups(self._spec, self._store, self._ranks)
         self._report_ready()
         return start(self._controller)

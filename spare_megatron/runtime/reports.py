@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.records import CheckpointRecord
 
 RankKey = tuple[GroupId, int]
 """A group, and a rank in it."""
@@ -123,12 +124,20 @@ class FaultStruck:
     fault: Fault
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTold:
+    """A save has ended; sent by the leader of the group that was to save."""
+
+    record: CheckpointRecord
+
+
 RankReport = (
     RanksReady
     | GroupRejoined
     | RestartAwaited
     | GroupRestarted
     | StepCommitted
+    | CheckpointTold
     | RankRaised
     | RunStopped
     | FaultStruck
@@ -225,4 +234,11 @@ class Starting:
     what: str
 
 
-RunEvent = NodeReport | Starting
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRejected:
+    """A checkpoint that the run would have begun with is damaged, and an earlier one takes its place."""
+
+    reason: str
+
+
+RunEvent = NodeReport | Starting | CheckpointRejected

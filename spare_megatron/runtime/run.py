@@ -1,5 +1,6 @@
 """One run on this machine from its configuration to its summary."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,9 +20,12 @@ from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.runtime.checkpoints import folder_of, step_of
 from spare_megatron.runtime.driver import Driver
+from spare_megatron.runtime.loading import resolve_load
+from spare_megatron.runtime.lock import LOCK, locked
 from spare_megatron.runtime.preflight import preflight
-from spare_megatron.runtime.reports import RunEvent, Starting
+from spare_megatron.runtime.reports import CheckpointRejected, RunEvent, Starting
 from spare_megatron.runtime.spec import RankMain, RankSpec
 from spare_megatron.runtime.telemetry import MetricsWriter
 
@@ -63,17 +67,39 @@ def start_run(
 
     Raises:
         FileExistsError: The directory holds something.
-        ValueError: The run cannot start; nothing has been written.
+        ValueError: The run cannot start; nothing has been written. Or another job has the directory.
         KeyboardInterrupt: After all processes have been ended and the summary is written.
     """
     device = resolve_device(config, look_at_machine(config))
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
+    _check_empty(run_dir)
     faults = (*resolve_trace(config), *draw_faults(config))
+    folder = folder_of(config, run_dir)
+    config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
     preflight(config)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        held.enter_context(locked(run_dir))
+        if config.checkpoint.is_wanted:
+            held.enter_context(locked(folder))
+        return _run(config, run_dir, on_event, faults, rank_main)
+
+
+def _check_empty(run_dir: Path) -> None:
+    """Raises FileExistsError unless a run may write there, and Locked if another is about to."""
+    if run_dir.exists() and any(run_dir.iterdir()):
+        # Who is training there now is more to the point.
+        with locked(run_dir) if (run_dir / LOCK).exists() else contextlib.nullcontext():
+            raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
+
+
+def _run(
+    config: RunConfig,
+    run_dir: Path,
+    on_event: Callable[[RunEvent], None],
+    faults: tuple[Fault, ...],
+    rank_main: RankMain,
+) -> Summary:
     (run_dir / "config.toml").write_text(dump_run_config(config))
     (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
     journal, metrics = JournalWriter(run_dir, "driver"), MetricsWriter(run_dir)
@@ -110,6 +136,8 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         reduce_mode=config.reduce.mode,
         params_check_every_steps=config.train.params_check_every_steps,
         num_processors=len(os.sched_getaffinity(0)) if config.cluster.device == "cpu" else 0,
+        first_step=step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0,
+        loaded=config.checkpoint.load,
         pipeline_fill=(config.layout.pipeline_parallel - 1) / config.layout.virtual_pipeline,
         faults=[
             {

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from spare_megatron.journal.files import AppendingFile
-from spare_megatron.runtime.reports import GroupRestarted, StepCommitted
+from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.runtime.reports import CheckpointTold, GroupRestarted, StepCommitted
 
 
 class MetricsWriter:
@@ -15,7 +16,9 @@ class MetricsWriter:
         self._next_step = 0
 
     def take(self, event: object) -> None:
-        """Writes the event if it is the first word of a step."""
+        """Writes the event if it is the first word of a step, or tells of a checkpoint."""
+        if isinstance(event, CheckpointTold):
+            self._file.append(json.dumps(_metrics_of(event.record)) + "\n")
         if isinstance(event, GroupRestarted):
             self._next_step = min(event.step, self._next_step)
         if not isinstance(event, StepCommitted) or event.step < self._next_step:
@@ -33,3 +36,13 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _metrics_of(record: CheckpointRecord) -> dict[str, object]:
+    return {
+        "step": record.step - 1,  # the last that it holds
+        "ckpt/outcome": record.outcome,
+        "ckpt/num_bytes": record.num_bytes,
+        "ckpt/stall_s": record.stall_s,
+        "ckpt/write_s": record.write_s,
+    }

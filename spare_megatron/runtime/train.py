@@ -19,6 +19,7 @@ from spare_megatron.core.messages import (
     UpdateModel,
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop
 
@@ -68,6 +69,8 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             executor.restart(action, controller.head)
         case UpdateModel(step=step, attempt=attempt):
             executor.update_model(step, attempt)
+        case SaveCheckpoint():
+            executor.save_checkpoint(action)
         case _:
             raise AssertionError(f"nothing in a run asks for {action} yet")
     return []

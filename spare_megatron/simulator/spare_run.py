@@ -35,7 +35,6 @@ from spare_megatron.core.messages import (
     ReadVotes,
     Restart,
     RunStarted,
-    SaveCheckpoint,
     StopWipeOut,
     UpdateModel,
     Vote,
@@ -43,6 +42,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
@@ -77,7 +77,7 @@ class SpareRun:
             microbatches_per_shard=scenario.microbatches_per_shard,
             num_steps=scenario.num_steps,
             granularity=scenario.granularity,
-            save_interval_s=None if cadence_s == float("inf") else cadence_s,
+            saves=SavePolicy(interval_s=None if cadence_s == float("inf") else cadence_s),
             last_resort=scenario.last_resort,
             slices=self._slicing(),
         )

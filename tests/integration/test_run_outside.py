@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId
-from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS
+from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.runtime.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
@@ -95,7 +94,7 @@ def test_random_losses_are_masked(text_corpus: Path, tmp_path: Path, seed: int) 
     """Four of five groups are lost at random moments of random steps, several of them in one step now and then."""
     layout = LayoutConfig(num_groups=5, pipeline_parallel=2)
     generator = np.random.default_rng([20, seed])
-    phases = [phase for phase in Phase if phase not in PHASES_AFTER_A_LOSS]
+    phases = list(PHASES_OF_EVERY_STEP)
     faults = [
         kill(
             phases[generator.integers(len(phases))], int(generator.integers(4)), int(group), int(generator.integers(2))

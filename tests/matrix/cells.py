@@ -7,7 +7,7 @@ import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind
 from spare_megatron.core.phases import Phase
-from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS
+from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS, PHASES_OF_EVERY_STEP
 
 NUM_GROUPS = 4
 NUM_STAGES = 2
@@ -43,7 +43,7 @@ class Moment:
 _OF_EACH_ATTEMPT = (Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
 
 MOMENTS: tuple[Moment, ...] = (
-    *(Moment(phase=phase, in_recovery=False) for phase in Phase if phase not in PHASES_AFTER_A_LOSS),
+    *(Moment(phase=phase, in_recovery=False) for phase in PHASES_OF_EVERY_STEP),
     *(Moment(phase=phase, in_recovery=True) for phase in (Phase.PATCH, Phase.REBUILD, *_OF_EACH_ATTEMPT)),
 )
 

@@ -29,7 +29,6 @@ from spare_megatron.core.messages import (
     ReadEntry,
     ReadVotes,
     RunStarted,
-    SaveCheckpoint,
     StopHalted,
     StopWipeOut,
     UpdateModel,
@@ -38,6 +37,7 @@ from spare_megatron.core.messages import (
     decode_entry,
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import Microbatch, StepPlan

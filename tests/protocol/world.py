@@ -15,6 +15,7 @@ from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
+from spare_megatron.core.saves import SavePolicy
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
@@ -168,7 +169,7 @@ class World:
             microbatches_per_shard=scene.microbatches_per_shard,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
-            save_interval_s=scene.save_interval_s,
+            saves=SavePolicy(interval_s=scene.save_interval_s),
             slices=Slicing(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
         )

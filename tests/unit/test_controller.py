@@ -21,7 +21,6 @@ from spare_megatron.core.messages import (
     Restart,
     Retry,
     RunStarted,
-    SaveCheckpoint,
     StopHalted,
     StopWipeOut,
     UpdateModel,
@@ -33,6 +32,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
 
@@ -344,7 +344,10 @@ def test_a_restart_leaves_out_those_who_are_fenced() -> None:
 
 def test_whoever_writes_the_commit_decides_when_a_checkpoint_is_due() -> None:
     setup = ControllerSetup(
-        placement=make_placement("golomb", 4, 3), microbatches_per_shard=4, num_steps=9, save_interval_s=100.0
+        placement=make_placement("golomb", 4, 3),
+        microbatches_per_shard=4,
+        num_steps=9,
+        saves=SavePolicy(interval_s=100.0),
     )
     controller = Controller(setup)
     controller.handle(RunStarted(), now_s=1000.0)
@@ -354,7 +357,7 @@ def test_whoever_writes_the_commit_decides_when_a_checkpoint_is_due() -> None:
         [append] = controller.handle(VotesRead(attempt=step, votes=cast), now_s=now_s)
         assert isinstance(append, AppendEntry)
         actions = controller.handle(EntryRead(index=step, entry=append.entry), now_s=now_s)
-        due.append(SaveCheckpoint(step=step + 1) in actions)
+        due.append(any(isinstance(action, SaveCheckpoint) and action.step == step + 1 for action in actions))
     assert due == [False, False, True, False, True]
 
 

@@ -22,7 +22,6 @@ from spare_megatron.core.messages import (
     Restart,
     Retry,
     RunStarted,
-    SaveCheckpoint,
     StopWipeOut,
     UpdateModel,
     Vote,
@@ -33,6 +32,7 @@ from spare_megatron.core.messages import (
     encode_vote,
 )
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy, Slicing
 from spare_megatron.core.topology import GroupId, Member, SliceId
@@ -85,7 +85,9 @@ def test_every_update_is_followed_by_a_gather_from_the_owners() -> None:
     update, gather, save, compute, reduce, read = fold(controller, Commit(step=0, attempt=0, save=True))
     assert isinstance(update, UpdateModel)
     assert gather == GatherParams(step=1, owners=tuple(Member(GroupId(g)) for g in range(4)))
-    assert save == SaveCheckpoint(step=1)  # what is saved is whole
+    everybody = tuple(Member(GroupId(g)) for g in range(4))
+    # What is saved is whole.
+    assert save == SaveCheckpoint(step=1, member=everybody[0], voters=everybody, epoch=0)
     assert kinds([compute, reduce, read]) == [ComputeStep, AttemptReduce, ReadEntry]
 
 

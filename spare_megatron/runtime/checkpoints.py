@@ -1,0 +1,324 @@
+"""Checkpoints in a folder: how they become visible whole or not at all, and how it is told that they are whole.
+
+A checkpoint is written into a folder of its own whose name ends in `.tmp`. Its manifest has the size and the SHA-256
+of every file, and goes last. When all of it is on the disk the folder takes its final name by one rename. So a name
+without that ending stands for a whole checkpoint, whatever was killed when; and what decays later, the manifest shows.
+Loads without torch.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spare_megatron import __version__
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import global_batch, terms_of
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.topology import GroupId, Member
+
+FOLDER = "checkpoints"
+"""In a run's directory, unless `checkpoint.folder` says otherwise."""
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"step-\d{8,}\.group-(\d+)-life-(\d+)\.tmp")
+_CHUNK_BYTES = 1 << 20
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint is not what was written; the text names the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file of a checkpoint."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: Committed steps: the next step to train.
+        num_samples: Sequences that those steps have read: the place in the data.
+        terms: The terms of the training, as `config.terms` has them.
+        layout: Sizes of the parallel dimensions that wrote it.
+        placement: What decides which group hosts which shard.
+        group: The group that wrote it.
+        incarnation: Its incarnation.
+        epoch: Number of the set of groups then.
+        log_head: Entries of the decision log that had been folded.
+        version: Of spare_megatron.
+        files: All files but the manifest, by name.
+    """
+
+    step: int
+    num_samples: int
+    terms: Mapping[str, Any]
+    layout: Mapping[str, int]
+    placement: Mapping[str, Any]
+    group: int
+    incarnation: int
+    epoch: int
+    log_head: int
+    version: str
+    files: Mapping[str, StoredFile]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A visible checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A checkpoint that cannot be used, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The newest usable checkpoint of a folder, if there is one, and the newer ones that are not."""
+
+    found: Checkpoint | None
+    rejected: tuple[Rejected, ...]
+
+
+def manifest_of(config: RunConfig, action: SaveCheckpoint, head: int, files: Mapping[str, StoredFile]) -> Manifest:
+    """What a checkpoint of this run holds.
+
+    Args:
+        config: The run's configuration.
+        action: What was saved, and by whom.
+        head: Entries of the decision log folded then.
+        files: What was written.
+    """
+    layout, spare = config.layout, config.spare
+    return Manifest(
+        step=action.step,
+        num_samples=action.step * global_batch(config),
+        terms=terms_of(config),
+        layout=asdict(layout),
+        placement={
+            "kind": spare.placement,
+            "redundancy": spare.redundancy,
+            "groups_per_domain": spare.groups_per_domain,
+            "microbatches_per_shard": spare.microbatches_per_shard,
+        },
+        group=action.member.group,
+        incarnation=action.member.incarnation,
+        epoch=action.epoch,
+        log_head=head,
+        version=__version__,
+        files=dict(sorted(files.items())),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- names
+
+
+def folder_of(config: RunConfig, run_dir: Path) -> Path:
+    """Where the checkpoints of a run go."""
+    return Path(config.checkpoint.folder).absolute() if config.checkpoint.folder else run_dir.absolute() / FOLDER
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint after this many committed steps belongs."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The committed steps that a checkpoint holds, by its name.
+
+    Raises:
+        ValueError: It is not the name of a checkpoint.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named as a checkpoint is, step-NNNNNNNN")
+    return int(match[1])
+
+
+def aside_path(folder: Path, step: int, member: Member) -> Path:
+    """Where a group writes the checkpoint."""
+    name = checkpoint_path(folder, step).name
+    return folder / f"{name}.group-{member.group:04d}-life-{member.incarnation}.tmp"
+
+
+def visible_steps(folder: Path) -> list[int]:
+    """The checkpoints of a folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((int(m[1]) for m in map(_NAME.fullmatch, os.listdir(folder)) if m), reverse=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- write
+
+
+def clear_leftovers(folder: Path, writing: Collection[Member]) -> None:
+    """Removes what interrupted saves have left.
+
+    Args:
+        folder: The folder of the checkpoints.
+        writing: Whose unfinished checkpoints stay.
+    """
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        match = _ASIDE.fullmatch(name)
+        is_left = (
+            name.endswith(".tmp") if match is None else Member(GroupId(int(match[1])), int(match[2])) not in writing
+        )
+        if is_left:
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def publish(aside: Path, manifest: Manifest, probe: Callable[[Phase], None]) -> Checkpoint:
+    """Makes a checkpoint visible whose files are all on the disk.
+
+    A checkpoint of the same step that is there already is replaced: it is from before a restart.
+
+    Args:
+        aside: Where it was written, beside its final place.
+        manifest: What it holds.
+        probe: Told of the moments between.
+    """
+    probe(Phase.SAVE_MANIFEST)
+    _write_manifest(aside, manifest)
+    probe(Phase.SAVE_RENAME)
+    path = checkpoint_path(aside.parent, manifest.step)
+    if path.exists():
+        drop(aside.parent, [manifest.step])
+    _rename(aside, path)
+    return Checkpoint(path=path, manifest=manifest)
+
+
+def drop(folder: Path, steps: Iterable[int]) -> None:
+    """Removes checkpoints. None of them is ever visible in part."""
+    for step in sorted(steps):
+        path = checkpoint_path(folder, step)
+        aside = path.with_name(f"{path.name}.dropped.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another group drops what it has superseded
+            _rename(path, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _rename(path: Path, new: Path) -> None:
+    path.rename(new)
+    _sync_folder(new.parent)
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    content = {"format": _FORMAT, **asdict(manifest)}
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({**content, "sha256": _digest(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# ------------------------------------------------------------------------------------------------------------ read
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a checkpoint says of itself.
+
+    Raises:
+        DamagedCheckpoint: There is no manifest, or it is not what was written.
+    """
+    file = path / MANIFEST
+    try:
+        content = json.loads(file.read_bytes())
+        digest = content.pop("sha256")
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is missing") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} cannot be read: {error}") from error
+    if digest != _digest(content):
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} does not fit its own SHA-256: it has changed")
+    if content.pop("format") != _FORMAT:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is of a format that this version does not know")
+    files = {name: StoredFile(**fields) for name, fields in content.pop("files").items()}
+    manifest = Manifest(**content, files=files)
+    if checkpoint_path(path.parent, manifest.step).name != path.name:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is that of step {manifest.step}")
+    return manifest
+
+
+def verify(path: Path) -> Checkpoint:
+    """The checkpoint, every byte of which is what was written.
+
+    Raises:
+        DamagedCheckpoint: A file is missing, cut short or changed.
+    """
+    manifest = read_manifest(path)
+    for name, file in sorted(manifest.files.items()):
+        verify_file(path / name, file)
+    return Checkpoint(path=path, manifest=manifest)
+
+
+def verify_file(path: Path, stored: StoredFile) -> None:
+    """Reads the file from the disk, not from memory where the system allows to tell.
+
+    Raises:
+        DamagedCheckpoint: It is not what was written.
+    """
+    where = f"{path.parent.name}: {path.name}"
+    digest, num_bytes = hashlib.sha256(), 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                num_bytes += len(chunk)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{where} is missing") from error
+    except OSError as error:
+        raise DamagedCheckpoint(f"{where} cannot be read: {error}") from error
+    if num_bytes != stored.num_bytes:
+        raise DamagedCheckpoint(f"{where} has {num_bytes} bytes, and {stored.num_bytes} were written")
+    if digest.hexdigest() != stored.sha256:
+        raise DamagedCheckpoint(f"{where} does not fit its SHA-256: its content has changed")
+
+
+def newest_valid(folder: Path) -> Search:
+    """The newest checkpoint of a folder that can be used, which is read from its first to its last byte."""
+    rejected: list[Rejected] = []
+    for step in visible_steps(folder):
+        path = checkpoint_path(folder, step)
+        try:
+            return Search(found=verify(path), rejected=tuple(rejected))
+        except DamagedCheckpoint as error:
+            rejected.append(Rejected(path=path, reason=str(error)))
+    return Search(found=None, rejected=tuple(rejected))

@@ -1,0 +1,83 @@
+"""Which checkpoint a run begins with. Before any rank starts; loads without torch."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import differences
+from spare_megatron.runtime.checkpoints import (
+    FOLDER,
+    Checkpoint,
+    DamagedCheckpoint,
+    Rejected,
+    newest_valid,
+    step_of,
+    verify,
+    visible_steps,
+)
+
+
+def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], None]) -> RunConfig:
+    """The configuration whose `checkpoint.load` is the very checkpoint that the run begins with, if with any.
+
+    Args:
+        config: A configuration without problems.
+        folder: Where the run's own checkpoints go.
+        reject: Told of every newer checkpoint that is damaged.
+
+    Raises:
+        ValueError: There is none that this run can go on from; or the folder has later ones, which the run would
+            write over.
+    """
+    rejected: list[Rejected] = []
+    first_step = 0
+    if config.checkpoint.load:
+        checkpoint = _find(Path(config.checkpoint.load), rejected)
+        for item in rejected:
+            reject(item)
+        _check(config, checkpoint)
+        first_step = checkpoint.manifest.step
+        load = str(checkpoint.path.absolute())
+        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
+    damaged = {item.path.absolute() for item in rejected}
+    later = [
+        step
+        for step in visible_steps(folder)
+        if step > first_step and (folder / f"step-{step:08d}").absolute() not in damaged
+    ]
+    if config.checkpoint.is_wanted and later:
+        raise ValueError(
+            f"{folder} holds checkpoints after {max(later)} steps, and the run begins after {first_step}: set "
+            f"checkpoint.load={folder} to go on from the newest, or choose another checkpoint.folder"
+        )
+    return config
+
+
+def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
+    """The checkpoint at the path, or the newest valid one below it."""
+    try:
+        step_of(path)
+    except ValueError:
+        pass
+    else:
+        try:
+            return verify(path)
+        except DamagedCheckpoint as error:
+            raise ValueError(f"checkpoint.load={path} is damaged: {error}; choose an earlier one") from error
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    search = newest_valid(folder)
+    rejected.extend(search.rejected)
+    if search.found is None:
+        reasons = "".join(f"; {item.reason}" for item in search.rejected)
+        raise ValueError(f"checkpoint.load={path} holds no valid checkpoint (step-NNNNNNNN){reasons}")
+    return search.found
+
+
+def _check(config: RunConfig, checkpoint: Checkpoint) -> None:
+    manifest, where = checkpoint.manifest, f"checkpoint.load={checkpoint.path}"
+    found = differences(manifest.terms, config)
+    if found:
+        raise ValueError("\n".join([f"{where} is of another training:", *(f"  - {text}" for text in found)]))
+    if manifest.step >= config.train.steps:
+        raise ValueError(f"{where} holds all of train.steps={config.train.steps}; there is nothing left to train")

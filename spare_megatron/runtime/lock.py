@@ -1,0 +1,47 @@
+"""One job at a time in a directory."""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = "lock"
+
+
+class Locked(ValueError):
+    """Another job has the directory; the text says which."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the directory, which is made if it is not there, against every other job on this or another machine.
+
+    The operating system lets go of it when the process ends, however it ends: a file that is left means nothing.
+
+    Raises:
+        Locked: Another process holds it.
+        OSError: It cannot be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Locked(f"{folder} is in use by {_holder(fd)}; wait for it, end it, or choose another") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _holder(fd: int) -> str:
+    try:
+        holder = json.loads(os.pread(fd, 1024, 0))
+        return f"process {holder['pid']} on host {holder['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "a process that has yet to say who it is"

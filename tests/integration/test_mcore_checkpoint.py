@@ -1,0 +1,79 @@
+"""Checkpoints of a group: what they hold, and that any layout goes on from them as if nothing had been."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.mcore.data import prepare_index
+from tests.integration.checkpoint_group import Curve, load_and_train, train_and_save
+from tests.integration.mcore_group import run_group
+from tests.integration.whole_run import tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+BEFORE, AFTER = 3, 3
+
+
+def config_of(corpus: Path, layout: LayoutConfig, num_microbatches: int = 2, **model: object) -> RunConfig:
+    """A run whose learning rate changes with every step and whose gradients are clipped."""
+    config = tiny_config(
+        corpus, layout, steps=BEFORE + AFTER, num_microbatches=num_microbatches, mode="reproducible", **model
+    )
+    optimizer = OptimizerConfig(learning_rate=5e-3, warmup_steps=2, clip_grad=0.5)
+    config = replace(config, optimizer=optimizer)
+    prepare_index(config)
+    return config
+
+
+def whole(parts: list[tuple[Curve, dict]]) -> dict[str, np.ndarray]:
+    """The parameters of the whole model from those of its ranks."""
+    found: dict[str, list] = {}
+    for _, values, *_ in parts:
+        for name, (value, dim) in values.items():
+            found.setdefault(name, []).append((value, dim))
+    return {
+        name: values[0][0] if values[0][1] is None else np.concatenate([value for value, _ in values], values[0][1])
+        for name, values in found.items()
+    }
+
+
+CASES = {
+    "same": (LayoutConfig(num_groups=4, pipeline_parallel=2), LayoutConfig(num_groups=4, pipeline_parallel=2)),
+    "pipeline_2_to_1_and_groups_4_to_2": (
+        LayoutConfig(num_groups=4, pipeline_parallel=2),
+        LayoutConfig(num_groups=2),
+    ),
+    "tensor_2_to_1": (LayoutConfig(num_groups=4, tensor_parallel=2), LayoutConfig(num_groups=4)),
+    "interleaved_to_tensor": (
+        LayoutConfig(num_groups=4, pipeline_parallel=2, virtual_pipeline=2),
+        LayoutConfig(num_groups=4, tensor_parallel=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(
+    text_corpus: Path, tmp_path: Path, case: str
+) -> None:
+    saved, loaded = CASES[case]
+    microbatches = 2 * 4
+    terms = {"num_layers": 4, "vocab_size": 256}
+    here = config_of(text_corpus, saved, **terms)
+    there = config_of(text_corpus, loaded, microbatches // loaded.num_groups, **terms)
+    went_on = run_group(train_and_save, here, tmp_path, BEFORE, AFTER)
+    resumed = run_group(load_and_train, there, tmp_path, BEFORE, AFTER)
+    curve, expected = resumed[0][0], went_on[0][0]
+    if saved == loaded:
+        assert curve == expected
+        assert [values.keys() for _, values in resumed] == [values.keys() for _, values, _ in went_on]
+        for (_, mine), (_, theirs, _) in zip(resumed, went_on, strict=True):
+            assert all(np.array_equal(mine[name][0], theirs[name][0]) for name in mine)
+    else:
+        np.testing.assert_allclose(curve, expected, rtol=2e-6)
+        mine, theirs = whole(resumed), whole(went_on)
+        assert mine.keys() - theirs.keys() <= {"output_layer.weight"}  # the last stage's copy of tied embeddings
+        for name in mine.keys() & theirs.keys():
+            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=2e-6)

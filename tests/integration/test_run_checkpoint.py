@@ -1,0 +1,100 @@
+"""Checkpoints of whole runs: taken while training goes on, never torn, and gone on from."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import CheckpointRecord, FaultRecord
+from spare_megatron.runtime.checkpoints import checkpoint_path, verify, visible_steps
+from tests.integration.whole_run import Run, complete_run, kill, losses_of, tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+STAGES = LayoutConfig(num_groups=4, pipeline_parallel=2)
+ONE_RANK = LayoutConfig(num_groups=4)
+EVERY = 2
+
+
+def config_of(
+    corpus: Path,
+    layout: LayoutConfig = ONE_RANK,
+    *,
+    steps: int = 6,
+    faults: Sequence[FaultConfig] = (),
+    **checkpoint: Any,
+) -> RunConfig:
+    """Checkpoints every two steps, each of which is on the disk before training goes on unless it says otherwise."""
+    config = tiny_config(corpus, layout, steps=steps, mode="reproducible", hidden_dropout=0.1)
+    settings = {"interval_steps": EVERY, "asynchronous": False, "keep_last": 9, **checkpoint}
+    return replace(
+        config,
+        checkpoint=replace(config.checkpoint, **settings),
+        faults=replace(config.faults, trace=tuple(faults)),
+    )
+
+
+def saves_of(journal: Journal) -> list[tuple[int, int, str]]:
+    """Group, steps and outcome of every save that somebody lived to tell of."""
+    return sorted((record.step, record.group, record.outcome) for record in journal.of(CheckpointRecord))
+
+
+def assert_proven(run: Run) -> None:
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_goes_on_from_its_checkpoint_bitwise(text_corpus: Path, tmp_path: Path, asynchronous: bool) -> None:
+    config = config_of(text_corpus, STAGES, asynchronous=asynchronous)
+    whole = complete_run(config, tmp_path / "whole")
+    assert_proven(whole)
+    folder = tmp_path / "whole" / "checkpoints"
+    # The groups take turns, so that none is still writing when it is asked again.
+    assert saves_of(whole.journal) == [(2, 0, "saved"), (4, 1, "saved"), (6, 2, "saved")]
+    assert visible_steps(folder) == [6, 4, 2]
+    assert [name.name for name in folder.glob("*.tmp")] == []
+    found = verify(checkpoint_path(folder, 4)).manifest
+    assert (found.num_samples, found.group, found.epoch, found.log_head) == (4 * 8, 1, 0, 4)
+    assert found.num_bytes == next(r.num_bytes for r in whole.journal.of(CheckpointRecord) if r.step == 4)
+
+    resumed = complete_run(config_of(text_corpus, STAGES, load=str(checkpoint_path(folder, 2))), tmp_path / "resumed")
+    assert_proven(resumed)
+    assert resumed.summary.steps_committed == 4
+    expected = {step: losses for step, losses in losses_of(whole.journal).items() if step >= 2}
+    assert losses_of(resumed.journal) == expected
+    assert resumed.summary.params_sha256 == whole.summary.params_sha256
+
+
+STAGES_OF_A_SAVE = [
+    ("save", 1, False),
+    ("save_write", 1, False),
+    ("save_write", 0, True),
+    ("save_manifest", 0, False),
+    ("save_rename", 0, True),
+    ("save_rename", 0, False),
+    ("save_drop", 0, False),
+]
+
+
+@pytest.mark.parametrize(("phase", "rank", "asynchronous"), STAGES_OF_A_SAVE)
+def test_killing_the_saving_group_leaves_nothing_torn(
+    text_corpus: Path, tmp_path: Path, phase: str, rank: int, asynchronous: bool
+) -> None:
+    config = config_of(text_corpus, STAGES, faults=[kill(phase, EVERY - 1, 0, rank)], asynchronous=asynchronous)
+    run = complete_run(config, tmp_path / "run")
+    assert_proven(run)
+    [fault] = run.journal.of(FaultRecord)
+    assert (fault.group, fault.phase) == (0, phase)
+    folder = tmp_path / "run" / "checkpoints"
+    told = {step for step, _, outcome in saves_of(run.journal) if outcome == "saved"}
+    assert told == {4, 6}
+    # Killed after it made the checkpoint visible, it did not live to tell of it.
+    assert set(visible_steps(folder)) == told | ({2} if phase == "save_drop" else set())
+    for step in visible_steps(folder):
+        verify(checkpoint_path(folder, step))
+    if not asynchronous:  # else the others may have begun their last save before the group was lost
+        assert [item.name for item in folder.glob("*.tmp")] == []

@@ -1,0 +1,255 @@
+"""Checkpoints in a folder: visible whole or not at all, and damage that is found and named."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import differences, terms_of
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.retention import superseded
+from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.runtime.checkpoints import (
+    MANIFEST,
+    DamagedCheckpoint,
+    StoredFile,
+    aside_path,
+    checkpoint_path,
+    clear_leftovers,
+    drop,
+    manifest_of,
+    newest_valid,
+    publish,
+    read_manifest,
+    step_of,
+    verify,
+    visible_steps,
+)
+from spare_megatron.runtime.loading import resolve_load
+
+CONFIG = RunConfig()
+MEMBERS = tuple(Member(GroupId(group)) for group in range(3))
+
+
+class Died(Exception):
+    """The process is gone."""
+
+
+def dying_at(stage: Phase | None) -> Callable[[Phase], None]:
+    def probe(phase: Phase) -> None:
+        if phase is stage:
+            raise Died
+
+    return probe
+
+
+def save(folder: Path, step: int, *, dies_at: Phase | None = None, config: RunConfig = CONFIG) -> Path:
+    """A checkpoint of two files, published."""
+    action = SaveCheckpoint(step=step, member=MEMBERS[0], voters=MEMBERS, epoch=1)
+    aside = aside_path(folder, step, MEMBERS[0])
+    aside.mkdir(parents=True)
+    files = {}
+    for number in range(2):
+        content = bytes([number, step]) * 1000
+        (aside / f"{number}.distcp").write_bytes(content)
+        files[f"{number}.distcp"] = StoredFile(num_bytes=2000, sha256=hashlib.sha256(content).hexdigest())
+    return publish(aside, manifest_of(config, action, 7, files), dying_at(dies_at)).path
+
+
+def test_a_checkpoint_is_what_was_published(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    assert path == checkpoint_path(tmp_path, 10)
+    assert (step_of(path), visible_steps(tmp_path)) == (10, [10])
+    manifest = verify(path).manifest
+    assert manifest == read_manifest(path)
+    assert (manifest.step, manifest.num_bytes, manifest.log_head, manifest.epoch) == (10, 4000, 7, 1)
+    assert (manifest.num_samples, manifest.terms) == (10 * 4 * 4 * 2, terms_of(CONFIG))
+
+
+@pytest.mark.parametrize("stage", [Phase.SAVE_MANIFEST, Phase.SAVE_RENAME])
+def test_what_dies_before_the_rename_is_never_visible_and_is_cleared_by_the_next_save(
+    tmp_path: Path, stage: Phase
+) -> None:
+    save(tmp_path, 10)
+    with pytest.raises(Died):
+        save(tmp_path, 20, dies_at=stage)
+    assert visible_steps(tmp_path) == [10]
+    found = newest_valid(tmp_path)
+    assert found.found is not None
+    assert (found.found.manifest.step, found.rejected) == (10, ())
+    clear_leftovers(tmp_path, MEMBERS)
+    assert len(list(tmp_path.glob("*.tmp"))) == 1, "a group that takes part may still be writing"
+    clear_leftovers(tmp_path, MEMBERS[1:])
+    assert list(tmp_path.glob("*.tmp")) == []
+    assert visible_steps(tmp_path) == [10]
+
+
+def test_leftovers_of_an_earlier_incarnation_are_cleared(tmp_path: Path) -> None:
+    for incarnation in (0, 1):
+        aside_path(tmp_path, 5, Member(GroupId(2), incarnation)).mkdir()
+    clear_leftovers(tmp_path, [Member(GroupId(2), 1)])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005.group-0002-life-1.tmp"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    damaged = save(tmp_path, 10)
+    (damaged / "0.distcp").unlink()
+    verify(save(tmp_path, 10))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["1.distcp", MANIFEST])
+@pytest.mark.parametrize("harm", [cut_short, flip_a_bit, Path.unlink])
+def test_damage_is_named_and_the_checkpoint_before_takes_its_place(
+    tmp_path: Path, name: str, harm: Callable[[Path], None]
+) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    path = checkpoint_path(tmp_path, 20)
+    harm(path / name)
+    with pytest.raises(DamagedCheckpoint, match=f"step-00000020: {name}"):
+        verify(path)
+    search = newest_valid(tmp_path)
+    assert search.found is not None
+    assert search.found.manifest.step == 10
+    [rejected] = search.rejected
+    assert rejected.path == path
+    assert name in rejected.reason
+
+
+def test_every_single_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    content = (path / MANIFEST).read_bytes()
+    expected = json.loads(content)
+    for index in range(0, len(content), 7):
+        flipped = bytearray(content)
+        flipped[index] ^= 2
+        (path / MANIFEST).write_bytes(flipped)
+        try:
+            assert json.loads(flipped) == expected  # white space says nothing
+        except (ValueError, AssertionError):
+            with pytest.raises(DamagedCheckpoint):
+                read_manifest(path)
+
+
+def test_a_folder_without_a_checkpoint_has_none(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "missing").found is None
+    (tmp_path / "step-00000010").mkdir()
+    search = newest_valid(tmp_path)
+    assert search.found is None
+    assert [item.reason for item in search.rejected] == [f"step-00000010: {MANIFEST} is missing"]
+
+
+def test_dropped_checkpoints_are_gone_and_dropping_twice_is_no_error(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    drop(tmp_path, [10, 30])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
+
+
+# -------------------------------------------------------------------------------------------------------- retention
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every_steps", "kept"),
+    [(1, None, [50]), (3, None, [30, 40, 50]), (1, 20, [10, 20, 40, 50]), (9, None, [10, 20, 30, 40, 50])],
+)
+def test_the_newest_and_one_of_each_stretch_are_kept(
+    keep_last: int, keep_every_steps: int | None, kept: Sequence[int]
+) -> None:
+    steps = [10, 20, 30, 40, 50]
+    assert set(steps) - superseded(steps, keep_last, keep_every_steps) == set(kept)
+
+
+def test_what_was_kept_for_good_stays_so_as_checkpoints_come_and_go() -> None:
+    present: set[int] = set()
+    for step in range(3, 100, 3):
+        present.add(step)
+        present -= superseded(present, 2, 25)
+    assert sorted(present) == [3, 27, 51, 75, 96, 99]
+
+
+# ------------------------------------------------------------------------------------------------- what is loaded
+
+
+def load_config(load: Path, **checkpoint: object) -> RunConfig:
+    return replace(CONFIG, checkpoint=replace(CONFIG.checkpoint, load=str(load), **checkpoint))
+
+
+@pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/step-00000010"])
+def test_a_run_a_folder_and_a_checkpoint_can_be_loaded(tmp_path: Path, where: str) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (5, 10):
+        save(folder, step)
+    config = resolve_load(load_config(tmp_path / where), tmp_path / "new", pytest.fail)
+    assert config.checkpoint.load == str(checkpoint_path(folder, 10))
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
+    for step in (5, 10):
+        save(tmp_path, step)
+    cut_short(checkpoint_path(tmp_path, 10) / "0.distcp")
+    told = []
+    config = load_config(tmp_path, interval_steps=5)
+    assert resolve_load(config, tmp_path, told.append).checkpoint.load.endswith("step-00000005")
+    assert [item.reason for item in told] == ["step-00000010: 0.distcp has 1999 bytes, and 2000 were written"]
+
+
+def test_a_checkpoint_that_is_named_and_damaged_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    cut_short(path / "0.distcp")
+    with pytest.raises(ValueError, match=r"checkpoint\.load=.* is damaged: step-00000010: 0\.distcp has 1999 bytes"):
+        resolve_load(load_config(path), tmp_path / "new", pytest.fail)
+
+
+def test_a_folder_without_a_valid_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no valid checkpoint \(step-NNNNNNNN\)"):
+        resolve_load(load_config(tmp_path), tmp_path, pytest.fail)
+
+
+def test_a_checkpoint_of_another_training_is_refused_with_every_difference(tmp_path: Path) -> None:
+    other = replace(CONFIG, model=replace(CONFIG.model, hidden_size=128), train=replace(CONFIG.train, seed=7))
+    save(tmp_path, 10, config=other)
+    with pytest.raises(ValueError, match="is of another training") as error:
+        resolve_load(load_config(tmp_path), tmp_path, pytest.fail)
+    assert "model.hidden_size = 64, and the checkpoint was trained with 128" in str(error.value)
+    assert "train.seed = 1234, and the checkpoint was trained with 7" in str(error.value)
+
+
+def test_groups_and_microbatches_may_change_if_the_global_batch_stays(tmp_path: Path) -> None:
+    half = replace(CONFIG.layout, num_groups=2)
+    config = replace(CONFIG, layout=half)
+    assert len(differences(terms_of(CONFIG), config)) == 1
+    config = replace(config, spare=replace(CONFIG.spare, microbatches_per_shard=8))
+    assert differences(terms_of(CONFIG), config) == []
+
+
+def test_a_checkpoint_that_holds_all_steps_leaves_nothing_to_train(tmp_path: Path) -> None:
+    save(tmp_path, CONFIG.train.steps)
+    with pytest.raises(ValueError, match="nothing left to train"):
+        resolve_load(load_config(tmp_path), tmp_path, pytest.fail)
+
+
+def test_later_checkpoints_in_the_folder_are_not_written_over(tmp_path: Path) -> None:
+    first, _ = save(tmp_path, 5), save(tmp_path, 10)
+    with pytest.raises(ValueError, match="holds checkpoints after 10 steps, and the run begins after 5"):
+        resolve_load(load_config(first, interval_steps=5), tmp_path, pytest.fail)
+    with pytest.raises(ValueError, match="holds checkpoints after 10 steps, and the run begins after 0"):
+        resolve_load(load_config("", interval_steps=5), tmp_path, pytest.fail)
+    assert resolve_load(load_config(""), tmp_path, pytest.fail).checkpoint.load == ""

@@ -1,0 +1,67 @@
+"""Settings of checkpoints, and of faults that strike a save, that are refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
+from spare_megatron.config.validate_checkpoint import checkpoint_problems
+from spare_megatron.core.phases import Phase
+
+
+def only_problem(fault: FaultConfig | None = None, **settings: Any) -> str:
+    config = RunConfig(checkpoint=CheckpointConfig(**settings))
+    config = replace(config, faults=replace(config.faults, trace=() if fault is None else (fault,)))
+    (problem,) = checkpoint_problems(config)
+    return problem
+
+
+def fault(**fields: Any) -> FaultConfig:
+    return FaultConfig(**{"phase": Phase.SAVE_RENAME, "group": 1, "rank": 0, **fields})
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"interval_steps": 0}, "checkpoint.interval_steps=0 must be at least 1"),
+        ({"keep_last": 0}, "checkpoint.keep_last=0 must be at least 1"),
+        ({"interval_s": 0.0}, "checkpoint.interval_s=0.0 must be above 0"),
+        ({"timeout_s": -1.0}, "checkpoint.timeout_s=-1.0 must be above 0"),
+        ({"interval_steps": 1, "keep_every_steps": 0}, "checkpoint.keep_every_steps=0 must be at least 1"),
+        ({"keep_every_steps": 9}, "has no effect where no checkpoints are taken"),
+    ],
+)
+def test_what_says_nothing_or_the_impossible_is_refused(settings: dict[str, Any], text: str) -> None:
+    assert text in only_problem(**settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"kind": "nan"}, "faults.trace[0].kind=nan cannot strike a save; choose one of kill, stop"),
+        ({"rank": 1}, "faults.trace[0].phase=save_rename is reached by rank 0 alone"),
+        ({"group": None}, "name one in faults.trace[0].group"),
+    ],
+)
+def test_faults_that_no_save_can_meet_are_refused(fields: dict[str, Any], text: str) -> None:
+    assert text in only_problem(fault(**fields), interval_steps=2)
+
+
+def test_a_fault_needs_a_save_to_strike() -> None:
+    assert "is reached only when a checkpoint is taken" in only_problem(fault())
+
+
+@pytest.mark.parametrize("settings", [{"interval_s": 60.0}, {"load": "runs/a/checkpoints"}])
+def test_state_that_no_group_holds_whole_cannot_be_saved_or_loaded(settings: dict[str, Any]) -> None:
+    config = RunConfig(checkpoint=CheckpointConfig(**settings))
+    assert list(checkpoint_problems(config)) == []
+    config = replace(config, optimizer=replace(config.optimizer, sharding="stacked"))
+    (problem,) = checkpoint_problems(config)
+    assert "optimizer.sharding=stacked leaves no group with the whole optimizer state" in problem
+
+
+def test_a_save_may_be_struck_where_there_is_one() -> None:
+    config = RunConfig(checkpoint=CheckpointConfig(interval_s=60.0))
+    config = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=Phase.SAVE, rank=1))))
+    assert list(checkpoint_problems(config)) == []

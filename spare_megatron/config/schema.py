@@ -118,6 +118,8 @@ class ReduceConfig:
 
     mode: Literal["fast", "reproducible"] = "fast"
     """reproducible sums exact integers, so that the result does not depend on who computed what or in which order."""
+    overlap: bool = False
+    """Whether a bucket is reduced as soon as the backward pass has finished it, while others are computed."""
     bucket_mib: float = 32.0
     """Gradients that are reduced as one, in MiB; four times this much memory is needed beside the gradients."""
     timeout_s: float = 120.0

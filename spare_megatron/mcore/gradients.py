@@ -98,7 +98,7 @@ class GradientSums(Protocol):
         """What has been computed here since `reset`. Waits for the device."""
 
     def local_sums(self) -> Sequence[Tensor]:
-        """The local gradient sums that are not kept, flat. Whoever changes them changes what is staged."""
+        """The local gradient sums of buckets still to be staged, flat. Whoever changes them changes what is staged."""
 
     def poison(self) -> None:
         """Add a gradient that is not a number."""
@@ -122,6 +122,7 @@ class _Staged:
         self._dtype = dtype
         self._device = device
         self._num_kept = 0
+        self._next = 0  # bucket to be staged; the last when all are
         self._totals = torch.zeros((len(self.buckets), _NUM_EXTRAS), dtype=dtype, device=device)
 
     @property
@@ -131,6 +132,7 @@ class _Staged:
 
     def keep(self, num_kept: int) -> None:
         self._num_kept = num_kept
+        self._next = min(num_kept, len(self.buckets) - 1)
 
     def new_staging(self) -> Tensor:
         return torch.empty(len(self.buckets[0]) + _NUM_EXTRAS, dtype=self._dtype, device=self._device)
@@ -163,7 +165,7 @@ class FloatSums(_Staged):
             chunk.module.zero_grad_buffer()
         self._loss.zero_()
         self._count = 0
-        self._num_kept = 0
+        self.keep(0)
 
     def adding(self) -> AbstractContextManager[None]:
         return _diverted(self._parameters, self._kept_end) if self._num_kept else nullcontext()
@@ -176,6 +178,7 @@ class FloatSums(_Staged):
 
     def stage(self, bucket: int, staging: Tensor) -> Tensor:
         staged = self._part(bucket, staging)
+        self._next = min(bucket + 1, len(self.buckets) - 1)
         for gradients, place in self._pieces[bucket]:
             staged[place].copy_(gradients)
         # Whole numbers are exact in fp32 up to 2^24 microbatches.
@@ -206,7 +209,7 @@ class FloatSums(_Staged):
         return Totals(num_microbatches=(self._count,) * len(self.buckets), loss_sum=float(self._loss))
 
     def local_sums(self) -> Sequence[Tensor]:
-        return [gradients for pieces in self._pieces[self._num_kept :] for gradients, _ in pieces]
+        return [gradients for pieces in self._pieces[self._next :] for gradients, _ in pieces]
 
     def poison(self) -> None:
         self.local_sums()[0][0] += math.nan
@@ -265,7 +268,7 @@ class FixedPointSums(_Staged):
         self._sums.zero_()
         self._extras.zero_()
         self._largest.zero_()
-        self._num_kept = 0
+        self.keep(0)
 
     def adding(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -279,6 +282,7 @@ class FixedPointSums(_Staged):
     def stage(self, bucket: int, staging: Tensor) -> Tensor:
         elements = self.buckets[bucket]
         staged = self._part(bucket, staging)
+        self._next = min(bucket + 1, len(self.buckets) - 1)
         staged[:-_NUM_EXTRAS].copy_(self._sums[elements.start : elements.stop])
         staged[-_NUM_EXTRAS:].copy_(self._extras)
         if not self._is_last(bucket):
@@ -311,7 +315,7 @@ class FixedPointSums(_Staged):
         return Totals(num_microbatches=(count,) * len(self.buckets), loss_sum=loss / self._fixed.scale)
 
     def local_sums(self) -> Sequence[Tensor]:
-        return [self._sums[self._kept_end :]]
+        return [self._sums[elements.start : elements.stop] for elements in self.buckets[self._next :]]
 
     def poison(self) -> None:
         self._add(self.local_sums()[0][:1], torch.full((1,), math.nan, device=self._sums.device))

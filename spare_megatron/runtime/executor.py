@@ -189,7 +189,10 @@ class GroupExecutor:
 
     def _compute(self, work: Sequence[Microbatch], into: AttemptReduce | None) -> None:
         self._begin_attempt(into)
-        self._now.computed.extend(self._trainer.compute(work))
+        on_ready = None
+        if into is not None and work:
+            on_ready = self._reduction.leave_early(into, [*self._now.computed, *work])
+        self._now.computed.extend(self._trainer.compute(work, on_ready))
 
     def _begin_attempt(self, into: AttemptReduce | None) -> None:
         if into is not None:

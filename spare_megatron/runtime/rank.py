@@ -177,6 +177,7 @@ class _Rank:
             journal=self._journal,
             probe=self._probe,
             outlier_factor=config.train.gradient_outlier_factor,
+            overlaps=config.reduce.overlap,
         )
         source = self._serve_state()
         return GroupExecutor(

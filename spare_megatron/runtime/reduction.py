@@ -3,11 +3,14 @@
 Bucket by bucket, in order, with at most a few in flight (`core.buckets`): a local sum is judged and copied into a
 staging buffer, that is summed over the groups, and once every group holds the sum, it takes the place of the local sum.
 What is staged when an attempt ends is decided with it: after a commit all of it is written, after a retry what is kept.
+
+Buckets leave when all has been computed and judged; or, where they overlap, each as soon as the backward pass of the
+last microbatch has finished it, if there is a microbatch to compute.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,6 +40,7 @@ class Reduction:
         journal: The rank's journal; only leaders write here.
         probe: Told what the rank is about.
         outlier_factor: How many times its usual norm a bucket's gradient may have; 0 judges no sizes.
+        overlaps: Whether buckets leave while others are computed.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Reduction:
         journal: JournalWriter,
         probe: RankProbe,
         outlier_factor: float,
+        overlaps: bool,
     ) -> None:
         self._position = position
         self._sums = trainer.gradients
@@ -58,8 +63,12 @@ class Reduction:
         self._journal = journal
         self._probe = probe
         self._guards = [GradientGuard(outlier_factor) for _ in self._sums.buckets]
+        self._overlaps = overlaps
         self._attempt = -1
+        self._has_left_early = False  # or may have: some rank of the group was told of buckets during its compute
+        self._finding, self._finder = Finding.SOUND, self._guards[-1]
         self._window = BucketWindow(len(self._sums.buckets), 0)
+        self._first, self._middle = 0, len(self._sums.buckets) // 2
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here and maybe not everywhere
         self._free: list[torch.Tensor] = []
         self.loss_sum = math.nan
@@ -95,7 +104,36 @@ class Reduction:
         self._staged.clear()
         self._sums.keep(num_kept)
         self._window = BucketWindow(len(self._sums.buckets), num_kept)
+        self._first, self._middle = num_kept, (num_kept + len(self._sums.buckets)) // 2
+        self._has_left_early = False
+        self._finding = Finding.SOUND
         self._communicator.begin()
+
+    def leave_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:
+        """Lets buckets leave while the last of what the group brings into an attempt is computed.
+
+        Call it on all ranks of the group, after `begin`, before something is computed. What a rank sends follows from
+        what its leader has computed, which then has written down what the group brings.
+
+        Args:
+            action: The attempt.
+            brought: All microbatches that the local sums will hold.
+
+        Returns:
+            To be told during the backward passes how many buckets are ready; None where nothing leaves early.
+        """
+        if not self._overlaps:
+            return None
+        self._write_contribution(action, brought)
+        self._has_left_early = True
+
+        def advance(num_ready: int) -> None:
+            # Nothing here waits: what cannot be sent or taken in now is later.
+            if self._communicator.is_ready():
+                self._take_in()
+                self._send(num_ready, action.step, len(brought))
+
+        return advance
 
     def commit(self) -> None:
         """Writes the sums of the committed attempt in the place of the local sums."""
@@ -135,16 +173,31 @@ class Reduction:
             UnsoundGradient: What this group would add must not be added.
         """
         self.begin(action)
-        self._probe(Phase.BEFORE_REDUCE)
-        self._judge(action.step, len(computed))
-        self._write_contribution(action, computed)
+        if not self._has_left_early:
+            self._probe(Phase.BEFORE_REDUCE)
+            self._judge_all(action.step, len(computed))
+            self._write_contribution(action, computed)
         with self._probe.during(Operation.REDUCE):
-            self._reduce(head)
+            self._reduce(action.step, len(computed), head)
+        if self._has_left_early:
+            self._agree_on_finding(action.step)
         if self._window.is_complete:
             self._probe(Phase.AFTER_REDUCE)
         return self._vote(action, digest_of_work(computed), params_digest)
 
-    def _judge(self, step: int, num_computed: int) -> None:
+    def _judge_all(self, step: int, num_computed: int) -> None:
+        for bucket in range(self._first, len(self._guards)):
+            if not self._is_sound(bucket, step, num_computed):
+                break
+        self._agree_on_finding(step)
+
+    def _is_sound(self, bucket: int, step: int, num_computed: int) -> bool:
+        """Judges a local sum. A rank that finds something sends nothing more in this attempt."""
+        self._finder = self._guards[bucket]
+        self._finding = self._finder.judge(step, self._sums.norm(bucket), num_computed)
+        return self._finding is Finding.SOUND
+
+    def _agree_on_finding(self, step: int) -> None:
         """Lets nothing into the sum that would spoil it for all groups.
 
         Collective over: all ranks of the group, so that all of them raise the same, whoever found it.
@@ -152,36 +205,40 @@ class Reduction:
         Raises:
             UnsoundGradient: A rank of this group has gradients that are not finite, or far larger than usual.
         """
-        finding, guard = Finding.SOUND, self._guards[-1]
-        for bucket in range(self._window.num_posted, len(self._guards)):
-            guard = self._guards[bucket]
-            finding = guard.judge(step, self._sums.norm(bucket), num_computed)
-            if finding is not Finding.SOUND:
-                break
         with self._probe.during(Operation.SETTLE):
-            finding = Finding(self._agreement.highest(finding))
+            finding = Finding(self._agreement.highest(self._finding))
         if finding is not Finding.SOUND:
-            raise guard.error(finding, step)
+            raise self._finder.error(finding, step)
 
-    def _reduce(self, head: int) -> None:
-        """Sums until all is complete here, or nobody needs it any more, or a connection breaks."""
+    def _reduce(self, step: int, num_computed: int, head: int) -> None:
+        """Sums until all is complete here, or nobody needs it any more, or something keeps it from being complete."""
 
         def is_decided() -> bool:
             return self._agreement.is_written(head)
 
+        self._take_in()
         if self._window.is_complete or not self._communicator.connect(is_decided):
             return
-        first = self._window.num_posted
-        struck_in = (first + len(self._sums.buckets)) // 2
-        while not self._window.is_complete:
-            while self._window.may_post(len(self._sums.buckets)):
-                bucket = self._window.num_posted
-                if not self._post():
-                    return
-                if bucket == struck_in:
-                    self._probe(Phase.IN_REDUCE)
+        while self._send(len(self._sums.buckets), step, num_computed) and not self._window.is_complete:
             if not self._communicator.wait(is_decided) or not self._take_in():
                 return
+
+    def _send(self, num_ready: int, step: int, num_computed: int) -> bool:
+        """Sends buckets that are ready, as far as the window allows; False if no more will ever be sent."""
+        while self._window.may_post(num_ready):
+            bucket = self._window.num_posted
+            if self._has_left_early:
+                if self._finding is not Finding.SOUND:
+                    return False
+                if bucket == self._first:
+                    self._probe(Phase.BEFORE_REDUCE)
+                if not self._is_sound(bucket, step, num_computed):
+                    return False
+            if not self._post():
+                return False
+            if bucket == self._middle:
+                self._probe(Phase.IN_REDUCE)
+        return True
 
     def _post(self) -> bool:
         """Sends the next bucket; False if the connection is broken."""

@@ -164,25 +164,45 @@ def staged(trainer: GroupTrainer) -> torch.Tensor:
 
 def kept_sums(
     config: RunConfig, num_kept: int, before: Sequence[Microbatch], after: Sequence[Microbatch]
-) -> tuple[list[range], torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[list[range], np.ndarray, np.ndarray, np.ndarray]:
     """Buckets, and what they stage: after some work; after more, with the first of three times their sums kept; after
     all of it without keeping any."""
     trainer = GroupTrainer(config, CPU)
     sums = trainer.gradients
     trainer.begin_step(0)
     trainer.compute(before)
-    first = staged(trainer)
+    first = staged(trainer).numpy()
     for bucket in range(num_kept):
         staging = sums.new_staging()
         sums.stage(bucket, staging).mul_(3)
         sums.put(bucket, staging)
     sums.keep(num_kept)
     trainer.compute(after)
-    kept = staged(trainer)
+    kept = staged(trainer).numpy()
     trainer.begin_step(0)
     trainer.compute(before)
     trainer.compute(after)
-    return list(sums.buckets), first, kept, staged(trainer)
+    return list(sums.buckets), first, kept, staged(trainer).numpy()
+
+
+def left_early(config: RunConfig, *calls: Sequence[Microbatch]) -> tuple[list[int], int, bool]:
+    """What the trainer tells of ready buckets during the last of some calls, how many there are, and whether each had
+    its last bit when it was told to be ready."""
+    trainer = GroupTrainer(config, CPU)
+    sums = trainer.gradients
+    told: list[int] = []
+    parts: list[torch.Tensor] = []
+
+    def tell(num_ready: int) -> None:
+        told.append(num_ready)
+        parts.extend(sums.stage(bucket, sums.new_staging()).clone() for bucket in range(len(parts), num_ready))
+
+    trainer.begin_step(0)
+    for work in calls[:-1]:
+        trainer.compute(work)
+    trainer.compute(calls[-1], tell)
+    final = [sums.stage(bucket, sums.new_staging()) for bucket in range(len(sums.buckets))]
+    return told, len(final), all(map(torch.equal, parts, final))
 
 
 def put_all(trainer: GroupTrainer, total: torch.Tensor) -> Totals:

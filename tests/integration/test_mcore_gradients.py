@@ -137,8 +137,29 @@ def test_what_is_computed_later_is_added_to_the_buckets_that_are_not_kept_alone(
         end = buckets[num_kept].start
         np.testing.assert_array_equal(kept[:end], 3 * first[:end])
         np.testing.assert_array_equal(kept[end:], whole[end:])
-        assert num_kept == 0 or np.any(first[:end].numpy())
-        assert np.any(first[end:-2].numpy() != whole[end:-2].numpy())
+        assert num_kept == 0 or np.any(first[:end])
+        assert np.any(first[end:-2] != whole[end:-2])
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout", "is_tied"),
+    [
+        ("fast", LAYOUTS["one rank"], True),
+        ("fast", LAYOUTS["two by two"], False),
+        ("reproducible", LAYOUTS["interleaved"], True),
+    ],
+    ids=["one rank", "2x2", "vpp"],
+)
+def test_a_bucket_that_is_told_to_be_ready_has_its_last_bit(
+    make_config: MakeConfig, mode: str, layout: dict[str, int], is_tied: bool
+) -> None:
+    config = make_config(mode, model={"tie_embeddings": is_tied}, **layout)
+    config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
+    for told, num_buckets, is_final in run_group(group.left_early, config, WORK[:2], WORK[2:]):
+        assert is_final
+        assert told == sorted(told)
+        assert told[-1] == num_buckets
+        assert told[0] < num_buckets, "the first leave before the last are computed"
 
 
 # ------------------------------------------------------------------------------------------------ reproducibility

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spare_megatron.core.buckets import MAX_STAGED, WINDOW, cut
-from spare_megatron.core.guard import UnsoundGradient
+from spare_megatron.core.guard import Finding, UnsoundGradient
 from spare_megatron.core.messages import AttemptReduce, Vote
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
@@ -71,13 +71,17 @@ class Communicator:
 
     def __init__(self, num_sums: int) -> None:
         self.num_left = num_sums
+        self.is_built = True
         self.in_flight: deque[torch.Tensor] = deque()
-        self.most_in_flight = 0
+        self.most_in_flight = self.num_posted = 0
         self.abandoned: list[torch.Tensor] = []
         self._num_complete = 0
 
     def begin(self) -> None:
         self._num_complete = 0
+
+    def is_ready(self) -> bool:
+        return self.is_built
 
     def connect(self, is_decided: Callable[[], bool]) -> bool:
         return not is_decided()
@@ -85,10 +89,13 @@ class Communicator:
     def post(self, tensor: torch.Tensor) -> bool:
         assert not any(tensor.data_ptr() == given_up.data_ptr() for given_up in self.abandoned)
         self.in_flight.append(tensor)
+        self.num_posted += 1
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return True
 
     def wait(self, _is_decided: Callable[[], bool]) -> bool:
+        if not self.in_flight:
+            return False
         if not self.num_left:
             self.abandoned += self.in_flight
             self.in_flight.clear()
@@ -136,7 +143,7 @@ class Probe(SilentProbe):
 class Rank:
     """A reduction and what it is made of here."""
 
-    def __init__(self, num_sums: int) -> None:
+    def __init__(self, num_sums: int, *, overlaps: bool = False) -> None:
         self.sums, self.communicator = Sums(), Communicator(num_sums)
         self.agreement, self.probe = Agreement(), Probe()
         self.records: list[Any] = []
@@ -148,15 +155,28 @@ class Rank:
             journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,
             outlier_factor=0.0,
+            overlaps=overlaps,
         )
 
     def attempt(self, number: int, *kept: int) -> Vote:
-        voters = tuple(Member(group) for group in MEMBERS)
-        action = AttemptReduce(
-            step=0, attempt=number, epoch=0, members=MEMBERS, voters=voters, plan_digest="", kept=kept
-        )
-        self.reduction.attempt(action, COMPUTED, params_digest="", head=0)
+        self.reduction.attempt(action(number, *kept), COMPUTED, params_digest="", head=0)
         return self.agreement.votes[-1]
+
+    def compute(self, number: int, *kept: int) -> Callable[[int], None]:
+        """What is told of ready buckets before the attempt."""
+        self.reduction.begin(action(number, *kept))
+        tell = self.reduction.leave_early(action(number, *kept), COMPUTED)
+        assert tell is not None
+        return tell
+
+    @property
+    def num_posted(self) -> int:
+        return self.communicator.num_posted
+
+
+def action(number: int, *kept: int) -> AttemptReduce:
+    voters = tuple(Member(group) for group in MEMBERS)
+    return AttemptReduce(step=0, attempt=number, epoch=0, members=MEMBERS, voters=voters, plan_digest="", kept=kept)
 
 
 def test_an_attempt_stages_a_few_buckets_at_a_time_and_nothing_as_large_as_all_gradients() -> None:
@@ -204,3 +224,70 @@ def test_nothing_leaves_a_rank_that_finds_one_bucket_unsound(bucket: int) -> Non
     with pytest.raises(UnsoundGradient, match="is not finite"):
         rank.attempt(0)
     assert rank.sums.stagings == []
+
+
+# -------------------------------------------------------------------------------------------------- leaving early
+
+
+def test_buckets_leave_while_others_are_computed_as_soon_as_they_are_ready() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
+    tell = rank.compute(0)
+    assert [type(record).__name__ for record in rank.records] == ["ContributionRecord"], "before anything leaves"
+    counts = []
+    for num_ready in (1, 2, 3, NUM_BUCKETS):
+        tell(num_ready)
+        counts.append(rank.num_posted)
+        rank.communicator.wait(lambda: False)  # the first in flight is complete
+    assert counts == [1, 2, 3, 3 + WINDOW], "no more are ready, or may be in flight"
+    vote = rank.attempt(0)
+    assert vote.is_complete
+    rank.reduction.commit()
+    assert bool((rank.sums.local == 2.0).all())
+    assert len(rank.sums.stagings) <= MAX_STAGED
+    assert len([record for record in rank.records if hasattr(record, "microbatches")]) == 1
+    assert rank.probe.calls == [Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE]
+
+
+def test_without_a_communicator_nothing_leaves_early() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
+    rank.communicator.is_built = False
+    rank.compute(0)(NUM_BUCKETS)
+    assert rank.num_posted == 0
+    assert rank.attempt(0).is_complete
+
+
+def test_a_second_attempt_sends_early_what_is_not_kept() -> None:
+    rank = Rank(num_sums=5, overlaps=True)
+    rank.compute(0)(3)
+    assert rank.attempt(0).num_complete == (5,)
+    rank.communicator.num_left = NUM_BUCKETS
+    posted = rank.num_posted
+    tell = rank.compute(1, 4)
+    tell(4)
+    assert rank.num_posted == posted, "all that is ready is kept"
+    tell(5)
+    assert rank.num_posted == posted + 1
+    assert rank.attempt(1, 4).is_complete
+    rank.reduction.commit()
+    assert bool((rank.sums.local == 2.0).all())
+
+
+def test_a_rank_that_finds_a_bucket_unsound_sends_nothing_from_there_on_and_raises_with_its_group() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
+    rank.sums.of(3)[0] = math.nan
+    tell = rank.compute(0)
+    for num_ready in range(1, NUM_BUCKETS + 1):
+        tell(num_ready)
+        rank.communicator.wait(lambda: False)
+    assert rank.num_posted == 3
+    with pytest.raises(UnsoundGradient, match="is not finite"):
+        rank.attempt(0)
+    assert rank.num_posted == 3
+
+
+def test_a_rank_raises_what_another_rank_of_its_group_found() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
+    rank.compute(0)(NUM_BUCKETS)
+    rank.agreement.highest = lambda _value: int(Finding.NOT_FINITE)
+    with pytest.raises(UnsoundGradient, match="is not finite"):
+        rank.attempt(0)

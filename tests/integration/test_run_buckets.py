@@ -32,11 +32,16 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def bucketed(
-    corpus: Path, faults: Sequence[FaultConfig] = (), *, mode: str = "reproducible", layout: LayoutConfig = STAGES
+    corpus: Path,
+    faults: Sequence[FaultConfig] = (),
+    *,
+    mode: str = "reproducible",
+    layout: LayoutConfig = STAGES,
+    overlap: bool = False,
 ) -> RunConfig:
     config = tiny_config(corpus, layout, steps=5, faults=faults, mode=mode, **DROPOUT)
     bucket_mib = 1 / 128 if mode == "reproducible" else 1 / 256
-    return replace(config, reduce=replace(config.reduce, bucket_mib=bucket_mib))
+    return replace(config, reduce=replace(config.reduce, bucket_mib=bucket_mib, overlap=overlap))
 
 
 def run_of(config: RunConfig, run_dir: Path, dump_steps: Sequence[int] = ()) -> Run:
@@ -66,8 +71,17 @@ def test_buckets_that_all_survivors_hold_are_kept_and_the_bits_are_those_of_the_
         kill(Phase.IN_REDUCE, 2, 2, 0),
         kill(Phase.PATCH, 2, 0, 1),
     ]
-    run = run_of(bucketed(text_corpus, faults), tmp_path / "faults")
-    assert_masked(run)
+    for overlap in (False, True):
+        run = run_of(bucketed(text_corpus, faults, overlap=overlap), tmp_path / f"faults-{overlap}")
+        assert_masked(run)
+        assert_kept(run)
+        assert losses_of(run.journal) == losses_of(expected.journal)
+        assert params_of(run) == params_of(expected)
+    assert losses_of(whole.journal) == losses_of(expected.journal)
+    assert params_of(whole) == params_of(expected)
+
+
+def assert_kept(run: Run) -> None:
     first, second = kept_by(run)[1], kept_by(run)[2]
     assert len(first) == 1
     num_buckets = max(vote.num_complete[1] for vote in run.journal.of(VoteRecord))
@@ -80,9 +94,6 @@ def test_buckets_that_all_survivors_hold_are_kept_and_the_bits_are_those_of_the_
     assert 0 < second[0][0] <= second[1][0]
     assert patched_in(run.journal)[2] > patched_in(run.journal)[1] > 0
     assert any(record.kept for record in run.journal.of(ContributionRecord))
-    for other in (run, whole):
-        assert losses_of(other.journal) == losses_of(expected.journal)
-        assert params_of(other) == params_of(expected)
 
 
 def test_float_sums_of_buckets_kept_and_reduced_again_are_the_gradient_of_the_whole_batch(
@@ -109,3 +120,17 @@ def test_a_discarded_step_is_computed_again_though_its_sums_stand_where_local_su
     assert (retry["step"], retry["recompute"], retry["kept"]) == (2, True, [])
     assert losses_of(run.journal) == losses_of(expected.journal)
     assert run.summary.params_sha256 == expected.summary.params_sha256
+
+
+def test_a_gradient_that_is_not_a_number_costs_its_group_also_where_buckets_leave_early(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    faults = [wrong("nan", Phase.BACKWARD, 1, 2, 1), wrong("nan", Phase.BEFORE_REDUCE, 3, 0, 0)]
+    config = bucketed(text_corpus, faults, mode="fast", overlap=True)
+    config = replace(config, model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0))
+    run = run_of(config, tmp_path / "run", range(5))
+    assert run.summary.outcome == "finished"
+    assert_exact(run, range(5))
+    reasons = {entry["group"]: entry["error"] for entry in entries_of(run.journal) if entry["entry"] == "fence"}
+    assert reasons.keys() == {0, 2}
+    assert all("is not finite" in reason for reason in reasons.values())

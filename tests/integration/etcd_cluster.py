@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class EtcdCluster:
     """Running members, by their number."""
 
     endpoints: tuple[str, ...]
+    launch: Callable[[int], subprocess.Popen[bytes]]
     members: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def leader(self) -> int:
@@ -83,6 +84,10 @@ class EtcdCluster:
                 return leader
             assert time.monotonic() < end_s, "the members do not agree on who leads"
             time.sleep(0.05)
+
+    def start(self, number: int) -> None:
+        """Starts a member, for the first time or again with what it has on disk."""
+        self.members[number] = self.launch(number)
 
     def kill(self, number: int) -> None:
         """SIGKILL, and reaps it."""
@@ -106,10 +111,12 @@ def running_cluster(binary: Path, folder: Path, tls: ServerTls | None = None) ->
     ports = _free_ports(2 * NUM_MEMBERS)
     endpoints = tuple(f"{scheme}://127.0.0.1:{port}" for port in ports[:NUM_MEMBERS])
     peers = [f"http://127.0.0.1:{port}" for port in ports[NUM_MEMBERS:]]
-    cluster = EtcdCluster(endpoints=endpoints)
+    cluster = EtcdCluster(
+        endpoints=endpoints, launch=lambda number: _start(binary, folder, number, endpoints[number], peers, tls)
+    )
     try:
         for number in range(NUM_MEMBERS):
-            cluster.members[number] = _start(binary, folder, number, endpoints[number], peers, tls)
+            cluster.start(number)
         if tls is None:
             EtcdGateway(EtcdStoreSpec(endpoints=endpoints, prefix="", timeout_s=_START_S)).call(
                 "/v3/kv/range", {"key": "AA=="}
@@ -141,7 +148,7 @@ def _start(
             f"--trusted-ca-file={tls.ca_file}",
             "--client-cert-auth",
         ]
-    with (folder / f"member-{number}.log").open("wb") as log:
+    with (folder / f"member-{number}.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
 
 

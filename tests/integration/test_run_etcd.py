@@ -102,3 +102,32 @@ def test_a_lost_group_comes_back_over_etcd(own_cluster: EtcdCluster, text_corpus
     run = complete_run(with_etcd(tiny, own_cluster), tmp_path / "run", watch)
     assert_masked(run)
     assert run.summary.groups_rejoined == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_losses_are_masked_while_the_leader_of_etcd_is_killed_again_and_again(
+    own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path
+) -> None:
+    """Every 20 steps it is killed, right before a group is lost, and its member started again 10 steps later."""
+    period = 20
+    dead: list[int] = []
+    killed: list[int] = []
+
+    def harass(event: RunEvent) -> None:
+        if not isinstance(event, StepCommitted):
+            return
+        if event.step == period * len(killed) + 5 and not dead:
+            dead.append(own_cluster.leader())
+            killed.append(event.step)
+            own_cluster.kill(dead[0])
+        if event.step == period * len(killed) - 5 and dead:
+            own_cluster.start(dead.pop())
+
+    faults = [kill("forward", 6, 1), kill("in_reduce", 26, 2), kill("after_vote", 46, 3)]
+    faults[1] = dataclasses.replace(faults[1], kind="hang")
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=4), steps=3 * period, faults=faults, rejoins=1)
+    run = complete_run(with_etcd(config, own_cluster, store_timeout_s=30.0), tmp_path / "run", on_event=harass)
+    assert_masked(run)
+    assert killed == [5, 25, 45]
+    assert len(own_cluster.members) == 3

@@ -95,9 +95,7 @@ def _kills(options: argparse.Namespace, run: int) -> list[str]:
         phase = PHASES[draw.integers(len(PHASES))]
         kills.append(f'{{phase="{phase}", step={int(step)}, group={victims[number % 3]}, rank=0}}')
     if step >= options.steps - FIRST_KILL:
-        raise SystemExit(
-            f"--steps {options.steps} is too short, the last kill is at step {int(step)}; raise it"
-        )
+        raise SystemExit(f"--steps {options.steps} is too short, the last kill is at step {int(step)}; raise it")
     return kills
 
 

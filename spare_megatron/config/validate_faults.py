@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.phases import PHASES_WITH_SLICES, Phase
 
 _WHILE_SUMS_GROW = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
 """Phases at which the local gradient sums have yet to enter the reduction."""
@@ -46,6 +46,11 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
         )
     if fault.phase is Phase.PATCH and index == 0:
         yield f"{where}.phase=patch is never reached: no group is lost before it; put a fault before it"
+    if fault.phase in PHASES_WITH_SLICES and config.optimizer.sharding == "replicated":
+        yield (
+            f"{where}.phase={fault.phase} is never reached with optimizer.sharding=replicated; choose another phase or "
+            f"set optimizer.sharding to stacked"
+        )
     if fault.phase is Phase.JOIN:
         yield from _unreachable_join(config, index, fault)
     yield from _unlikely_times(config, where, fault)

@@ -37,7 +37,6 @@ def _sharding(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.redundancy={redundancy} must be at least 1; raise it"
     if config.optimizer.sharding == "replicated":
         return
-    yield "optimizer.sharding=stacked is not carried out by runs yet; set it to replicated"
     if redundancy > num_groups:
         yield (
             f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a slice cannot have more hosts "

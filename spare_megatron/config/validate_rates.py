@@ -12,6 +12,11 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
         return
     if faults.trace:
         yield "faults.mean_steps draws faults, and faults.trace states them; remove one of them"
+    if config.optimizer.sharding == "stacked":
+        yield (
+            "faults.mean_steps draws faults that are masked for sure, and with optimizer.sharding=stacked a slice may "
+            "lose its last host before it has another; state the faults in faults.trace, or set it to replicated"
+        )
     above_zero = {
         "faults.mean_steps": faults.mean_steps,
         "faults.shape": faults.shape,

@@ -28,6 +28,10 @@ class Phase(StrEnum):
     """The group has voted, the step is not committed as far as this rank knows."""
     AFTER_COMMIT = "after_commit"
     """The step is committed, the optimizer has not run."""
+    BEFORE_GATHER = "before_gather"
+    """The slices hosted here are updated, the gathering of all parameters has not begun."""
+    IN_GATHER = "in_gather"
+    """Parameters are being gathered, and this rank has not sent its last ones."""
     JOIN = "join"
     """Before the state is given to or taken by a group that comes back, between two steps."""
     SAVE = "save"
@@ -44,3 +48,6 @@ class Phase(StrEnum):
 
 PHASES_OF_A_SAVE = frozenset({Phase.SAVE, Phase.SAVE_WRITE, Phase.SAVE_MANIFEST, Phase.SAVE_RENAME, Phase.SAVE_DROP})
 """Phases that only the group reaches that saves, at its first save at or after a step."""
+
+PHASES_WITH_SLICES = frozenset({Phase.BEFORE_GATHER, Phase.IN_GATHER})
+"""Phases that are reached only where the optimizer state is cut into slices."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind, RunConfig
-from spare_megatron.core.phases import PHASES_OF_A_SAVE, Phase
+from spare_megatron.core.phases import PHASES_OF_A_SAVE, PHASES_WITH_SLICES, Phase
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId
 
@@ -18,7 +18,9 @@ PHASES_AFTER_A_LOSS = frozenset({Phase.PATCH, Phase.REBUILD, Phase.JOIN})
 later.
 """
 
-PHASES_OF_EVERY_STEP = tuple(phase for phase in Phase if phase not in PHASES_AFTER_A_LOSS | PHASES_OF_A_SAVE)
+PHASES_OF_EVERY_STEP = tuple(
+    phase for phase in Phase if phase not in PHASES_AFTER_A_LOSS | PHASES_OF_A_SAVE | PHASES_WITH_SLICES
+)
 """Phases that some rank of every group reaches in every step."""
 
 _SURELY_FOUND_INTERVALS = 6

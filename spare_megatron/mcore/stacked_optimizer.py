@@ -56,8 +56,9 @@ class _Hosted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Updated:
-    """A fragment as the optimizer updates it: fp32 of its own in bf16 models, else a view of the parameter."""
+    """A fragment as the optimizer updates it: main parameters in bf16 models, else a view of the parameter."""
 
+    number: SliceId
     fragment: Fragment
     values: Tensor
 
@@ -85,6 +86,8 @@ class StackedOptimizer:
         hosted: Iterable[SliceId],
     ) -> None:
         self.slices = slices
+        parameter = next(iter(chunks[0].module.parameters()))
+        self.values_dtype, self.device = parameter.dtype, parameter.device
         self._clip_grad = config.optimizer.clip_grad
         self._groups = groups
         self._has_main = config.model.precision == "bf16"
@@ -93,9 +96,7 @@ class StackedOptimizer:
         self._lock = threading.Lock()
         self._hosted: dict[SliceId, _Hosted] = {}
         self._updated: list[_Updated] = []
-        for number in hosted:
-            for piece in range(slices.num_pieces(number)):
-                self._begin(number, piece)
+        self.begin(hosted)
 
     # ---------------------------------------------------------------------------------------------------- update
 
@@ -174,6 +175,11 @@ class StackedOptimizer:
         return frozenset(number for number in numbers if self._num_installed(number) == self.slices.num_pieces(number))
 
     @property
+    def held(self) -> frozenset[SliceId]:
+        """The slices of which some state is here, whole or not."""
+        return frozenset(self._hosted)
+
+    @property
     def state_bytes(self) -> int:
         """Memory of the state held here."""
         return sum(hosted.state.nbytes for hosted in self._hosted.values())
@@ -206,20 +212,40 @@ class StackedOptimizer:
             self._update_from_now_on(number, piece)
             return True
 
-    def _begin(self, number: SliceId, piece: int) -> None:
-        """State without updates: moments of 0, main parameters as the model's."""
-        rows = self._rows_of(number)
-        if self._has_main:
-            for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
-                rows[0, fragment.place].copy_(fragment.values)
-        self._update_from_now_on(number, piece)
+    def begin(self, numbers: Iterable[SliceId]) -> None:
+        """State without updates: moments of 0, main parameters as the model's.
+
+        Raises:
+            ValueError: There have been updates, so that others have other state.
+        """
+        if self.num_updates:
+            raise ValueError(f"after {self.num_updates} updates no slice's state can begin")
+        with self._lock:
+            for number in numbers:
+                rows = self._rows_of(number)
+                for piece in range(self.slices.num_pieces(number)):
+                    if self._has_main:
+                        for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
+                            rows[0, fragment.place].copy_(fragment.values)
+                    self._update_from_now_on(number, piece)
+
+    def drop(self, number: SliceId) -> None:
+        """Let go of what is held of a slice."""
+        with self._lock:
+            if self._hosted.pop(number, None) is None:
+                return
+            dropped = [updated.values for updated in self._updated if updated.number == number]
+            self._updated = [updated for updated in self._updated if updated.number != number]
+            for values in dropped:
+                del self._adam.state[values]
+            for group in self._adam.param_groups:
+                group["params"] = [values for values in group["params"] if values in self._adam.state]
 
     def _rows_of(self, number: SliceId) -> Tensor:
         """The state of a slice, to be filled."""
         if number not in self._hosted:
             num_rows = _NUM_MOMENTS + self._has_main
-            device = self._parameters[0].device
-            state = torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=device)
+            state = torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=self.device)
             self._hosted[number] = _Hosted(state=state)
         return self._hosted[number].state
 
@@ -229,7 +255,7 @@ class StackedOptimizer:
         for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
             *main, first, second = hosted.state[:, fragment.place]
             values = main[0] if main else fragment.values
-            self._updated.append(_Updated(fragment=fragment, values=values))
+            self._updated.append(_Updated(number=number, fragment=fragment, values=values))
             self._adam.param_groups[self._group_of[fragment.parameter]]["params"].append(values)
             step = torch.tensor(float(self.num_updates), dtype=torch.float32)
             self._adam.state[values] = {"step": step, "exp_avg": first, "exp_avg_sq": second}

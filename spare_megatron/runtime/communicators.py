@@ -44,11 +44,11 @@ class _Build:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A sum under way. All of it must live until the work has ended."""
+    """A sum or a gathering under way. All of it must live until the work has ended."""
 
     backend: Any
     work: Any
-    tensor: torch.Tensor | None
+    tensors: Sequence[torch.Tensor] = ()
 
 
 class CrossGroupCommunicator:
@@ -133,16 +133,29 @@ class CrossGroupCommunicator:
         Returns:
             False, with evidence, if the connection is broken.
         """
+        return self._post([tensor], lambda backend: backend.allreduce([tensor], dist.AllreduceOptions()))
+
+    def post_gather(self, received: torch.Tensor, mine: torch.Tensor) -> bool:
+        """Starts to send a tensor to all members and to fill a row of another from each, in the order of the members.
+
+        Collective over: rank j of every member group. Both tensors belong to the communicator as in `post`.
+
+        Returns:
+            False, with evidence, if the connection is broken.
+        """
+        return self._post([received, mine], lambda backend: backend._allgather_base(received.view(-1), mine))
+
+    def _post(self, tensors: Sequence[torch.Tensor], start: Callable[[Any], Any]) -> bool:
         work = None
         if self._num_members > 1:
             if self._backend is None:
                 return False  # it has broken meanwhile
             try:
-                work = self._backend.allreduce([tensor], dist.AllreduceOptions())
+                work = start(self._backend)
             except RuntimeError as error:
-                self._in_flight.append(_InFlight(backend=self._backend, work=None, tensor=tensor))
+                self._in_flight.append(_InFlight(backend=self._backend, work=None, tensors=tensors))
                 return self.give_up(error)
-        self._in_flight.append(_InFlight(backend=self._backend, work=work, tensor=tensor))
+        self._in_flight.append(_InFlight(backend=self._backend, work=work, tensors=tensors))
         return True
 
     def poll(self) -> int:
@@ -199,7 +212,7 @@ class CrossGroupCommunicator:
         self._abandoned += self._in_flight
         self._in_flight.clear()
         if self._backend is not None:
-            self._abandoned.append(_InFlight(backend=self._backend, work=None, tensor=None))
+            self._abandoned.append(_InFlight(backend=self._backend, work=None))
             self._backend = None
         return False
 
@@ -265,7 +278,7 @@ class CrossGroupCommunicator:
         self._abandoned += self._in_flight
         self._in_flight.clear()
         if self._backend is not None:
-            self._abandoned.append(_InFlight(backend=self._backend, work=None, tensor=None))
+            self._abandoned.append(_InFlight(backend=self._backend, work=None))
             self._backend = None
         if self._device.type == "cuda":
             backends = [item.backend for item in self._abandoned] + [item.backend for item in self._abandoned_builds]

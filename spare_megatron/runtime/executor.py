@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import (
@@ -19,13 +19,16 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
+from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EntryRecord, ParamsRecord, Record, UpdateRecord
+from spare_megatron.journal.records import EntryRecord, Record, UpdateRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
-from spare_megatron.runtime.join import confirm
+from spare_megatron.runtime.gather import ParamsGather, hold_slices
+from spare_megatron.runtime.join import NO_DIGEST, confirm
+from spare_megatron.runtime.params_digest import ParamsDigest
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
 from spare_megatron.runtime.reduction import Reduction
@@ -45,6 +48,8 @@ class _Step:
     computed: list[Microbatch]
     makespan: int
     num_alive: int
+    plans: list[str] = field(default_factory=list)
+    """Digests of those that are computed."""
 
 
 class GroupExecutor:
@@ -55,6 +60,7 @@ class GroupExecutor:
         trainer: The rank's part of the model.
         agreement: The group's voice.
         reduction: The rank's part in the sums over all groups.
+        gather: Brings parameters together where the optimizer's state is cut into slices.
         journal: The rank's journal; only leaders write here.
         source: What others may read of this rank's state.
         transfer: For groups that come back.
@@ -62,6 +68,7 @@ class GroupExecutor:
         join_timeout_s: How long one that comes back waits for the others to confirm its state.
         report: Tells the supervisor of a committed step.
         probe: Told what the rank is about.
+        digest: Of the group's parameters, for comparisons.
         params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for those after a
             recovery and at the end only.
         saver: Saves checkpoints; None where none are taken.
@@ -74,6 +81,7 @@ class GroupExecutor:
         trainer: GroupTrainer,
         agreement: GroupAgreement,
         reduction: Reduction,
+        gather: ParamsGather | None,
         journal: JournalWriter,
         source: StateSource,
         transfer: StateTransfer,
@@ -81,6 +89,7 @@ class GroupExecutor:
         join_timeout_s: float,
         report: Callable[[StepCommitted | GroupRejoined | GroupRestarted | CheckpointTold], None],
         probe: RankProbe,
+        digest: ParamsDigest,
         params_check_every_steps: int,
         saver: Saver | None,
     ) -> None:
@@ -88,6 +97,8 @@ class GroupExecutor:
         self._trainer = trainer
         self._agreement = agreement
         self._reduction = reduction
+        self._gather = gather
+        self._connected: Sequence[GroupId] = ()
         self._journal = journal
         self._source = source
         self._transfer = transfer
@@ -95,6 +106,7 @@ class GroupExecutor:
         self._join_timeout_s = join_timeout_s
         self._report = report
         self._probe = probe
+        self._digest = digest
         self._params_check_every_steps = params_check_every_steps
         self._saver = saver
         self._clock = RecoveryClock(group)
@@ -103,14 +115,13 @@ class GroupExecutor:
         self._has_lost = False  # a group, in the step under way
         self.num_steps = 0  # that the parameters hold
         self.num_restarts = 0  # of the run
-        self._params_digest = ""
 
     # ----------------------------------------------------------------------------------------------------- begin
 
     def start(self, num_steps: int) -> None:
         """Has the first vote compare the parameters with which the run begins, after this many steps."""
         self.num_steps = num_steps
-        self._params_digest = self.check_params(num_steps)
+        self._digest.check(num_steps, self.num_restarts)
 
     def restart(self, action: LoadCheckpoint, head: int) -> None:
         """Takes part again after a wipe-out, and has the first vote compare the parameters with which it does.
@@ -129,7 +140,7 @@ class GroupExecutor:
             self._start_over.load(action.step)
         self._step = None
         self.num_steps = action.step
-        self._params_digest = self.check_params(action.step)
+        self._digest.check(action.step, self.num_restarts)
         member = self._agreement.member
         self._write_if_leader(self._start_over.record(member, action))
         self._report_if_leader(GroupRestarted(member=member, step=action.step, rejected=self._start_over.rejected))
@@ -146,53 +157,66 @@ class GroupExecutor:
         """
         self._head = head
         with self._probe.during(Operation.JOIN):
-            self._transfer.run(action, head)
-        self._params_digest = self._hash_params()
+            self._transfer.run(action, head, has_state=not self.lacks_params)
+        if self.lacks_params:
+            self._agreement.publish_digest(head - 1, NO_DIGEST)
+            return
+        self._digest.take()
         if self._agreement.member in action.members:
             with self._probe.during(Operation.JOIN):
-                confirm(self._params_digest, action, head, self._agreement, self._join_timeout_s, self._probe)
+                confirm(self._digest.value, action, head, self._agreement, self._join_timeout_s, self._probe)
             self._report_if_leader(GroupRejoined(member=self._agreement.member, step=action.step))
         else:
-            self._agreement.publish_digest(head - 1, self._params_digest)
+            self._agreement.publish_digest(head - 1, self._digest.value)
         # Not before: a state that was refused is not the state of a group that takes part.
-        self._write_params(action.step, self._params_digest)
+        self._digest.write(action.step, self.num_restarts)
         self.num_steps = action.step
 
     # --------------------------------------------------------------------------------------------------- compute
 
     def compute_step(self, action: ComputeStep, num_alive: int) -> None:
-        """Computes this group's part of the plan, from zero sums: the first in the step, or all of it again."""
+        """Computes this group's part of the plan, from zero sums: the first in the step, or all of it again.
+
+        Not if that is done, nor while the group lacks the parameters for it.
+        """
         plan = action.plan
+        is_under_way = self._step is not None and self._step.step == plan.step
+        if is_under_way and plan.digest in self._now.plans:
+            return
         self._probe.begin_step(plan.step)
-        is_first = self._step is None or self._step.step != plan.step
+        is_again = is_under_way and bool(self._now.plans)
         self._step = _Step(
             step=plan.step,
-            started_s=time.monotonic() if is_first else self._now.started_s,
+            started_s=self._now.started_s if is_under_way else time.monotonic(),
             computed=[],
             makespan=plan.work.makespan,
             num_alive=num_alive,
         )
+        if self.lacks_params:
+            return
         self._trainer.begin_step(plan.step)
-        self._compute(plan.work.of(self._group), action.into)
-        if is_first:
-            self._clock.computed()
-        else:
+        self._compute(plan, action.into)
+        if is_again:
             self._clock.patched(len(self._now.computed))
+        else:
+            self._clock.computed()
 
     def compute_patch(self, action: ComputePatch) -> None:
-        """Adds this group's part of a patch to the local sums that are not kept."""
-        work = action.plan.work.of(self._group)
+        """Adds this group's part of a patch to the local sums that are not kept, unless that is done or it cannot."""
+        if self.lacks_params or action.plan.digest in self._now.plans:
+            return
         self._begin_attempt(action.into)
         self._probe(Phase.PATCH)
-        self._compute(work, action.into)
-        self._clock.patched(len(work))
+        self._compute(action.plan, action.into)
+        self._clock.patched(len(action.plan.work.of(self._group)))
 
-    def _compute(self, work: Sequence[Microbatch], into: AttemptReduce | None) -> None:
+    def _compute(self, plan: StepPlan, into: AttemptReduce | None) -> None:
         self._begin_attempt(into)
-        on_ready = None
+        work, on_ready = plan.work.of(self._group), None
         if into is not None and work:
             on_ready = self._reduction.leave_early(into, [*self._now.computed, *work])
         self._now.computed.extend(self._trainer.compute(work, on_ready))
+        self._now.plans.append(plan.digest)
 
     def _begin_attempt(self, into: AttemptReduce | None) -> None:
         if into is not None:
@@ -205,6 +229,7 @@ class GroupExecutor:
         if key >= 0:
             self._probe(Phase.REBUILD)
         self._reduction.build_communicator(key, members)
+        self._connected = members
 
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
         """Sums over the groups what is not kept and casts the group's vote.
@@ -215,7 +240,9 @@ class GroupExecutor:
         Raises:
             UnsoundGradient: What this group would add must not be added.
         """
-        events = self._reduction.attempt(action, self._now.computed, params_digest=self._params_digest, head=self._head)
+        if self._gather is not None and self._gather.is_lacking:
+            return self._reduction.abstain(action, self._gather.evidence)
+        events = self._reduction.attempt(action, self._now.computed, params_digest=self._digest.value, head=self._head)
         self._clock.reduced(self._reduction.ready_at_s)
         return events
 
@@ -264,7 +291,9 @@ class GroupExecutor:
             self._saver.await_copy()
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.loss_sum)
-        self.num_steps = step + 1
+        if self._gather is not None:
+            self._gather.updated()
+            self._digest.value = ""
         step_s = time.monotonic() - self._now.started_s
         self._write_if_leader(
             UpdateRecord(
@@ -280,7 +309,8 @@ class GroupExecutor:
             )
         )
         self._tell_saves()
-        self._compare_params(step + 1)
+        if not self.lacks_params:
+            self._hold_params(step + 1)
         self._report_if_leader(
             StepCommitted(
                 group=self._group,
@@ -304,26 +334,37 @@ class GroupExecutor:
             self._write_if_leader(record)
             self._report_if_leader(CheckpointTold(record=record))
 
-    def _compare_params(self, step: int) -> None:
-        """Has the next vote compare the parameters after this many steps, where that is due: also after a recovery."""
+    # ---------------------------------------------------------------------------------------------------- slices
+
+    @property
+    def lacks_params(self) -> bool:
+        """Whether parameters of this group are those of an earlier step: others have updated them."""
+        return self._gather is not None and self._gather.is_lacking
+
+    def gather_params(self, action: GatherParams) -> None:
+        """Brings all parameters together, if the others are there to do so."""
+        assert self._gather is not None, "only slices are gathered"
+        self._gather.run(action, self._connected, lambda: self._agreement.is_written(self._head))
+        if not self.lacks_params and self.num_steps < action.step:
+            self._hold_params(action.step)
+
+    def start_repairs(self, action: StartRepairs) -> None:
+        """Holds the slices that this group is to hold from here on."""
+        assert self._trainer.stacked is not None, "only slices are repaired"
+        hold_slices(self._trainer.stacked, self._agreement.member, action)
+
+    def attempt_finish(self, action: AttemptFinish) -> list[Event]:
+        """Votes on whether the run can end. Returns all votes on the leader whose vote was the last, else nothing."""
+        return self._reduction.vote_to_finish(action, self._digest.value, lacks_params=self.lacks_params)
+
+    def _hold_params(self, step: int) -> None:
+        """All parameters are those after this many steps. The next vote compares them if due, or after a recovery."""
+        self.num_steps = step
         is_due = self._params_check_every_steps and step % self._params_check_every_steps == 0
-        self._params_digest = self.check_params(step) if is_due or self._has_lost else ""
+        self._digest.value = ""
+        if is_due or self._has_lost:
+            self._digest.check(step, self.num_restarts)
         self._has_lost = False
-
-    def check_params(self, step: int) -> str:
-        """Digest of the group's parameters, journaled.
-
-        Collective over: all ranks of the group.
-        """
-        digest = self._hash_params()
-        self._write_params(step, digest)
-        return digest
-
-    def _hash_params(self) -> str:
-        with self._probe.during(Operation.CHECK):
-            sha256 = self._trainer.params_sha256()
-        with self._probe.during(Operation.SETTLE):
-            return self._agreement.combine_digests(sha256)
 
     def stop(self, step: int) -> None:
         """Writes down how the group ends after this many committed steps.
@@ -332,8 +373,8 @@ class GroupExecutor:
         """
         self._clock.stopped()
         self._write_recoveries()
-        if not self._params_digest:
-            self.check_params(step)
+        if not self._digest.value and not self.lacks_params:
+            self._digest.check(step, self.num_restarts)
         if self._saver is not None:
             self._saver.finish()
         self._tell_saves()
@@ -348,10 +389,6 @@ class GroupExecutor:
     def _write_recoveries(self) -> None:
         for record in self._clock.take_finished():
             self._write_if_leader(replace(record, num_restarts=self.num_restarts))
-
-    def _write_params(self, step: int, digest: str) -> None:
-        record = ParamsRecord(group=self._group, step=step, sha256=digest, num_restarts=self.num_restarts)
-        self._write_if_leader(record)
 
     def _report_if_leader(self, report: StepCommitted | GroupRejoined | GroupRestarted | CheckpointTold) -> None:
         if self._agreement.is_leader:

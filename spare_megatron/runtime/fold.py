@@ -17,6 +17,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.saves import SavePolicy
+from spare_megatron.core.slices import Slicing
 from spare_megatron.runtime.checkpoints import step_of
 
 Stop = FinishRun | StopWipeOut | StopHalted
@@ -24,9 +25,16 @@ Stop = FinishRun | StopWipeOut | StopHalted
 
 def controller_setup(config: RunConfig) -> ControllerSetup:
     """What is fixed for the run."""
-    spare, checkpoint = config.spare, config.checkpoint
+    spare, checkpoint, num_groups = config.spare, config.checkpoint, config.layout.num_groups
+    slices = None
+    if config.optimizer.sharding == "stacked":
+        slices = Slicing(
+            num_groups=num_groups,
+            redundancy=config.optimizer.redundancy,
+            groups_per_domain=spare.groups_per_domain,
+        )
     return ControllerSetup(
-        placement=make_placement(spare.placement, config.layout.num_groups, spare.redundancy, spare.groups_per_domain),
+        placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
         microbatches_per_shard=spare.microbatches_per_shard,
         num_steps=config.train.steps,
         granularity=spare.granularity,
@@ -42,6 +50,7 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
             saves_last=checkpoint.is_wanted,
         ),
         first_step=step_of(Path(checkpoint.load)) if checkpoint.load else 0,
+        slices=slices,
     )
 
 

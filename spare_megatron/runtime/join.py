@@ -10,6 +10,10 @@ from spare_megatron.runtime.probe import RankProbe
 _POLL_S = 0.005
 
 
+NO_DIGEST = "lacking"
+"""What a group tells newcomers that lacks parameters itself: none will come."""
+
+
 class JoinFailed(Exception):
     """The group was admitted and could not take the state over. It has nothing to go on with."""
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
@@ -41,7 +42,9 @@ from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop, controller_setup
+from spare_megatron.runtime.gather import ParamsGather
 from spare_megatron.runtime.join import JoinFailed
+from spare_megatron.runtime.params_digest import ParamsDigest
 from spare_megatron.runtime.piece_server import PieceServer
 from spare_megatron.runtime.piece_wire import Address
 from spare_megatron.runtime.probe import RankProbe
@@ -151,9 +154,7 @@ class _Rank:
         spec, config = self._spec, self._spec.config
         device = choose_device(spec)
         ranks = self._ranks = join_group(spec, self._store, device)
-        self._trainer = GroupTrainer(config, device, self._probe)
-        if config.data.access == "shared":
-            check_shared_data(self._trainer.corpus, spec.group, self._store)
+        self._trainer = self._build_trainer(device)
         agreement = self._agreement = GroupAgreement(
             spec.member,
             ranks,
@@ -185,6 +186,7 @@ class _Rank:
             trainer=self._trainer,
             agreement=agreement,
             reduction=reduction,
+            gather=self._build_gather(agreement, communicator),
             journal=self._journal,
             source=source,
             transfer=StateTransfer(
@@ -199,6 +201,7 @@ class _Rank:
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
             probe=self._probe,
+            digest=ParamsDigest(trainer=self._trainer, agreement=agreement, journal=self._journal, probe=self._probe),
             params_check_every_steps=config.train.params_check_every_steps,
             saver=self._build_saver() if config.checkpoint.is_wanted else None,
         )
@@ -212,6 +215,29 @@ class _Rank:
             agreement=self._agreement,
             ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
             probe=self._probe,
+        )
+
+    def _build_trainer(self, device: torch.device) -> GroupTrainer:
+        spec, config = self._spec, self._spec.config
+        # Whoever comes back has no state: its copies of slices are made anew.
+        ownership = None if spec.incarnation else self._controller.ownership
+        hosted = () if ownership is None else ownership.hosted_by(spec.member)
+        trainer = GroupTrainer(config, device, self._probe, hosted=hosted)
+        if config.data.access == "shared":
+            check_shared_data(trainer.corpus, spec.group, self._store)
+        return trainer
+
+    def _build_gather(self, agreement: GroupAgreement, communicator: CrossGroupCommunicator) -> ParamsGather | None:
+        """What brings parameters together, where each group updates some of them."""
+        optimizer = self._trainer.stacked
+        if optimizer is None:
+            return None
+        return ParamsGather(
+            optimizer=optimizer,
+            agreement=agreement,
+            communicator=communicator,
+            probe=self._probe,
+            round_bytes=round(self._spec.config.reduce.bucket_mib * 2**20),
         )
 
     def _serve_state(self) -> StateSource:
@@ -296,7 +322,7 @@ class _Rank:
     def _without_store(self, error: StoreLost) -> ExitCode:
         """Nothing can be decided any more. What has been committed is saved, by as many groups as may be needed."""
         print(error, file=sys.stderr)
-        if self._executor is None or not self._executor.num_steps:
+        if self._executor is None or not self._executor.num_steps or self._executor.lacks_params:
             return ExitCode.STORE_LOST
         if self._spec.group in self._controller.members[:_SAVING_GROUPS]:
             folder = self._spec.run_dir / "state" / f"step-{self._executor.num_steps:08d}"

@@ -19,12 +19,13 @@ from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Event, Vote
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.agreement import GroupAgreement, GroupOpinion
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.probe import RankProbe
 
@@ -266,6 +267,49 @@ class Reduction:
                 loss_sum=self._trainer.loss_sum() if is_complete else None,
             )
         self.loss_sum = opinion.loss_sum
+        return self._cast(action, opinion, work_digest, params_digest)
+
+    def abstain(self, action: AttemptReduce, evidence: str) -> list[Event]:
+        """Casts the vote of a group that has no parameters to compute the step with. It reduces nothing.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            action: The attempt.
+            evidence: Why the group lacks them.
+        """
+        self.begin(action)
+        self._communicator.evidence = evidence
+        opinion = GroupOpinion(is_complete=False, loss_sum=math.nan, num_complete=())
+        return self._cast(action, opinion, digest_of_work([]), "", lacks_params=True)
+
+    def vote_to_finish(self, action: AttemptFinish, params_digest: str, *, lacks_params: bool) -> list[Event]:
+        """Casts the vote on whether the run can end.
+
+        Returns:
+            On the leader whose vote was the last, all votes; else nothing.
+        """
+        if not self._agreement.is_leader:
+            return []
+        vote = Vote(
+            is_complete=not lacks_params,
+            plan_digest=action.plan_digest,
+            params_digest=params_digest,
+            lacks_params=lacks_params,
+        )
+        with self._probe.during(Operation.VOTE):
+            last_votes = self._agreement.vote(action.attempt, vote, action.voters)
+        return [] if last_votes is None else [last_votes]
+
+    def _cast(
+        self,
+        action: AttemptReduce,
+        opinion: GroupOpinion,
+        work_digest: str,
+        params_digest: str,
+        *,
+        lacks_params: bool = False,
+    ) -> list[Event]:
         last_votes = None
         if self._agreement.is_leader:
             record = VoteRecord(
@@ -284,6 +328,7 @@ class Reduction:
                 plan_digest=action.plan_digest,
                 params_digest=params_digest,
                 num_complete=opinion.num_complete,
+                lacks_params=lacks_params,
             )
             with self._probe.during(Operation.VOTE):
                 last_votes = self._agreement.vote(action.attempt, vote, action.voters)

@@ -55,12 +55,13 @@ class StateTransfer:
         self._timeout_s = timeout_s
         self._probe = probe
 
-    def run(self, action: AdmitGroups, head: int) -> None:
+    def run(self, action: AdmitGroups, head: int, *, has_state: bool) -> None:
         """Offers the state to those this group is the donor of, or takes it.
 
         Args:
             action: Who is admitted, and who gives to whom.
             head: Entries of the log folded so far.
+            has_state: Whether this group has a state to give: all parameters are those of this step.
 
         Raises:
             JoinFailed: The state has not come.
@@ -68,12 +69,15 @@ class StateTransfer:
         for newcomer, donor in zip(action.members, action.donors, strict=True):
             if self._agreement.member == donor:
                 self._probe.begin_join(action.step)
-                self._offer(action.step)
+                self._offer(action.step, has_state)
             elif self._agreement.member == newcomer:
                 self._probe.begin_join(action.step)
                 self._take(action.step, donor, head)
 
-    def _offer(self, step: int) -> None:
+    def _offer(self, step: int, has_state: bool) -> None:
+        if not has_state:
+            self._source.offer(step, {_DESCRIPTION: LengthFirst(b"")})
+            return
         state = self._trainer.outgoing_state()
         self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: state.tensors})
 
@@ -114,7 +118,11 @@ class _Fetch(threading.Thread):
     def run(self) -> None:
         try:
             with contextlib.closing(PieceClient(self._server, self._timeout_s)) as client:
-                state = self._trainer.incoming_state(self._description(client))
+                description = self._description(client)
+                if not description:
+                    self.failure = "it lacks parameters itself"
+                    return
+                state = self._trainer.incoming_state(description)
                 for piece in pieces_of(state.tensors.num_bytes):
                     state.tensors.write(piece, client.fetch(_TENSORS, self._step, piece))
                 self.state = state

@@ -20,6 +20,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop
 
@@ -71,6 +72,12 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             executor.update_model(step, attempt)
         case SaveCheckpoint():
             executor.save_checkpoint(action)
+        case GatherParams():
+            executor.gather_params(action)
+        case StartRepairs():
+            executor.start_repairs(action)
+        case AttemptFinish():
+            return executor.attempt_finish(action)
         case _:
             raise AssertionError(f"nothing in a run asks for {action} yet")
     return []

@@ -17,6 +17,7 @@ from spare_megatron.config.schema import (
     FaultsConfig,
     LayoutConfig,
     ModelConfig,
+    OptimizerConfig,
     ReduceConfig,
     RunConfig,
     SpareConfig,
@@ -34,6 +35,7 @@ from tests.integration.watched_rank import Watch, watched_rank
 
 HEARTBEAT_S = 0.5
 CPU = ClusterConfig(device="cpu")
+REPLICATED = OptimizerConfig()
 
 
 def kill(phase: Phase | str, step: int, group: int, rank: int = 0) -> FaultConfig:
@@ -54,6 +56,7 @@ def tiny_config(
     cluster: ClusterConfig = CPU,
     rejoins: int = 0,
     max_restarts: int = 0,
+    optimizer: OptimizerConfig = REPLICATED,
     **model: Any,
 ) -> RunConfig:
     """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less."""
@@ -71,6 +74,7 @@ def tiny_config(
         ),
         data=DataConfig(corpus=str(corpus)),
         train=TrainConfig(steps=steps, micro_batch_size=1, params_check_every_steps=1),
+        optimizer=optimizer,
         reduce=ReduceConfig(mode=mode, timeout_s=20.0),
         control=ControlConfig(
             startup_timeout_s=60.0,

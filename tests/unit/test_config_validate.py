@@ -62,7 +62,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["optimizer.min_learning_rate=1"], "optimizer.min_learning_rate=1.0 exceeds optimizer.learning_rate=0.001"),
         (["optimizer.warmup_steps=20"], "optimizer.warmup_steps=20 must be below train.steps=20"),
         (["optimizer.redundancy=0"], "optimizer.redundancy=0 must be at least 1"),
-        (["optimizer.sharding=stacked"], "optimizer.sharding=stacked is not carried out by runs yet"),
+        (
+            ["optimizer.sharding=stacked", "optimizer.redundancy=5"],
+            "optimizer.redundancy=5 exceeds layout.num_groups=4",
+        ),
         (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),
         (["control.store=etcd"], "control.store=etcd needs control.endpoints"),
         (['control.endpoints=["http://a:1"]'], "control.endpoints has no effect on control.store=embedded"),

@@ -1,0 +1,133 @@
+"""One rank's slices, and its part in gathering all parameters after each group has updated its own slices alone."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spare_megatron.core.gather_rounds import Round, gather_rounds
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.slice_actions import GatherParams, StartRepairs
+from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
+from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.probe import RankProbe
+
+_IN_FLIGHT = 3
+"""Rounds under way at a time."""
+
+
+class ParamsGather:
+    """The parameters of one rank as the groups bring them together. It decides nothing.
+
+    Args:
+        optimizer: The rank's slices.
+        agreement: The group's voice.
+        communicator: The rank's cross-group communicator.
+        probe: Told what the rank is about.
+        round_bytes: What all members send in a round, about.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizer: StackedOptimizer,
+        agreement: GroupAgreement,
+        communicator: CrossGroupCommunicator,
+        probe: RankProbe,
+        round_bytes: int,
+    ) -> None:
+        self._optimizer = optimizer
+        self._agreement = agreement
+        self._communicator = communicator
+        self._probe = probe
+        self._round_bytes = round_bytes
+        self.is_lacking = False
+        """Whether some rank of the group has parameters of an earlier step."""
+        self.evidence = ""
+        """Why this rank could not gather them the last time."""
+
+    def updated(self) -> None:
+        """The slices hosted here are updated: the parameters of all others are out of date."""
+        self.is_lacking = True
+
+    def run(self, action: GatherParams, members: Sequence[GroupId], is_decided: Callable[[], bool]) -> None:
+        """Sends what this group owns and takes over what others do, unless it has everything.
+
+        Collective over: rank j of every member group, and all ranks of the group.
+
+        Args:
+            action: Who owns what.
+            members: The groups of the communicator, ascending.
+            is_decided: Whether the log has moved on, so that nobody goes on with this.
+        """
+        self._probe(Phase.BEFORE_GATHER)
+        with self._probe.during(Operation.REDUCE):
+            is_complete = len(members) == 1 or self._exchange(action, members, is_decided)
+        with self._probe.during(Operation.SETTLE):
+            is_broken = bool(self._agreement.highest(int(not is_complete)))
+        if is_broken:
+            # What comes next on this communicator is something else for groups that have everything.
+            self._communicator.give_up()
+            self.evidence = self._communicator.evidence
+        self.is_lacking = self.is_lacking and is_broken
+
+    def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_decided: Callable[[], bool]) -> bool:
+        """Whether everything has come to this rank."""
+        self._communicator.begin()
+        if not self._communicator.connect(is_decided):
+            return False
+        most = max(1, self._round_bytes // (len(members) * self._optimizer.values_dtype.itemsize))
+        slices = self._optimizer.slices
+        lengths = [slices.length(SliceId(number)) for number in range(slices.num_slices)]
+        rounds = gather_rounds([owner.group for owner in action.owners], members, lengths, most)
+        mine = members.index(self._agreement.member.group)
+        free: list[torch.Tensor] = []
+        posted: deque[tuple[Round, torch.Tensor]] = deque()
+        for number, sent in enumerate(rounds):
+            if len(posted) == _IN_FLIGHT and not self._take(posted, free, is_decided):
+                return False
+            # Receivers get a copy: transfers that are given up may still write what they were to fill.
+            staging = free.pop() if free else self._new_staging(len(members) + 1, min(most, max(lengths)))
+            share = sent[mine]
+            if share is not None:
+                self._optimizer.read_values(share.slice, share.start, staging[-1, : share.stop - share.start])
+            if number == len(rounds) - 1:
+                self._probe(Phase.IN_GATHER)
+            if not self._communicator.post_gather(staging[:-1], staging[-1]):
+                return False
+            posted.append((sent, staging))
+        while posted:
+            if not self._take(posted, free, is_decided):
+                return False
+        return True
+
+    def _take(
+        self, posted: deque[tuple[Round, torch.Tensor]], free: list[torch.Tensor], is_decided: Callable[[], bool]
+    ) -> bool:
+        """Waits for the first round under way and takes over what it has brought."""
+        if not self._communicator.wait(is_decided):
+            return False
+        for _ in range(num_come := self._communicator.poll()):
+            sent, staging = posted.popleft()
+            for share, values in zip(sent, staging[:-1], strict=True):
+                if share is not None and self.is_lacking:
+                    self._optimizer.write_values(share.slice, share.start, values[: share.stop - share.start])
+            free.append(staging)
+        return bool(num_come)
+
+    def _new_staging(self, num_rows: int, length: int) -> torch.Tensor:
+        return torch.empty(num_rows, length, dtype=self._optimizer.values_dtype, device=self._optimizer.device)
+
+
+def hold_slices(optimizer: StackedOptimizer, member: Member, action: StartRepairs) -> None:
+    """Lets go of slices that a member is neither a host nor the receiver of; at a restart from step 0 its own begin."""
+    hosted = {SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts}
+    received = {repair.slice for repair in action.repairs if repair.receiver == member}
+    for number in optimizer.held - hosted - received:
+        optimizer.drop(number)
+    missing = hosted - optimizer.hosted
+    if missing:
+        optimizer.begin(sorted(missing))

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron import __version__
-from spare_megatron.cli import campaign, check, config, plan, preprocess, report, simulate, train
+from spare_megatron.cli import campaign, check, checkpoint, config, plan, preprocess, report, simulate, train
 
 app = typer.Typer(
     name="spare",
@@ -39,6 +39,7 @@ app.command("campaign")(campaign.campaign)
 app.command("check")(check.check)
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 if __name__ == "__main__":
     app()

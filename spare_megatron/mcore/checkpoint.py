@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint.api import CheckpointException
 
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
@@ -95,17 +96,22 @@ class GroupState:
             their names perhaps not.
 
         Raises:
-            CheckpointException: A rank could not write.
+            OSError: This rank could not write.
+            CheckpointException: Another rank could not write.
         """
         files = _HashingFiles(on_write)
         writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)  # the files do so when they are closed
         writer.fs = files
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(dict(self._parts)),
-            storage_writer=writer,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=ranks,
-        )
+        try:
+            torch_checkpoint.save(
+                mcore_to_pyt_state_dict(dict(self._parts)),
+                storage_writer=writer,
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=ranks,
+            )
+        except CheckpointException as error:
+            # A full disk makes torch complain of its archive, which hides why.
+            raise files.error or error from None
         if ranks.rank() == 0:
             with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
                 torch.save(self._common, file)
@@ -146,24 +152,36 @@ class _HashingFiles(torch_checkpoint.filesystem.FileSystem):
 
     Attributes:
         written: Bytes and SHA-256 of each file, by name.
+        error: Why one could not be written, the first that was so.
     """
 
     def __init__(self, on_write: Callable[[], None]) -> None:
         self.written: dict[str, tuple[int, str]] = {}
+        self.error: OSError | None = None
         self._on_write = on_write
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "wb", f"nothing is read while a checkpoint is written, but {path} is opened as {mode}"
-        with _HashingWriter(path, self._on_write) as file:
-            yield file
-            if not file.closed:
-                file.flush()
+        try:
+            file = _HashingWriter(path, self._on_write)
+            with file:
+                yield file
+        except Exception as error:
+            self.error = self.error or _cause(error)
+            raise
         self.written[Path(path).name] = (file.num_bytes, file.digest.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+def _cause(error: BaseException | None) -> OSError | None:
+    """What the operating system said, behind all that was made of it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 class _HashingWriter(io.BufferedWriter):

@@ -26,6 +26,7 @@ class Page(ctypes.Structure):
         ("operation", ctypes.c_uint64),
         ("step", ctypes.c_int64),
         ("beating_thread", ctypes.c_uint64),
+        ("writing_thread", ctypes.c_uint64),
         ("progress_at_s", ctypes.c_double),
         ("slowest_s", ctypes.c_double * len(OPERATIONS)),
     )
@@ -48,7 +49,9 @@ def read_page(page: Page, pid: int) -> Pulse:
         step=page.step,
         progress_at_s=page.progress_at_s,
         slowest_s=page.slowest_s[index],
-        starved_s=max(_starved_s(pid, pid), _starved_s(pid, page.beating_thread)),
+        # Who waits for a processor with the interpreter's lock in hand keeps the others waiting, which does not show.
+        starved_s=max(_starved_s(pid, pid), _starved_s(pid, page.beating_thread))
+        + _starved_s(pid, page.writing_thread),
     )
 
 
@@ -75,6 +78,10 @@ class Beacon:
     def start_beating(self, interval_s: float) -> None:
         """Beats from a thread of its own until the process ends."""
         threading.Thread(target=self._beat, args=(interval_s / BEATS_PER_INTERVAL,), daemon=True).start()
+
+    def write_here(self) -> None:
+        """The calling thread writes checkpoints from now on, beside the main thread and the one that beats."""
+        self._page.writing_thread = threading.get_native_id()
 
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step. The first step warms everything up, and is no measure of the others."""

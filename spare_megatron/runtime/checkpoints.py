@@ -172,6 +172,18 @@ def visible_steps(folder: Path) -> list[int]:
     return sorted((int(m[1]) for m in map(_NAME.fullmatch, os.listdir(folder)) if m), reverse=True)
 
 
+def below(path: Path) -> Path:
+    """The folder of checkpoints that a path stands for: a run's, where it is the directory of a run, or itself."""
+    return path / FOLDER if (path / FOLDER).is_dir() else path
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint at the path, or all of the folder that it stands for, the newest first."""
+    if path.is_dir() and _NAME.fullmatch(path.name):
+        return [path]
+    return [checkpoint_path(below(path), step) for step in visible_steps(below(path))]
+
+
 # ----------------------------------------------------------------------------------------------------------- write
 
 

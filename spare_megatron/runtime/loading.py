@@ -7,10 +7,11 @@ from pathlib import Path
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences
 from spare_megatron.runtime.checkpoints import (
-    FOLDER,
     Checkpoint,
     DamagedCheckpoint,
     Rejected,
+    below,
+    checkpoint_path,
     newest_valid,
     step_of,
     verify,
@@ -44,7 +45,7 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
     later = [
         step
         for step in visible_steps(folder)
-        if step > first_step and (folder / f"step-{step:08d}").absolute() not in damaged
+        if step > first_step and checkpoint_path(folder, step).absolute() not in damaged
     ]
     if config.checkpoint.is_wanted and later:
         raise ValueError(
@@ -65,8 +66,7 @@ def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
             return verify(path)
         except DamagedCheckpoint as error:
             raise ValueError(f"checkpoint.load={path} is damaged: {error}; choose an earlier one") from error
-    folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    search = newest_valid(folder)
+    search = newest_valid(below(path))
     rejected.extend(search.rejected)
     if search.found is None:
         reasons = "".join(f"; {item.reason}" for item in search.rejected)

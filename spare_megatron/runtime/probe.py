@@ -32,6 +32,10 @@ class RankProbe:
         self._injector.step = step
         self._injector(Phase.JOIN)
 
+    def write_here(self) -> None:
+        """The calling thread writes checkpoints from now on."""
+        self._beacon.write_here()
+
     def progress(self) -> None:
         self._beacon.progress()
 

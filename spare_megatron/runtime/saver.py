@@ -9,6 +9,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,7 +91,9 @@ class Saver:
         self._probe = probe
         self._copied = threading.Event()
         self._copied.set()
-        self._thread: threading.Thread | None = None
+        # One thread for all saves, which the beacon knows.
+        self._thread = ThreadPoolExecutor(max_workers=1, initializer=probe.write_here)
+        self._writing: Future[None] | None = None
         self._save: _Save | None = None
         self._finished: list[_Save] = []
 
@@ -109,8 +112,7 @@ class Saver:
             return
         save = _Save(step=action.step, started_s=time.monotonic())
         with self._probe.during(Operation.SAVE):
-            is_writing = self._thread is not None and self._thread.is_alive()
-            if self._agreement.highest(is_writing):
+            if self._agreement.highest(self._writing is not None and not self._writing.done()):
                 save.outcome, save.reason = "skipped", "the group is still writing an earlier one"
                 self._finished.append(save)
                 return
@@ -119,10 +121,9 @@ class Saver:
             state = self._trainer.checkpoint_state()
             self._save = save
             self._copied.clear()
-            self._thread = threading.Thread(target=self._run, args=(save, action, head, state), daemon=True)
-            self._thread.start()
+            self._writing = self._thread.submit(self._run, save, action, head, state)
             if not self._config.checkpoint.asynchronous:
-                self._thread.join()
+                wait([self._writing])
         save.stall_s += time.monotonic() - save.started_s
 
     def await_copy(self) -> None:
@@ -137,13 +138,13 @@ class Saver:
 
     def finish(self) -> None:
         """Returns when nothing is written any more, or has been for longer than a save may take."""
-        if self._thread is not None:
+        if self._writing is not None:
             with self._probe.during(Operation.SAVE):
-                self._thread.join(self._config.checkpoint.timeout_s)
+                wait([self._writing], self._config.checkpoint.timeout_s)
 
     def take_finished(self) -> list[CheckpointRecord]:
         """How saves have ended since this was asked last."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._writing is not None and self._writing.done():
             self._collect()
         finished, self._finished = self._finished, []
         member = self._agreement.member
@@ -164,7 +165,7 @@ class Saver:
     def _collect(self) -> None:
         if self._save is not None:
             self._finished.append(self._save)
-        self._save = self._thread = None
+        self._save = self._writing = None
 
     # -------------------------------------------------------------------------------------------- the writing thread
 
@@ -221,17 +222,19 @@ class Saver:
         Raises:
             SaveFailed: It failed on one of them; all raise the same.
         """
-        result: tuple[T | None, str] = (None, "")
+        result: tuple[T | None, str, str] = (None, "", "")
         try:
-            result = (work(), "")
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  (the others must hear of it, whatever it is)
-            result = (None, _in_a_line(error))
+            result = (work(), "", "")
+        except CheckpointException as error:  # what others have met as well
+            result = (None, "", _in_a_line(error))
+        except Exception as error:  # noqa: BLE001  (the others must hear of it, whatever it is)
+            result = (None, f"rank {self._ranks.rank()}: {_in_a_line(error)}", "")
         gathered: list[Any] = [None] * self._ranks.size()
         dist.all_gather_object(gathered, result, group=self._ranks)
-        failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(gathered) if failure]
-        if failures:
-            raise SaveFailed("; ".join(dict.fromkeys(failures)))
-        return [value for value, _ in gathered]
+        own, common = ([texts[kind] for texts in gathered if texts[kind]] for kind in (1, 2))
+        if own or common:
+            raise SaveFailed("; ".join(own) or common[0])
+        return [value for value, *_ in gathered]
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -1,17 +1,26 @@
 """Checkpoints of whole runs: taken while training goes on, never torn, and gone on from."""
 
+import os
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord
-from spare_megatron.runtime.checkpoints import checkpoint_path, verify, visible_steps
-from tests.integration.whole_run import Run, complete_run, kill, losses_of, tiny_config
+from spare_megatron.runtime.checkpoints import aside_path, checkpoint_path, verify, visible_steps
+from spare_megatron.runtime.lock import Locked
+from spare_megatron.runtime.reports import RanksReady, RunEvent
+from spare_megatron.runtime.run import rank_main, start_run
+from spare_megatron.runtime.spec import RankMain, RankSpec
+from tests.integration.whole_run import Run, complete_run, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -98,3 +107,62 @@ def test_killing_the_saving_group_leaves_nothing_torn(
         verify(checkpoint_path(folder, step))
     if not asynchronous:  # else the others may have begun their last save before the group was lost
         assert [item.name for item in folder.glob("*.tmp")] == []
+
+
+def limited(num_bytes: int, spec: RankSpec, reports: Connection) -> None:
+    """A rank's main function on a file system that takes no larger files."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+    rank_main(spec, reports)
+
+
+def test_a_full_disk_costs_checkpoints_and_nothing_else(text_corpus: Path, tmp_path: Path) -> None:
+    """The first tensors fit, and the file that they are in does not."""
+    config = config_of(text_corpus, STAGES, steps=4)
+    run = finished_with(config, tmp_path / "run", partial(limited, 100_000))
+    records = run.journal.of(CheckpointRecord)
+    assert [(record.step, record.outcome) for record in records] == [(2, "failed"), (4, "failed")]
+    assert all("rank 1: OSError: [Errno 27] File too large" in record.reason for record in records)
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["lock"]
+
+
+def test_a_save_that_cannot_begin_leaves_the_checkpoints_before_it(text_corpus: Path, tmp_path: Path) -> None:
+    """Something that is no folder, and cannot be removed as one, stands where group 1 wants to write."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    aside_path(folder, 4, Member(GroupId(1))).write_text("in the way")
+    run = complete_run(config_of(text_corpus, folder=str(folder)), tmp_path / "run")
+    assert_proven(run)
+    assert saves_of(run.journal) == [(2, 0, "saved"), (4, 1, "failed"), (6, 2, "saved")]
+    [failed] = [record for record in run.journal.of(CheckpointRecord) if record.outcome == "failed"]
+    assert "rank 0: FileExistsError" in failed.reason
+    for step in (2, 6):
+        verify(checkpoint_path(folder, step))
+
+
+def test_only_the_newest_and_one_of_each_stretch_are_kept(text_corpus: Path, tmp_path: Path) -> None:
+    config = config_of(text_corpus, steps=9, interval_steps=1, keep_last=2, keep_every_steps=4)
+    assert_proven(complete_run(config, tmp_path / "run"))
+    assert visible_steps(tmp_path / "run" / "checkpoints") == [9, 8, 4, 1]
+
+
+def test_a_second_job_on_the_directory_is_told_who_has_it(text_corpus: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    config = config_of(text_corpus, steps=2)
+
+    def try_again(event: RunEvent) -> None:
+        if isinstance(event, RanksReady) and not told:
+            with pytest.raises(Locked) as error:
+                start_run(config, tmp_path / "run", lambda event: None)
+            told.append(str(error.value))
+
+    assert_proven(complete_run(config, tmp_path / "run", on_event=try_again))
+    assert f"{tmp_path / 'run'} is in use by process {os.getpid()} on host" in told[0]
+
+
+def finished_with(config: RunConfig, run_dir: Path, main: RankMain) -> Run:
+    """A run with another main function of its ranks, which has ended well."""
+    events: list[RunEvent] = []
+    start_run(config, run_dir, events.append, rank_main=main)
+    run = read_run(config, run_dir, events)
+    assert_proven(run)
+    return run

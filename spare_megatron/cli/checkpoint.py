@@ -1,0 +1,111 @@
+"""`spare checkpoint`: what checkpoints there are, whether they are whole, and what they hold."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+
+if TYPE_CHECKING:
+    from spare_megatron.runtime.checkpoints import Manifest
+
+app = typer.Typer(
+    name="checkpoint",
+    help="Checkpoints: list those of a run, verify every byte of them, show what one holds.",
+    no_args_is_help=True,
+)
+
+_PATH = Annotated[Path, typer.Argument(help="A checkpoint, a folder of checkpoints, or the directory of a run.")]
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
+    """List checkpoints, the newest first, by what their manifests say."""
+    from spare_megatron.runtime.checkpoints import DamagedCheckpoint, read_manifest
+
+    entries: list[dict[str, Any]] = []
+    for checkpoint in _checkpoints("list", path):
+        entry: dict[str, Any] = {"path": str(checkpoint), "step": None, "num_bytes": None, "damage": ""}
+        try:
+            manifest = read_manifest(checkpoint)
+            entry |= {"step": manifest.step, "num_bytes": manifest.num_bytes}
+        except DamagedCheckpoint as error:
+            entry["damage"] = str(error)
+        entries.append(entry)
+    if as_json:
+        typer.echo(json.dumps(entries))
+        return
+    for entry in entries:
+        what = f"{entry['step']} steps  {entry['num_bytes'] / 1e6:.1f} MB" if not entry["damage"] else entry["damage"]
+        typer.echo(f"{entry['path']}  {what}")
+
+
+@app.command()
+def verify(path: _PATH, as_json: _JSON = False) -> None:
+    """Read every file of checkpoints against its SHA-256.
+
+    Exit codes: 0 all are whole, 1 one is damaged, 2 there is none.
+    """
+    from spare_megatron.runtime import checkpoints
+
+    damage: dict[str, str] = {}
+    for checkpoint in _checkpoints("verify", path):
+        try:
+            checkpoints.verify(checkpoint)
+            damage[str(checkpoint)] = ""
+        except checkpoints.DamagedCheckpoint as error:
+            damage[str(checkpoint)] = str(error)
+    if as_json:
+        typer.echo(json.dumps(damage))
+    else:
+        for name, reason in damage.items():
+            typer.echo(f"{name}  {reason or 'whole'}")
+    raise typer.Exit(1 if any(damage.values()) else 0)
+
+
+@app.command()
+def show(path: _PATH, as_json: _JSON = False) -> None:
+    """Show what the newest checkpoint of a path holds, by its manifest."""
+    from spare_megatron.runtime.checkpoints import DamagedCheckpoint, read_manifest
+
+    newest = _checkpoints("show", path)[0]
+    with explained_errors("checkpoint show"):
+        try:
+            manifest = read_manifest(newest)
+        except DamagedCheckpoint as error:
+            raise ValueError(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps({"path": str(newest), **asdict(manifest)}))
+        return
+    typer.echo(str(newest))
+    for name, value in _lines(manifest):
+        typer.echo(f"  {name:24}  {value}")
+
+
+def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
+    writer = f"group {manifest.group}, incarnation {manifest.incarnation}, spare_megatron {manifest.version}"
+    return [
+        ("committed steps", str(manifest.step)),
+        ("sequences read", str(manifest.num_samples)),
+        ("written by", writer),
+        ("epoch, entries of the log", f"{manifest.epoch}, {manifest.log_head}"),
+        ("size", f"{manifest.num_bytes} bytes in {len(manifest.files)} files"),
+        *((f"layout.{name}", str(value)) for name, value in manifest.layout.items()),
+        *((f"spare.{name}", str(value)) for name, value in manifest.placement.items()),
+        *((name, str(value)) for name, value in manifest.terms.items()),
+    ]
+
+
+def _checkpoints(command: str, path: Path) -> list[Path]:
+    """The checkpoint at the path, or all below it, the newest first; at least one."""
+    from spare_megatron.runtime.checkpoints import checkpoints_at
+
+    found = checkpoints_at(path)
+    with explained_errors(f"checkpoint {command}"):
+        if not found:
+            raise ValueError(f"{path} holds no checkpoint (step-NNNNNNNN)")
+    return found

@@ -1,0 +1,65 @@
+"""`spare checkpoint`."""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from tests.unit.test_checkpoints import cut_short, save
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_checkpoints_of_a_run_are_listed_the_newest_first(tmp_path: Path) -> None:
+    for step in (5, 10):
+        save(tmp_path / "checkpoints", step)
+    (tmp_path / "checkpoints" / "step-00000005" / "manifest.json").unlink()
+    code, output = invoke("list", tmp_path, "--json")
+    assert code == 0
+    newest, damaged = json.loads(output)
+    assert (newest["step"], newest["num_bytes"], newest["damage"]) == (10, 4000, "")
+    assert damaged["damage"] == "step-00000005: manifest.json is missing"
+    assert "10 steps  0.0 MB" in invoke("list", tmp_path)[1]
+
+
+def test_damage_is_named_and_is_an_exit_code(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    assert invoke("verify", path) == (0, f"{path}  whole\n")
+    save(tmp_path, 20)
+    cut_short(path / "0.distcp")
+    assert invoke("verify", tmp_path / "step-00000020")[0] == 0
+    code, output = invoke("verify", tmp_path, "--json")
+    assert code == 1
+    reasons = json.loads(output)
+    assert reasons[str(path)] == "step-00000010: 0.distcp has 1999 bytes, and 2000 were written"
+    assert reasons[str(tmp_path / "step-00000020")] == ""
+
+
+def test_the_newest_is_shown(tmp_path: Path) -> None:
+    for step in (5, 10):
+        save(tmp_path, step)
+    code, output = invoke("show", tmp_path, "--json")
+    assert (code, json.loads(output)["step"]) == (0, 10)
+    code, output = invoke("show", tmp_path / "step-00000005")
+    assert code == 0
+    assert "committed steps           5" in output
+    assert "group 0, incarnation 0" in output
+
+
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    for command in ("list", "verify", "show"):
+        code, output = invoke(command, tmp_path)
+        assert code == 2
+        assert "holds no checkpoint" in output
+
+
+def test_a_damaged_manifest_cannot_be_shown(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    cut_short(path / "manifest.json")
+    code, output = invoke("show", path)
+    assert code == 2
+    assert "manifest.json cannot be read" in output

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore.trainer import GroupTrainer
-from tests.integration.mcore_group import CPU, all_work
+from tests.integration.mcore_group import CPU, all_work, reduce_alone
 
 Curve = list[tuple[float, float, float]]
 """Of each step the loss, the norm of the gradient and the learning rate."""
@@ -40,11 +40,10 @@ def train(trainer: GroupTrainer, config: RunConfig, steps: range) -> Curve:
     for step in steps:
         trainer.begin_step(step)
         trainer.compute(all_work(config))
-        buffer = trainer.gradients.new_buffer()
-        trainer.gradients.pack_into(buffer)
-        loss = torch.tensor([trainer.loss_of(buffer) or 0.0], dtype=torch.float64)
+        reduce_alone(trainer)
+        loss = torch.tensor([trainer.loss_sum() or 0.0], dtype=torch.float64)
         dist.all_reduce(loss)
-        result = trainer.update(buffer, float(loss) / config.layout.tensor_parallel)
+        result = trainer.update(float(loss) / config.layout.tensor_parallel)
         curve.append((result.loss, result.grad_norm, result.learning_rate))
     return curve
 

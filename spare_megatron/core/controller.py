@@ -266,12 +266,15 @@ class Controller:
         self._saves.began(step, now_s)
         self._order = self._first_order
         self._ordered_for = self._everybody
-        self._is_over = False
+        self._is_over = step == self._setup.num_steps  # only with slices: the last step is saved before the run ends
         if not self.voters:
             return self._nobody_left()
         slices = self._setup.slices
         repairs = self._own(None if slices is None else first_ownership(slices, self.voters))
-        return (load, self._build_communicator(), *repairs, *self._begin_step())
+        actions = (load, self._build_communicator(), *repairs)
+        if self._is_over:
+            return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
+        return (*actions, *self._begin_step())
 
     def _nobody_left(self) -> tuple[Action, ...]:
         shards = tuple(ShardId(int(group)) for group in self._everybody)

@@ -214,6 +214,10 @@ class Group:
             case LoadCheckpoint(step=step):
                 yield None
                 self._params = self._world.invariants.checkpoints[step]
+                if self.held is not None:
+                    hosted = self._controller.ownership.hosted_by(self.member)
+                    self.held.load(step, self._world.invariants.slices.saved(self._generation, step, hosted))
+                self._lacks_params = False
                 self._has_params(step)
             case _:
                 raise AssertionError(f"nothing asks for {action}")
@@ -236,7 +240,7 @@ class Group:
             self._has_params(step + 1)
         else:
             self.held.update(change)
-            self._world.invariants.slices.updated(self.name, self.member, step, self.held)
+            self._world.invariants.slices.updated(self.name, self.member, self._generation, attempt, self.held)
             self._lacks_params = True
 
     def _has_params(self, step: int) -> None:
@@ -255,7 +259,8 @@ class Group:
             self._let_go()
             self._world.invariants.counts["broken gather"] += 1
         elif self._lacks_params:
-            self._params = self._world.invariants.slices.gathered(self.name, action.step, action.owners, posted)
+            gathered = self._world.invariants.slices.gathered
+            self._params = gathered(self.name, self._generation, action.step, action.owners, posted)
             self._lacks_params = False
             self._has_params(action.step)
 
@@ -383,7 +388,7 @@ class Group:
             restored=() if self.held is None else self.held.restored(),
         )
         if self.held is not None:
-            self._world.invariants.slices.voted(self.name, action.step, vote.restored, self.held)
+            self._world.invariants.slices.voted(self.name, self._generation, vote.restored, self.held)
         yield None
         self._world.invariants.voted(self.name, action.attempt, vote)
         last_votes = yield from self._speak(lambda voice: voice.vote(action.attempt, vote, action.voters))

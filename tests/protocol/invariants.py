@@ -132,6 +132,7 @@ class Invariants:
         self._is_discarded = False
         self._generation += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+        self.slices.restarted(self.step, self.members)
 
     def _given_up(self, reason: str, writer: str) -> None:
         if not self._is_wiped_out():
@@ -206,7 +207,7 @@ class Invariants:
             raise Violation(f"{writer} writes {entry} after {self.step} of {self._num_steps} steps")
         self._is_finished |= isinstance(entry, Finish)
         if isinstance(entry, Commit):
-            self.slices.committed(self.step, entry.restored, self.members)
+            self.slices.committed(self.attempt, entry.restored, self.members)
             self._commits[self.attempt] = (self.step, self.members)
             self.counts["save"] += entry.save
             if self.members != self._opened[self.attempt].members:
@@ -279,7 +280,7 @@ class Invariants:
         if isinstance(stop, FinishRun) and self.step == self._num_steps and self._is_finished:
             return
         # Others may have gone on without one that is late to hear of a wipe-out.
-        if isinstance(stop, StopWipeOut) and (self.slices.is_wiped_out if stop.slices else self._was_wiped_out):
+        if isinstance(stop, StopWipeOut) and (self.slices.was_wiped_out if stop.slices else self._was_wiped_out):
             self.counts["state wipe-out"] += bool(stop.slices)
             return
         if isinstance(stop, StopHalted) and self._is_halted:

@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from spare_megatron.core.slices import Hosts, Repair, SliceCopy
+from spare_megatron.core.slices import Hosts, Repair, SliceCopy, Slicing, first_ownership
 from spare_megatron.core.topology import Member
 from tests.protocol.violation import Violation
 
@@ -26,12 +26,12 @@ class SliceStates:
     """What one group holds.
 
     Attributes:
-        num_updates: Steps that its state holds.
+        num_updates: Steps that its state holds; -1 in a later life that has been given none.
         repairs: The copies that it is to make for itself.
     """
 
     def __init__(self, member: Member, hosted: Iterable[int]) -> None:
-        self.num_updates = 0
+        self.num_updates = -1 if member.incarnation else 0
         self.repairs: tuple[Repair, ...] = ()
         self._member = member
         self._pieces: dict[int, dict[int, str]] = {index: dict.fromkeys(range(NUM_PIECES), "") for index in hosted}
@@ -52,6 +52,11 @@ class SliceStates:
         wanted |= {index for index, row in enumerate(hosts) if self._member in row}
         self._pieces = {index: pieces for index, pieces in self._pieces.items() if index in wanted}
         return new
+
+    def load(self, step: int, states: Mapping[int, State]) -> None:
+        """Goes on from a checkpoint."""
+        self.num_updates, self.repairs = step, ()
+        self._pieces = {index: dict(enumerate(state)) for index, state in states.items()}
 
     def whole(self, index: int) -> State | None:
         """The state of a slice, if all of it is here."""
@@ -79,13 +84,21 @@ class SliceObserver:
 
     def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
         self._hosts = [{(int(group), 0) for group in row} for row in hosts]
-        self._hosted_after: dict[int, list[frozenset[tuple[int, int]]]] = {}
-        self._states: dict[tuple[int, int], State] = {}
+        self._redundancy = max(map(len, hosts), default=0)
+        self._hosted_after: dict[int, list[frozenset[tuple[int, int]]]] = {}  # by attempt
+        self._generation = 0  # restarts
+        self._states = {(0, index, 0): ("",) * NUM_PIECES for index in range(len(hosts))}  # by restarts, slice, step
+        self._was_wiped_out = False
         self.counts: Counter[str] = Counter()
 
     @property
     def is_wiped_out(self) -> bool:
         return not all(self._hosts)
+
+    @property
+    def was_wiped_out(self) -> bool:
+        """Now or before a restart."""
+        return self._was_wiped_out or self.is_wiped_out
 
     @property
     def exist(self) -> bool:
@@ -95,38 +108,60 @@ class SliceObserver:
         for row in self._hosts:
             row -= set(lives)
 
-    def committed(self, step: int, restored: Iterable[SliceCopy], members: Collection[tuple[int, int]]) -> None:
-        """A step is committed by these members, with copies that count from now on."""
+    def restarted(self, step: int, members: Iterable[tuple[int, int]]) -> None:
+        """Training goes on from a checkpoint with these members. Who then hosts what is up to `core.slices`."""
+        if not self.exist:
+            return
+        self._was_wiped_out = self.was_wiped_out
+        before, self._generation = self._generation, self._generation + 1
+        kept = {key: state for key, state in self._states.items() if key[0] == before and key[2] <= step}
+        self._states |= {(self._generation, index, at): state for (_, index, at), state in kept.items()}
+        slicing = Slicing(num_groups=len(self._hosts), redundancy=self._redundancy)
+        ownership = first_ownership(slicing, [Member(group, life) for group, life in members])
+        self._hosts = [set(row) for row in ownership.hosts]
+
+    def saved(self, generation: int, step: int, hosted: Iterable[int]) -> dict[int, State]:
+        """The states of slices as a checkpoint has them."""
+        return {index: self._states[generation, index, step] for index in hosted}
+
+    def committed(self, attempt: int, restored: Iterable[SliceCopy], members: Collection[tuple[int, int]]) -> None:
+        """An attempt is committed by these members, with copies that count from now on."""
         for index, member in restored:
             if member in members:
                 self._hosts[index].add(tuple(member))
                 self.counts["restored"] += 1
-        self._hosted_after[step] = [frozenset(row) for row in self._hosts]
+        self._hosted_after[attempt] = [frozenset(row) for row in self._hosts]
 
-    def updated(self, process: str, life: tuple[int, int], step: int, held: SliceStates) -> None:
-        """A process has applied a step."""
-        for index, row in enumerate(self._hosted_after[step]):
+    def updated(self, process: str, life: tuple[int, int], generation: int, attempt: int, held: SliceStates) -> None:
+        """A process has applied what an attempt brought."""
+        for index, row in enumerate(self._hosted_after[attempt]):
             if life in row:
-                self._holds(process, index, step + 1, held.whole(index))
+                self._holds(process, index, generation, held)
 
-    def voted(self, process: str, step: int, restored: Iterable[int], held: SliceStates) -> None:
+    def voted(self, process: str, generation: int, restored: Iterable[int], held: SliceStates) -> None:
         """A process says that it has copied these slices."""
         for index in restored:
-            self._holds(process, index, step, held.whole(index))
+            self._holds(process, index, generation, held)
 
-    def _holds(self, process: str, index: int, step: int, state: State | None) -> None:
-        if state is None or state != self._states.setdefault((index, step), state):
+    def _holds(self, process: str, index: int, generation: int, held: SliceStates) -> None:
+        state, step = held.whole(index), held.num_updates
+        if state is None or state != self._states.setdefault((generation, index, step), state):
             raise Violation(f"{process} counts as a host of slice {index}, without its state after {step} steps")
 
     def gathered(
-        self, process: str, step: int, owners: Sequence[Member], posted: Mapping[str, Mapping[int, State | None]]
+        self,
+        process: str,
+        generation: int,
+        step: int,
+        owners: Sequence[Member],
+        posted: Mapping[str, Mapping[int, State | None]],
     ) -> str:
         """A process has received what all members sent. Returns the parameters that these are."""
         params = []
         for index, owner in enumerate(owners):
             sender = f"{owner.group}.{owner.incarnation}"
             state = posted.get(sender, {}).get(index)
-            if state is None or state != self._states.get((index, step), state):
+            if state is None or state != self._states.setdefault((generation, index, step), state):
                 raise Violation(f"{process} gathers parameters without slice {index}, which {sender} owns")
             params.append(state)
         self.counts["gather"] += 1

@@ -75,7 +75,7 @@ class Scene:
     slice_redundancy: int = 0
     """Hosts of each slice of the optimizer state; 0 if each group has all of it."""
     max_restarts: int = 0
-    """After a wipe-out; 0 with slices, whose states are not simulated over restarts."""
+    """After a wipe-out."""
 
     @classmethod
     def draw(cls, random: Random) -> "Scene":
@@ -126,6 +126,7 @@ class Scene:
                 "corrupt": random.choice((0, 0, 1)),
             },
             max_restarts=random.randint(1, 4),
+            slice_redundancy=min(num_groups, random.choice((0, 0, 1, 2))),
         )
 
 

@@ -32,6 +32,7 @@ from spare_megatron.core.messages import (
     encode_vote,
 )
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy, Slicing
@@ -251,6 +252,16 @@ def test_a_restart_gives_every_slice_all_its_hosts() -> None:
     assert controller.ownership is not None
     assert {len(row) for row in controller.ownership.hosts} == {2}
     assert controller.ownership.repairs == ()
+
+
+def test_a_restart_from_the_last_step_trains_no_further() -> None:
+    controller = make_controller(steps=1)
+    fold(controller, Commit(step=0, attempt=0, save=True))
+    present = tuple(Member(GroupId(group), 1) for group in range(4))
+    actions = fold(controller, Restart(step=1, members=present))
+    assert kinds(actions) == [LoadCheckpoint, BuildCommunicator, StartRepairs, AttemptFinish, ReadEntry]
+    # That communicator has been used by then: a retry needs another.
+    assert kinds(fold(controller, Retry(step=1, attempt=2, gather=True)))[:2] == [BuildCommunicator, GatherParams]
 
 
 def test_without_slices_there_is_nothing_of_all_this() -> None:

@@ -44,6 +44,8 @@ class Operation(StrEnum):
     """Hashing the parameters, or packing the whole state: alone, and the longer the larger the model."""
     SAVE = "save"
     """Waiting for a checkpoint: for its copy of the state, or for storage, which may take its time."""
+    END = "end"
+    """Leaving the process, which beats no more and may have much to give back."""
 
 
 OPERATIONS = tuple(Operation)
@@ -102,6 +104,7 @@ class Liveness:
         self._beats = _Counter()
         self._progress = _Counter()
         self._looked_at_s: float | None = None
+        self._starved_s = 0.0
 
     def look(self, pulse: Pulse, now_s: float) -> str:
         """Why the rank has to be given up, for people; empty while it need not be.
@@ -110,13 +113,17 @@ class Liveness:
             pulse: What it shows now.
             now_s: The watcher's monotonic clock.
         """
+        self._starved_s = max(pulse.starved_s, self._starved_s)  # threads that end take their time along
+        own_s = now_s - self._starved_s
         if self._looked_at_s is None or now_s - self._looked_at_s > self._interval_s:
             # The watcher itself was away. What it missed is no evidence.
-            self._beats.see(pulse.beats, now_s - pulse.starved_s, is_fresh=True)
-            self._progress.see(pulse.progress, now_s - pulse.starved_s, is_fresh=True)
+            self._beats.see(pulse.beats, own_s, is_fresh=True)
+            self._progress.see(pulse.progress, own_s, is_fresh=True)
         self._looked_at_s = now_s
-        silent_s = self._beats.see(pulse.beats, now_s - pulse.starved_s)
-        stuck_s = self._progress.see(pulse.progress, now_s - pulse.starved_s)
+        silent_s = self._beats.see(pulse.beats, own_s)
+        stuck_s = self._progress.see(pulse.progress, own_s)
+        if pulse.operation is Operation.END:
+            return f"not ended for {silent_s:.1f} s" if silent_s >= self._first_limit_s else ""
         is_stuck = pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse)
         # Who beats no more makes no progress either, and that may show first.
         if silent_s >= (0.5 if is_stuck else _LIMIT_INTERVALS) * self._interval_s:

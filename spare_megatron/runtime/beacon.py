@@ -92,6 +92,10 @@ class Beacon:
         """The main thread has got on with the pending operation."""
         self._note(self._index)
 
+    def leave(self) -> None:
+        """From here on the process ends, and its silence means nothing."""
+        self._note(OPERATIONS.index(Operation.END))
+
     @contextlib.contextmanager
     def during(self, operation: Operation) -> Iterator[None]:
         """The operation is pending inside the block; what was pending before is so again after it."""

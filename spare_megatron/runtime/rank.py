@@ -82,7 +82,10 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
     except Exception:  # noqa: BLE001  (whatever it is, it ends this rank and is told)
         text = traceback.format_exc()
         sys.stderr.write(text)
+        sys.stderr.flush()
         reports.send(RankRaised(group=spec.group, rank=spec.rank, traceback=text))
+        # The supervisor ends the whole group for it. A peer that missed this rank first would fence it without a cause.
+        reports.poll(_FAREWELL_S)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -92,6 +95,9 @@ def run_rank(spec: RankSpec, reports: Connection) -> None:
 def _all_groups(config: RunConfig) -> list[GroupId]:
     return [GroupId(group) for group in range(config.layout.num_groups)]
 
+
+_FAREWELL_S = 5.0
+"""How long a rank that has raised waits to be ended."""
 
 _SAVING_GROUPS = 2
 """Groups that save their state when the store is gone: one may be lost at the same time."""
@@ -145,6 +151,7 @@ class _Rank:
 
     def close(self) -> None:
         """Closes the journal. What a full disk does not take of it is missing in the verdict, and is no lost group."""
+        self._beacon.leave()
         try:
             self._journal.close()
         except OSError as error:

@@ -180,6 +180,8 @@ class _Supervisor:
                 self._head_hint = max(self._head_hint, head)
             case RankRaised(group=group, rank=rank, traceback=text):
                 self._tracebacks[group, rank] = text
+                if not (group in self._lost or self._is_over or self._store_failure):
+                    self._lose(group, rank, *cause_of_end(ExitCode.RAISED, text))
             case RanksReady(group=group):
                 self._has_begun = True
                 self._restarts.up(group)

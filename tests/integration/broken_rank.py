@@ -48,9 +48,9 @@ class _Elsewhere(Corpus):
 class _Unconnected(GroupExecutor):
     """Loses its connection to the control store in step 1."""
 
-    def compute_step(self, plan: Any, num_alive: int) -> None:
-        super().compute_step(plan, num_alive)
-        if plan.step == 1:
+    def compute_step(self, action: Any, num_alive: int) -> None:
+        super().compute_step(action, num_alive)
+        if action.plan.step == 1:
             raise StoreLost("the control store does not answer")
 
 
@@ -71,9 +71,9 @@ class _Outlived(GroupExecutor):
         super().__init__(**parts)
         self._has_raised = folder / "has-raised"
 
-    def compute_step(self, plan: Any, num_alive: int) -> None:
-        super().compute_step(plan, num_alive)
-        if plan.step != 1:
+    def compute_step(self, action: Any, num_alive: int) -> None:
+        super().compute_step(action, num_alive)
+        if action.plan.step != 1:
             return
         if self._agreement.is_leader:
             while not self._has_raised.exists():

@@ -36,13 +36,16 @@ def test_a_group_whose_schedule_leaves_out_a_microbatch_is_lost_and_nothing_is_m
     assert "the schedule ran" in lost.cause
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, LayoutConfig(num_groups=4, pipeline_parallel=2)], ids=["one", "stages"])
 def test_a_microbatch_that_nobody_can_read_stops_the_run_before_it_costs_every_group(
-    text_corpus: Path, tmp_path: Path
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
-    summary = start_run(tiny_config(text_corpus, LAYOUT), tmp_path / "run", lambda _: None, rank_main=unreadable)
+    """The stage that does not raise loses its peer, and must not be heard first: it knows of no reason."""
+    summary = start_run(tiny_config(text_corpus, layout), tmp_path / "run", lambda _: None, rank_main=unreadable)
     assert summary.outcome == "halted"
     assert "two groups raised the same" in summary.outcome_reason
     assert "sample 42 of the corpus is damaged" in summary.outcome_reason
+    assert summary.groups_lost == 2
     assert (summary.verdict, summary.steps_committed) == ("unknown", 1)
 
 

@@ -42,7 +42,7 @@ def test_a_rank_that_works_is_not_lost() -> None:
     assert found_at_s(beats=True, progresses=True) is None
 
 
-@pytest.mark.parametrize("operation", Operation)
+@pytest.mark.parametrize("operation", [operation for operation in Operation if operation is not Operation.END])
 def test_a_stopped_rank_is_found_within_two_intervals(operation: Operation) -> None:
     found = found_at_s(operation, beats=False, progresses=False)
     assert found is not None
@@ -76,6 +76,22 @@ def test_a_rank_without_a_processor_is_not_lost() -> None:
     found = found_at_s(beats=False, progresses=False, starved=0.5)
     assert found is not None
     assert found[0] == 3.0
+
+
+def test_a_rank_that_leaves_has_the_time_of_a_first_operation_to_end() -> None:
+    assert found_at_s(Operation.END, beats=False, progresses=False, until_s=FIRST_LIMIT_S) is None
+    found = found_at_s(Operation.END, beats=False, progresses=False, until_s=FIRST_LIMIT_S + 1)
+    assert found == (FIRST_LIMIT_S, "not ended for 60.0 s")
+
+
+def test_the_starvation_of_a_thread_that_has_ended_is_not_taken_back() -> None:
+    """A process that ends under load has lost its beating thread, and with it what the kernel knew of that."""
+    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S)
+    pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
+    assert liveness.look(replace(pulse, starved_s=5.0), 10.0) == ""
+    assert liveness.look(replace(pulse, starved_s=0.5), 10.25) == ""
+    assert liveness.look(replace(pulse, starved_s=0.5), 11.0) == ""
+    assert liveness.look(replace(pulse, starved_s=0.5), 11.5) == "no heartbeat for 1.5 s"
 
 
 def test_a_watcher_that_was_away_begins_anew() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import ControlStore
+from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
@@ -40,11 +41,12 @@ from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Repair
-from spare_megatron.core.stepplan import Microbatch, StepPlan
+from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.detect import fence
-from tests.protocol.communicators import Communicator, Communicators, Sums
+from tests.protocol.buckets import Buckets
+from tests.protocol.communicators import Communicator, Communicators, Reduction
 from tests.protocol.invariants import AT_FIRST, Invariants
 from tests.protocol.slices import NUM_PIECES, SliceStates
 from tests.protocol.store import Request, conversation
@@ -68,6 +70,8 @@ class Surroundings(Protocol):
     communicators: Communicators
     invariants: Invariants
     groups: tuple[GroupId, ...]
+    num_buckets: int
+    window_type: type[BucketWindow]
     states: dict[tuple[int, int], dict[Member, str]]
     may_restart: bool
     num_waiting: int
@@ -132,9 +136,8 @@ class Group:
         self.name = f"{member.group}.{member.incarnation}"
         self._controller = controller
         self._world = world
-        self._local: list[Microbatch] = []
+        self._buckets = Buckets(self.name, world.num_buckets, world.window_type)
         self._computed: list[str] = []  # digests of this step's plans
-        self._sums: Sums | None = None
         self._params = AT_FIRST
         self._lacks_params = False
         self._communicator: Communicator | None = None
@@ -176,7 +179,9 @@ class Group:
         match action:
             case ComputeStep(plan=plan):
                 yield from self._compute(plan, is_patch=False)
-            case ComputePatch(plan=plan):
+            case ComputePatch(plan=plan, into=into):
+                if into is not None:
+                    self._buckets.begin(into.attempt, into.kept)
                 yield from self._compute(plan, is_patch=True)
             case BuildCommunicator(key=key, members=members):
                 self._let_go()
@@ -228,13 +233,15 @@ class Group:
         if self._lacks_params or plan.digest in self._computed:
             return
         self._has_params(plan.step)
-        if not is_patch:
-            self._local, self._computed = [], []
-        self._local += plan.work.of(self.group)
+        if is_patch:
+            self._buckets.patch(plan.work.of(self.group))
+        else:
+            self._buckets.compute(plan.work.of(self.group))
+            self._computed = []
         self._computed.append(plan.digest)
 
     def _update(self, step: int, attempt: int) -> None:
-        change = self._world.invariants.updated(self.name, step, attempt, self._sums)
+        change = self._world.invariants.updated(self.name, step, attempt, self._buckets.sums())
         if self.held is None:
             self._params = hashlib.sha256(f"{self._params}|{change}".encode()).hexdigest()
             self._has_params(step + 1)
@@ -374,16 +381,18 @@ class Group:
     def _attempt(self, action: AttemptReduce | AttemptFinish) -> Steps:
         self._world.invariants.attempted(self.name, action, self._controller.epoch)
         yield None
-        self._sums = None
+        num_complete: tuple[int, ...] = ()
         if self._lacks_params:
             self._let_go()  # an admission may have brought a new one, on which the others wait for this group
         elif isinstance(action, AttemptReduce):
-            self._sums = yield from self._collect(f"attempt {action.attempt}", tuple(self._local))
-        is_complete = not self._lacks_params if isinstance(action, AttemptFinish) else self._sums is not None
+            yield from self._reduce(action)
+            num_complete = (self._buckets.window.num_complete,)
+        is_complete = not self._lacks_params and (isinstance(action, AttemptFinish) or self._buckets.sums() is not None)
         vote = Vote(
             is_complete=is_complete,
             plan_digest=action.plan_digest,
             params_digest="" if action.step % 2 or self._lacks_params else self._params,
+            num_complete=num_complete,
             lacks_params=self._lacks_params,
             restored=() if self.held is None else self.held.restored(),
         )
@@ -394,19 +403,56 @@ class Group:
         last_votes = yield from self._speak(lambda voice: voice.vote(action.attempt, vote, action.voters))
         return [] if last_votes is None else [(yield from self._with_waiting(last_votes))]
 
+    def _reduce(self, action: AttemptReduce) -> Steps:
+        """All buckets that are not kept, or as many as can be had before nobody needs them."""
+        buckets = self._buckets
+        buckets.begin(action.attempt, action.kept)
+        if not (yield from self._connect()):
+            return
+        in_flight: deque[Reduction] = deque()
+        while not buckets.window.is_complete:
+            while buckets.window.may_post(buckets.num_buckets):
+                bucket, local = buckets.post()
+                in_flight.append(self._post(f"attempt {action.attempt}, bucket {bucket}", local))
+                yield None
+            sums = yield from self._await(in_flight.popleft())
+            if sums is None:
+                return
+            buckets.complete(sums)
+
     def _collect(self, name: str, brought: Any) -> Steps:
         """What all members brought, or None as soon as it cannot be had or nobody needs it."""
-        if len(self._controller.members) == 1:
-            return {self.name: brought}
-        if self._communicator is None or (yield from self._is_decided()):
+        if not (yield from self._connect()):
             return None
+        reduction = self._post(name, brought)
+        yield None
+        return (yield from self._await(reduction))
+
+    def _connect(self) -> Steps:
+        """Whether there is a communicator to post on, as soon as there is."""
+        if len(self._controller.members) == 1:
+            return True
+        if self._communicator is None or (yield from self._is_decided()):
+            return False
         communicator = self._communicator
         while not communicator.is_built:
             yield Until(lambda: communicator.is_built or self._world.is_written(self._head))
             if not communicator.is_built and (yield from self._is_decided()):
-                return None
-        reduction = communicator.post(self.name, name, brought)
-        yield None
+                return False
+        return True
+
+    def _post(self, name: str, brought: Any) -> Reduction:
+        if len(self._controller.members) == 1:
+            return Reduction(name, {self.name: brought})
+        assert self._communicator is not None, "it has been connected"
+        return self._communicator.post(self.name, name, brought)
+
+    def _await(self, reduction: Reduction) -> Steps:
+        """What all members brought, or None as soon as it cannot be had or nobody needs it."""
+        if len(self._controller.members) == 1:
+            return dict(reduction.posted)
+        communicator = self._communicator
+        assert communicator is not None, "it was posted on"
         while True:
             yield Until(
                 lambda: (

@@ -1,6 +1,6 @@
 """What must hold in every history, checked by an observer who sees everything and shares no code with the controller.
 
-1. Exactly once: the sums a group applies hold each microbatch of the batch once.
+1. Exactly once: the sums a group applies hold each microbatch of the batch once, in every bucket.
 2. Agreement: a step is committed once, on one attempt; whoever applies it goes to the same parameters.
 3. A decision is written by a member, needs the vote of every member of that moment, and follows from their votes
    alone. So nothing that a fenced group does later can change one. A fenced group may still apply the commits that
@@ -16,7 +16,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spare_megatron.core.messages import (
@@ -38,6 +38,7 @@ from spare_megatron.core.placement import Placement
 from spare_megatron.core.restart_messages import GiveUp
 from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.stepplan import Microbatch
+from tests.protocol.communicators import Sums
 from tests.protocol.slices import SliceObserver
 from tests.protocol.violation import Violation
 
@@ -201,6 +202,12 @@ class Invariants:
         lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
         if isinstance(entry, Retry) == (is_complete and not self._is_discarded):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
+        if isinstance(entry, Retry):
+            held = [vote.num_complete for vote in votes.values() if vote is not None]
+            least = () if self._is_discarded or () in held else (min(held)[0],)
+            if (entry.recompute, entry.kept) != (self._is_discarded, least):
+                raise Violation(f"{writer} writes {entry} though the members hold {held}")
+            self.counts["retry that keeps buckets"] += any(entry.kept)
         if isinstance(entry, Retry) and entry.gather != lacks_params:
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         if not isinstance(entry, Retry) and isinstance(entry, Finish) != (self.step == self._num_steps):
@@ -238,20 +245,22 @@ class Invariants:
         if life_of(process) not in self.members:
             self.counts["vote of a fenced group"] += 1
 
-    def updated(self, process: str, step: int, attempt: int, sums: Mapping[str, tuple[Microbatch, ...]] | None) -> str:
-        """A process applies sums. Returns what they change."""
+    def updated(self, process: str, step: int, attempt: int, buckets: Sequence[Sums] | None) -> str:
+        """A process applies the sums of its buckets. Returns what they change."""
         committed, members = self._commits.get(attempt, (None, frozenset()))
         if step != committed:
             raise Violation(f"{process} applies attempt {attempt} to step {step}, and not to {committed}")
         if life_of(process) not in members:
             raise Violation(f"{process} was fenced before the commit of step {step}, and applies it")
-        if sums is None:
+        if buckets is None:
             raise Violation(f"{process} has no sum of attempt {attempt}, which is committed")
-        counted = Counter(item for brought in sums.values() for item in brought)
-        if counted != self._batch:
-            wrong = {tuple(item): counted[item] for item in {*counted, *self._batch} if counted[item] != 1}
-            raise Violation(f"{process} applies step {step}, which counts {wrong} times: {dict(sums)}")
-        return repr((step, attempt, sorted(sums.items())))
+        for sums in buckets:
+            counted = Counter(item for brought in sums.values() for item in brought)
+            if counted != self._batch:
+                wrong = {tuple(item): counted[item] for item in {*counted, *self._batch} if counted[item] != 1}
+                raise Violation(f"{process} applies step {step}, which counts {wrong} times: {dict(sums)}")
+        self.counts["step with buckets of several attempts"] += any(sums != buckets[0] for sums in buckets)
+        return repr((step, attempt, [sorted(sums.items()) for sums in buckets]))
 
     def corrupted(self, process: str) -> None:
         """The parameters of a process have changed behind its back."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.control.decision_log import DecisionLog, Voter
+from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.messages import (
     Action,
@@ -142,6 +143,32 @@ class EndsWithTheLastCommit(Controller):
         return FinishRun(step=self.step)
 
 
+class KeepsWhatSomebodyHolds(Controller):
+    """Keeps the buckets that any survivor holds."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        counts = [vote.num_complete for vote in event.votes.values()]
+        if () in counts or not counts:
+            return super()._decide(event, now_s)
+        votes = {group: replace(vote, num_complete=max(counts)) for group, vote in event.votes.items()}
+        return super()._decide(replace(event, votes=votes), now_s)
+
+
+class PatchesDiscardedSteps(Controller):
+    """Computes only what is missing where nothing may stay."""
+
+    def _retry(self, retry: Retry) -> tuple[Action, ...]:
+        return super()._retry(replace(retry, recompute=False))
+
+
+class WritesSumsAtOnce(BucketWindow):
+    """Takes what is complete here for what everybody holds."""
+
+    @property
+    def num_everywhere(self) -> int:
+        return self.num_complete
+
+
 class ComputesWithoutParams(Controller):
     """Retries without another gather."""
 
@@ -163,6 +190,7 @@ class Protocol:
     controller_type: type[Controller] = Controller
     log_type: type[DecisionLog] = DecisionLog
     slices_type: type[SliceStates] = SliceStates
+    window_type: type[BucketWindow] = BucketWindow
 
 
 CORRECT = Protocol()
@@ -180,6 +208,9 @@ MUTATIONS = {
     "counts copies that are not finished": Protocol(controller_type=CountsUnfinishedCopies),
     "ends before all parameters are whole": Protocol(controller_type=EndsWithTheLastCommit),
     "goes on without gathering parameters": Protocol(controller_type=ComputesWithoutParams),
+    "keeps buckets that only some hold": Protocol(controller_type=KeepsWhatSomebodyHolds),
+    "patches a step that was discarded": Protocol(controller_type=PatchesDiscardedSteps),
+    "writes sums over local sums at once": Protocol(window_type=WritesSumsAtOnce),
     "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
 }
 MUTATIONS_OF_RESTARTS = {

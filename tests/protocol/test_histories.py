@@ -26,12 +26,14 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "fence of a fenced group": 50,
         "fence of an earlier incarnation": 3,
         "fence of a waiting group": 20,
-        "admission": 100,
+        "admission": 80,
         "void admission": 5,
         "fenced while alive": 100,
         "vote of a fenced group": 100,
-        "commit with the sum of a fenced group": 30,
+        "commit with the sum of a fenced group": 25,
         "discard": 20,
+        "retry that keeps buckets": 25,
+        "step with buckets of several attempts": 15,
         "Finish": 50,
         "gather": 500,
         "broken gather": 50,
@@ -69,6 +71,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         fault_budget={fault: draw(st.integers(0, MAX_BREAKS)) for fault in FAULTS},
         slice_redundancy=draw(st.integers(0, min(num_groups, 3))),
         max_restarts=draw(st.integers(0, 2)),
+        num_buckets=draw(st.integers(1, 5)),
     )
 
 

@@ -29,6 +29,9 @@ FOUND_AS = {
     "counts copies that are not finished": "counts as a host of slice|gathers parameters without slice",
     "ends before all parameters are whole": "ends with FinishRun|without all parameters",
     "goes on without gathering parameters": "ends with StopHalted",
+    "keeps buckets that only some hold": "though the members hold|is to keep",
+    "patches a step that was discarded": "has lost its local sum",
+    "writes sums over local sums at once": "has lost its local sum",
     "installs pieces of an earlier step": "counts as a host of slice|other parameters",
 }
 

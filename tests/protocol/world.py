@@ -74,6 +74,8 @@ class Scene:
     fault_budget: dict[str, int] = field(hash=False)
     slice_redundancy: int = 0
     """Hosts of each slice of the optimizer state; 0 if each group has all of it."""
+    num_buckets: int = 1
+    """Of the gradients of a group."""
     max_restarts: int = 0
     """After a wipe-out."""
 
@@ -101,6 +103,7 @@ class Scene:
                 "corrupt": random.choice((0, 0, 1, 2)),
             },
             slice_redundancy=min(num_groups, random.choice((0, 0, 0, 1, 2, 3, 3))),
+            num_buckets=random.choice((1, 1, 5)),
         )
 
     @classmethod
@@ -142,6 +145,8 @@ class World:
     def __init__(self, scene: Scene, random: Random, protocol: Protocol) -> None:
         placement = make_placement("golomb", scene.num_groups, scene.redundancy)
         self.log_type = protocol.log_type
+        self.window_type = protocol.window_type
+        self.num_buckets = scene.num_buckets
         self.communicators = Communicators()
         r_o = scene.slice_redundancy
         observer = SliceObserver(make_placement("golomb", scene.num_groups, r_o).hosts if r_o else ())

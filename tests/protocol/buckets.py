@@ -1,0 +1,89 @@
+"""The gradients of one process: of each bucket its local sum, or the sum over groups in its place.
+
+It holds what `mcore.gradients` and `runtime.reduction` hold, and notices when one is taken for the other.
+"""
+
+from collections.abc import Iterable
+
+from spare_megatron.core.buckets import BucketWindow
+from spare_megatron.core.stepplan import Microbatch
+from tests.protocol.communicators import Sums
+from tests.protocol.violation import Violation
+
+
+class Buckets:
+    """The buckets of one process.
+
+    Args:
+        name: The process.
+        num_buckets: How many there are.
+        window_type: The window under test.
+    """
+
+    def __init__(self, name: str, num_buckets: int, window_type: type[BucketWindow]) -> None:
+        self._name = name
+        self._window_type = window_type
+        self.num_buckets = num_buckets
+        self._local: list[list[Microbatch]] = []
+        self._staged: dict[int, Sums] = {}
+        self._in_place: dict[int, Sums] = {}
+        self._attempt = -1
+        self._num_kept = 0
+        self.window = window_type(num_buckets, 0)
+
+    def compute(self, work: Iterable[Microbatch]) -> None:
+        """From zero sums."""
+        items = list(work)
+        self._local = [list(items) for _ in range(self.num_buckets)]
+        self._staged, self._in_place = {}, {}
+        self._num_kept = 0
+        self.window = self._window_type(self.num_buckets, 0)
+
+    def begin(self, attempt: int, kept: tuple[int, ...]) -> None:
+        """Before the patch of an attempt, and before the attempt.
+
+        Raises:
+            Violation: It does not hold what is kept.
+        """
+        if attempt == self._attempt:
+            return
+        self._attempt, self._num_kept = attempt, sum(kept)
+        if self._num_kept > self.window.num_complete:
+            raise Violation(f"{self._name} is to keep {kept} buckets and holds {self.window.num_complete}")
+        for bucket in range(self._num_kept):
+            self._put(bucket)
+        self._staged = {}
+        self.window = self._window_type(self.num_buckets, self._num_kept)
+
+    def patch(self, work: Iterable[Microbatch]) -> None:
+        """Adds to what is not kept."""
+        items = list(work)
+        for local in self._local[self._num_kept :]:
+            local += items
+
+    def post(self) -> tuple[int, tuple[Microbatch, ...]]:
+        """The next bucket and its local sum.
+
+        Raises:
+            Violation: A sum over groups stands in its place.
+        """
+        bucket = self.window.post()
+        if bucket in self._in_place:
+            raise Violation(f"{self._name} has lost its local sum of bucket {bucket}, which is reduced again")
+        return bucket, tuple(self._local[bucket])
+
+    def complete(self, sums: Sums) -> None:
+        """The sum of the first bucket in flight has come."""
+        self._staged[self.window.num_complete] = sums
+        for bucket in self.window.complete():
+            self._put(bucket)
+
+    def sums(self) -> list[Sums] | None:
+        """The sums over groups of all buckets; None if some have not come."""
+        if not self.window.is_complete:
+            return None
+        return [(self._in_place | self._staged)[bucket] for bucket in range(self.num_buckets)]
+
+    def _put(self, bucket: int) -> None:
+        if bucket in self._staged:
+            self._in_place[bucket] = self._staged.pop(bucket)

@@ -110,6 +110,8 @@ class OptimizerConfig:
     """Where the optimizer's state is: replicated in every group, or stacked in slices on a few groups each."""
     redundancy: int = 2
     """Stacked: groups that host each slice of the optimizer's state (r_o)."""
+    repair_mib_per_s: float = 256.0
+    """Stacked: how fast each rank fetches missing copies of slices in the background, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

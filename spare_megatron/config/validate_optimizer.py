@@ -35,6 +35,8 @@ def _sharding(config: RunConfig) -> Iterator[str]:
     redundancy, num_groups = config.optimizer.redundancy, config.layout.num_groups
     if redundancy < 1:
         yield f"optimizer.redundancy={redundancy} must be at least 1; raise it"
+    if not config.optimizer.repair_mib_per_s > 0.0:
+        yield f"optimizer.repair_mib_per_s={config.optimizer.repair_mib_per_s} must be above 0; raise it"
     if config.optimizer.sharding == "replicated":
         return
     if redundancy > num_groups:

@@ -6,6 +6,9 @@ from typing import NamedTuple
 PIECE_BYTES = 1 << 20
 """Bytes of a piece: what a thread copies at a time, so that others wait for no more than that."""
 
+LARGEST_PIECE_BYTES = 2 * PIECE_BYTES
+"""Nobody asks for more at a time: pieces of slices are so many elements, whatever state each of them has."""
+
 
 class Piece(NamedTuple):
     """A range of bytes, from start up to stop."""
@@ -29,24 +32,23 @@ def pieces_of(num_bytes: int) -> Iterator[Piece]:
 
 
 class TokenBucket:
-    """Keeps a sender to so many bytes a second; whoever was idle may send one piece at once, and no more.
+    """Keeps a receiver to so many bytes a second. A piece is earned byte by byte before it may be asked for.
 
     Args:
         bytes_per_s: The rate.
-        now_s: The present time of the clock that is handed in with every call.
+        now_s: The present time of a clock that never goes back. There is nothing in the bucket.
     """
 
     def __init__(self, bytes_per_s: float, now_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._free_at_s = now_s
+        self._earned_at_s = now_s
 
     def take(self, num_bytes: int, now_s: float) -> float:
-        """Counts so many bytes as sent as soon as they may be; returns how long they have to wait, in seconds.
+        """When so many bytes more have been earned; now, if that was before. The next ones are earned from then on.
 
-        >>> bucket = TokenBucket(bytes_per_s=100.0, now_s=0.0)
-        >>> [bucket.take(50, now_s) for now_s in (0.0, 0.0, 0.75, 10.0, 10.0)]
-        [0.0, 0.5, 0.25, 0.0, 0.5]
+        >>> bucket = TokenBucket(bytes_per_s=100.0, now_s=1.0)
+        >>> [bucket.take(50, now_s) for now_s in (1.0, 1.25, 2.75, 2.75)]
+        [1.5, 2.0, 2.75, 3.25]
         """
-        begins_at_s = max(self._free_at_s, now_s)
-        self._free_at_s = begins_at_s + num_bytes / self._bytes_per_s
-        return begins_at_s - now_s
+        self._earned_at_s = max(self._earned_at_s + num_bytes / self._bytes_per_s, now_s)
+        return self._earned_at_s

@@ -203,6 +203,31 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RedundancyRecord:
+    """How many copies of slices are missing, as a group folded it: whenever slices have lost or won a host."""
+
+    group: int
+    step: int
+    """Committed steps."""
+    num_missing: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairRecord:
+    """A group has made a copy of a slice, whole on all of its ranks, and is about to say so in its vote."""
+
+    group: int
+    step: int
+    """Committed steps that the copy holds."""
+    slice: int
+    donor: int
+    num_bytes: int
+    """Of the group's leader."""
+    repair_s: float
+    """Of the group's leader, since the copy was asked for. A rank makes one copy after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord:
     """The end of the run, written by the driver when no rank is left."""
 
@@ -222,6 +247,8 @@ Record = (
     | FaultRecord
     | LossRecord
     | CheckpointRecord
+    | RedundancyRecord
+    | RepairRecord
     | EndRecord
 )
 
@@ -237,6 +264,8 @@ _KINDS: dict[str, type[Record]] = {
     "fault": FaultRecord,
     "loss": LossRecord,
     "checkpoint": CheckpointRecord,
+    "redundancy": RedundancyRecord,
+    "repair": RepairRecord,
     "end": EndRecord,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -14,9 +14,11 @@ from spare_megatron.journal.records import (
     LossRecord,
     ParamsRecord,
     RecoveryRecord,
+    RepairRecord,
     UpdateRecord,
     VoteRecord,
 )
+from spare_megatron.journal.redundancy import full_redundancy_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,10 @@ class Summary:
     final_loss: float | None
     params_sha256: str | None
     recoveries: tuple[Recovery, ...]
+    slices_repaired: int = 0
+    """Copies of slices that groups have made of what lost ones held."""
+    full_redundancy_s: tuple[float, ...] = ()
+    """Seconds from each loss of slices until all of them had all of their hosts again."""
 
 
 def summarize(journal: Journal) -> Summary:
@@ -96,6 +102,8 @@ def summarize(journal: Journal) -> Summary:
         final_loss=None if last is None else last.loss,
         params_sha256=None if last_params is None else last_params.sha256,
         recoveries=recoveries,
+        slices_repaired=len(journal.of(RepairRecord)),
+        full_redundancy_s=full_redundancy_s(journal),
     )
 
 

@@ -175,14 +175,14 @@ class StackedOptimizer:
         return frozenset(number for number in numbers if self._num_installed(number) == self.slices.num_pieces(number))
 
     @property
-    def held(self) -> frozenset[SliceId]:
-        """The slices of which some state is here, whole or not."""
-        return frozenset(self._hosted)
-
-    @property
     def state_bytes(self) -> int:
         """Memory of the state held here."""
         return sum(hosted.state.nbytes for hosted in self._hosted.values())
+
+    @property
+    def element_bytes(self) -> int:
+        """State of one element."""
+        return (_NUM_MOMENTS + self._has_main) * torch.float32.itemsize
 
     def read_piece(self, number: SliceId, piece: int) -> PieceState:
         """The state of a piece that is held here, as of one update."""

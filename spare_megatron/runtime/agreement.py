@@ -123,6 +123,18 @@ class GroupAgreement:
             num_complete=tuple(map(int, counts)),
         )
 
+    def shared(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of the flags are set on all of the group's ranks.
+
+        Collective over: all ranks of the group, with as many flags.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+        """
+        values = torch.tensor([int(flag) for flag in flags])
+        self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._ranks))
+        return [bool(value) for value in values.tolist()]
+
     def combine_digests(self, digest: str) -> str:
         """SHA-256 over the digests of the group's ranks in the order of the ranks.
 

@@ -26,7 +26,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, Record, UpdateRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
-from spare_megatron.runtime.gather import ParamsGather, hold_slices
+from spare_megatron.runtime.gather import ParamsGather
 from spare_megatron.runtime.join import NO_DIGEST, confirm
 from spare_megatron.runtime.params_digest import ParamsDigest
 from spare_megatron.runtime.probe import RankProbe
@@ -349,9 +349,8 @@ class GroupExecutor:
             self._hold_params(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
-        """Holds the slices that this group is to hold from here on."""
-        assert self._trainer.stacked is not None, "only slices are repaired"
-        hold_slices(self._trainer.stacked, self._agreement.member, action)
+        """Has missing copies made, and lets go of slices that this group is not to hold any more."""
+        self._reduction.start_repairs(action)
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns all votes on the leader whose vote was the last, else nothing."""

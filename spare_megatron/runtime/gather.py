@@ -8,8 +8,8 @@ import torch
 from spare_megatron.core.gather_rounds import Round, gather_rounds
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
-from spare_megatron.core.slice_actions import GatherParams, StartRepairs
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.slice_actions import GatherParams
+from spare_megatron.core.topology import GroupId, SliceId
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
@@ -120,14 +120,3 @@ class ParamsGather:
 
     def _new_staging(self, num_rows: int, length: int) -> torch.Tensor:
         return torch.empty(num_rows, length, dtype=self._optimizer.values_dtype, device=self._optimizer.device)
-
-
-def hold_slices(optimizer: StackedOptimizer, member: Member, action: StartRepairs) -> None:
-    """Lets go of slices that a member is neither a host nor the receiver of; at a restart from step 0 its own begin."""
-    hosted = {SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts}
-    received = {repair.slice for repair in action.repairs if repair.receiver == member}
-    for number in optimizer.held - hosted - received:
-        optimizer.drop(number)
-    missing = hosted - optimizer.hosted
-    if missing:
-        optimizer.begin(sorted(missing))

@@ -1,5 +1,6 @@
 """Asks a rank of another group for pieces of its state."""
 
+import contextlib
 import socket
 
 from spare_megatron.core.pieces import Piece
@@ -7,7 +8,7 @@ from spare_megatron.runtime.piece_wire import NONCE_BYTES, Address, Channel, Req
 
 
 class PieceClient:
-    """A connection to one server. For one thread.
+    """A connection to one server. For one thread, but for `abort`.
 
     Args:
         address: The server's.
@@ -38,6 +39,11 @@ class PieceClient:
             TransferBroken: The connection is of no use any more.
         """
         return self._channel.ask(Request(name=name, step=step, piece=piece))
+
+    def abort(self) -> None:
+        """From any thread: ends a fetch that is under way, and every later one."""
+        with contextlib.suppress(OSError):  # the other side was faster
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._connection.close()

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 
-from spare_megatron.core.pieces import PIECE_BYTES, Piece
+from spare_megatron.core.pieces import LARGEST_PIECE_BYTES, Piece
 
 NONCE_BYTES = 32
 _MAC_BYTES = 32
@@ -135,8 +135,8 @@ class Channel:
         if not hmac.compare_digest(head[_REQUEST.size :], self._mac(signed)):
             raise TransferBroken("a stranger asks")
         name, step, start, stop = _REQUEST.unpack(signed)
-        if not 0 < stop - start <= PIECE_BYTES:
-            raise TransferBroken(f"a range of {stop - start} bytes is no piece of at most {PIECE_BYTES}")
+        if not 0 < stop - start <= LARGEST_PIECE_BYTES:
+            raise TransferBroken(f"a range of {stop - start} bytes is no piece of at most {LARGEST_PIECE_BYTES}")
         return Request(name=name.rstrip(b"\0").decode("ascii"), step=step, piece=Piece(start, stop)), signed
 
     def answer(self, signed: bytes, status: Status, step: int, content: bytes = b"") -> None:

@@ -43,12 +43,14 @@ from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.fold import Stop, controller_setup
 from spare_megatron.runtime.gather import ParamsGather
+from spare_megatron.runtime.group_repairs import GroupRepairs
 from spare_megatron.runtime.join import JoinFailed
 from spare_megatron.runtime.params_digest import ParamsDigest
 from spare_megatron.runtime.piece_server import PieceServer
 from spare_megatron.runtime.piece_wire import Address
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.reduction import Reduction
+from spare_megatron.runtime.repair import SliceRepairs
 from spare_megatron.runtime.reports import (
     ExitCode,
     FaultStruck,
@@ -60,6 +62,7 @@ from spare_megatron.runtime.reports import (
 )
 from spare_megatron.runtime.saver import Saver
 from spare_megatron.runtime.shared_data import check_shared_data
+from spare_megatron.runtime.slice_content import slice_contents
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
@@ -182,6 +185,7 @@ class _Rank:
             trainer=self._trainer,
             agreement=agreement,
             communicator=communicator,
+            repairs=self._build_repairs(agreement),
             journal=self._journal,
             probe=self._probe,
             outlier_factor=config.train.gradient_outlier_factor,
@@ -247,9 +251,26 @@ class _Rank:
             round_bytes=round(self._spec.config.reduce.bucket_mib * 2**20),
         )
 
+    def _build_repairs(self, agreement: GroupAgreement) -> GroupRepairs | None:
+        """What makes missing copies of slices, where there are any."""
+        optimizer = self._trainer.stacked
+        if optimizer is None:
+            return None
+        repairs = SliceRepairs(
+            member=self._spec.member,
+            optimizer=optimizer,
+            contents=slice_contents(optimizer),
+            bytes_per_s=self._spec.config.optimizer.repair_mib_per_s * 2**20,
+            find_server=self._find_server,
+        )
+        repairs.run_in_background()
+        return GroupRepairs(repairs=repairs, agreement=agreement, journal=self._journal, probe=self._probe)
+
     def _serve_state(self) -> StateSource:
         """Lets others read this rank's state from now on, where they find the server in the control store."""
-        source = StateSource()
+        optimizer = self._trainer.stacked
+        slices = [] if optimizer is None else slice_contents(optimizer)
+        source = StateSource({content.name: content for content in slices})
         server = PieceServer(self._store.local_host(), source, self._spec.config.reduce.timeout_s)
         server.start()
         self._store.put(_server_key(self._spec.member, self._spec.rank), str(server.address))

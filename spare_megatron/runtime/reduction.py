@@ -19,14 +19,15 @@ from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Event, Vote
 from spare_megatron.core.phases import Phase
-from spare_megatron.core.slice_actions import AttemptFinish
+from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, SliceId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupAgreement, GroupOpinion
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.group_repairs import GroupRepairs
 from spare_megatron.runtime.probe import RankProbe
 
 
@@ -38,6 +39,7 @@ class Reduction:
         trainer: The rank's part of the model.
         agreement: The group's voice.
         communicator: The rank's cross-group communicator.
+        repairs: Makes missing copies of slices, where there are any. Votes tell of them.
         journal: The rank's journal; only leaders write here.
         probe: Told what the rank is about.
         outlier_factor: How many times its usual norm a bucket's gradient may have; 0 judges no sizes.
@@ -51,6 +53,7 @@ class Reduction:
         trainer: GroupTrainer,
         agreement: GroupAgreement,
         communicator: CrossGroupCommunicator,
+        repairs: GroupRepairs | None,
         journal: JournalWriter,
         probe: RankProbe,
         outlier_factor: float,
@@ -61,6 +64,7 @@ class Reduction:
         self._trainer = trainer
         self._agreement = agreement
         self._communicator = communicator
+        self._repairs = repairs
         self._journal = journal
         self._probe = probe
         self._guards = [GradientGuard(outlier_factor) for _ in self._sums.buckets]
@@ -83,6 +87,11 @@ class Reduction:
     def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
         """Begins to build the communicator of the next attempt."""
         self._communicator.begin_build(key, members)
+
+    def start_repairs(self, action: StartRepairs) -> None:
+        """Has these copies of slices made in the background."""
+        assert self._repairs is not None, "only slices are repaired"
+        self._repairs.start(action)
 
     # ------------------------------------------------------------------------------------------ between attempts
 
@@ -267,7 +276,8 @@ class Reduction:
                 loss_sum=self._trainer.loss_sum() if is_complete else None,
             )
         self.loss_sum = opinion.loss_sum
-        return self._cast(action, opinion, work_digest, params_digest)
+        restored = () if self._repairs is None else self._repairs.restored()
+        return self._cast(action, opinion, work_digest, params_digest, restored=restored)
 
     def abstain(self, action: AttemptReduce, evidence: str) -> list[Event]:
         """Casts the vote of a group that has no parameters to compute the step with. It reduces nothing.
@@ -309,6 +319,7 @@ class Reduction:
         params_digest: str,
         *,
         lacks_params: bool = False,
+        restored: tuple[SliceId, ...] = (),
     ) -> list[Event]:
         last_votes = None
         if self._agreement.is_leader:
@@ -329,6 +340,7 @@ class Reduction:
                 params_digest=params_digest,
                 num_complete=opinion.num_complete,
                 lacks_params=lacks_params,
+                restored=restored,
             )
             with self._probe.during(Operation.VOTE):
                 last_votes = self._agreement.vote(action.attempt, vote, action.voters)

@@ -15,13 +15,22 @@ class Content(Protocol):
     num_bytes: int
 
     def read(self, piece: Piece) -> bytes:
-        """The bytes of the piece."""
+        """The bytes of the piece.
+
+        Raises:
+            NotOffered: It is not here now.
+        """
 
 
 class StateSource:
-    """The state of one rank between two updates; a `piece_server.Source`."""
+    """The state of one rank between two updates; a `piece_server.Source`.
 
-    def __init__(self) -> None:
+    Args:
+        always: What may be read after every update.
+    """
+
+    def __init__(self, always: Mapping[str, Content] | None = None) -> None:
+        self._always = always or {}
         self._lock = threading.Lock()
         self._step = 0
         self._offered: dict[str, Content] = {}
@@ -47,6 +56,7 @@ class StateSource:
         with self._lock:
             if step != self._step:
                 raise WrongStep(self._step)
-            if name not in self._offered or piece.stop > self._offered[name].num_bytes:
+            content = self._offered.get(name) or self._always.get(name)
+            if content is None or piece.stop > content.num_bytes:
                 raise NotOffered(f"{name}: {piece}")
-            return self._offered[name].read(piece)
+            return content.read(piece)

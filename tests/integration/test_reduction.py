@@ -152,6 +152,7 @@ class Rank:
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
             agreement=self.agreement,
             communicator=self.communicator,
+            repairs=None,
             journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,
             outlier_factor=0.0,

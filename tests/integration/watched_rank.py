@@ -22,16 +22,21 @@ from spare_megatron.control.store import ControlStore
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Commit, Entry, Event, decode_entry
 from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import Member
+from spare_megatron.core.pieces import Piece
+from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters
+from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.runtime import rank
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.bootstrap import wait_for_all_groups
 from spare_megatron.runtime.executor import GroupExecutor
+from spare_megatron.runtime.group_repairs import GroupRepairs
+from spare_megatron.runtime.piece_wire import NotOffered
+from spare_megatron.runtime.slice_content import SliceContent
 from spare_megatron.runtime.spec import RankSpec
 
 _TIMEOUT_S = 20.0
@@ -57,6 +62,8 @@ class Watch:
             enter the reduction only when they have.
         late_groups: Groups that begin to train, and tell that they are ready, only when the first entry is written.
         census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
+        whole_copies: Steps in which a rank enters the reduction only when its copies of slices are whole.
+        no_pieces_before: Committed steps up to which nobody gives anything of a slice.
     """
 
     dump_steps: frozenset[int] = frozenset()
@@ -66,6 +73,8 @@ class Watch:
     awaited: frozenset[tuple[int, Member]] = frozenset()
     late_groups: frozenset[int] = frozenset()
     census_steps: frozenset[int] = frozenset()
+    whole_copies: frozenset[int] = frozenset()
+    no_pieces_before: int = 0
 
 
 def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
@@ -75,6 +84,7 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     rank.Injector = partial(_ChoosyInjector, watch, now)
     rank.GroupExecutor = partial(_WatchedExecutor, watch, now)
     rank.GroupAgreement = partial(_TimelyAgreement, watch)
+    rank.slice_contents = partial(_late_contents, watch)
     if spec.group in watch.late_groups:
         rank.wait_for_all_groups = _wait_for_the_first_entry
     rank.run_rank(spec, reports)
@@ -186,6 +196,35 @@ def _wait_until_waiting(spec: RankSpec, member: Member) -> None:
         time.sleep(_POLL_S)
 
 
+def _wait_for_copies(repairs: GroupRepairs | None) -> None:
+    assert repairs is not None
+    end_s = time.monotonic() + _TIMEOUT_S
+    while not all(repairs._repairs.whole().values()):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"copies of slices are not whole: {repairs._repairs.whole()}")
+        time.sleep(_POLL_S)
+
+
+class _LateContent(SliceContent):
+    """A slice of which nothing is given before so many updates."""
+
+    first_update = 0
+
+    def read(self, piece: Piece) -> bytes:
+        if self._optimizer.num_updates < self.first_update:
+            raise NotOffered(f"not before {self.first_update} updates")
+        return super().read(piece)
+
+
+def _late_contents(watch: Watch, optimizer: StackedOptimizer) -> list[SliceContent]:
+    contents: list[SliceContent] = []
+    for number in range(optimizer.slices.num_slices):
+        content = _LateContent(optimizer, SliceId(number))
+        content.first_update = watch.no_pieces_before
+        contents.append(content)
+    return contents
+
+
 class _ChoosyInjector(Injector):
     """Carries out the faults of the trace at moments that are named more closely."""
 
@@ -222,6 +261,9 @@ class _WatchedExecutor(GroupExecutor):
         for member in [member for step, member in self._watch.awaited if step == action.step]:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_until_waiting(self._attempts.spec, member)
+        if action.step in self._watch.whole_copies:
+            with self._probe.during(Operation.AWAIT_ENTRY):
+                _wait_for_copies(self._reduction._repairs)
         if self._is_held_back(action):
             with self._probe.during(Operation.AWAIT_ENTRY):
                 DecisionLog(open_store(self._attempts.spec.store)).wait(self._head, _TIMEOUT_S)

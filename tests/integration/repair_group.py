@@ -1,0 +1,87 @@
+"""What ranks are asked to do for tests of copies that are made in the background while training goes on."""
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.slice_actions import StartRepairs
+from spare_megatron.core.slices import Repair
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.mcore import trainer as trainer_module
+from spare_megatron.mcore.slices import Slices
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.piece_server import PieceServer
+from spare_megatron.runtime.repair import SliceRepairs
+from spare_megatron.runtime.slice_content import slice_contents
+from spare_megatron.runtime.state_source import StateSource
+from tests.integration.mcore_group import CPU
+from tests.integration.mcore_state_group import hand_over
+from tests.integration.stacked_groups import build_groups, first_hosts, gather, stacked, summed, updated
+
+TIMEOUT_S = 40.0
+
+
+def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: float) -> dict[str, int]:
+    """A group that came back copies all slices of another, over the wire, while all groups make one step after another.
+
+    Returns:
+        How many slices and pieces it took over, and how many steps were made meanwhile.
+    """
+    trainer_module.Slices = partial(Slices, piece_elements=piece_elements)
+    trainers, hosts = build_groups(config), first_hosts(config).hosts
+    donor, newcomer = trainers[1], GroupTrainer(config, CPU)
+    source = StateSource({content.name: content for content in slice_contents(stacked(donor))})
+    server = PieceServer("127.0.0.1", source, TIMEOUT_S)
+    server.start()
+    _advance(trainers, hosts, config, 0, source)
+    hand_over(donor, newcomer)
+    me = Member(GroupId(len(trainers)), 1)
+    repairs = SliceRepairs(
+        member=me,
+        optimizer=stacked(newcomer),
+        contents=slice_contents(stacked(newcomer)),
+        bytes_per_s=bytes_per_s,
+        find_server=lambda member: server.address,
+    )
+    wanted = sorted(stacked(donor).hosted)
+    assert wanted
+    whom = Member(GroupId(1))
+    repairs.run_in_background()
+    asked = tuple(Repair(number, whom, me) for number in wanted)
+    everybody = tuple(tuple(Member(GroupId(group)) for group in row) for row in hosts)
+    repairs.assign(StartRepairs(repairs=asked, hosts=everybody))
+    step, end_s = 1, time.monotonic() + TIMEOUT_S
+    while not all(repairs.whole().values()):
+        assert time.monotonic() < end_s, repairs.whole()
+        _advance([*trainers, newcomer], hosts, config, step, source)
+        step += 1
+    _advance([*trainers, newcomer], hosts, config, step, source)
+    slices = stacked(donor).slices
+    for number in wanted:
+        for piece in range(slices.num_pieces(number)):
+            assert stacked(donor).read_piece(number, piece) == stacked(newcomer).read_piece(number, piece)
+    assert stacked(newcomer).hosted == stacked(donor).hosted
+
+    # The log names it a host of the first, and wants no more of the others.
+    as_host = tuple((*row, me) if number == wanted[0] else row for number, row in enumerate(everybody))
+    repairs.assign(StartRepairs(repairs=(), hosts=as_host))
+    assert {number for number in stacked(newcomer).hosted if slices.length(number)} == {wanted[0]}
+    _advance([*trainers, newcomer], hosts, config, step + 1, source)
+    server.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "pieces"]
+    num_pieces = sum(slices.num_pieces(number) for number in wanted)
+    return {"slices": len(wanted), "pieces": num_pieces, "steps": step - 1}
+
+
+def _advance(
+    trainers: Sequence[GroupTrainer], hosts: Sequence[Sequence[int]], config: RunConfig, step: int, source: StateSource
+) -> None:
+    """One step of the first groups, applied by all. The state may be read while they compute."""
+    total, loss = summed(trainers[: config.layout.num_groups], config, step)
+    with source.changing(step + 1):
+        for trainer in trainers:
+            updated(trainer, total, loss)
+    gather(trainers, [row[0] for row in hosts])
+    assert len({trainer.params_sha256() for trainer in trainers}) == 1

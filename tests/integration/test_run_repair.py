@@ -1,0 +1,144 @@
+"""Slices that have lost hosts get others while training goes on, so that the next loss finds a copy."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.slices import Ownership, Slicing, first_ownership
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.records import RepairRecord, UpdateRecord
+from spare_megatron.runtime.reports import GroupRejoined
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 10
+REPAIRED = 5
+"""A step that is reduced only when all copies are whole."""
+LAYOUT = LayoutConfig(num_groups=4)
+
+
+def stacked_config(
+    corpus: Path, layout: LayoutConfig, redundancy: int, faults: list[FaultConfig], rejoins: int = 0
+) -> RunConfig:
+    optimizer = OptimizerConfig(sharding="stacked", redundancy=redundancy)
+    return tiny_config(
+        corpus,
+        layout,
+        steps=STEPS,
+        faults=faults,
+        mode="reproducible",
+        optimizer=optimizer,
+        rejoins=rejoins,
+        hidden_dropout=0.1,
+    )
+
+
+def ownership_of(num_groups: int, redundancy: int) -> Ownership:
+    members = [Member(GroupId(group)) for group in range(num_groups)]
+    return first_ownership(Slicing(num_groups=num_groups, redundancy=redundancy), members)
+
+
+@pytest.fixture(scope="module")
+def run_without_faults(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Run]:
+    """The same run as another, without faults and with whole state in every group; once for each layout."""
+
+    @cache
+    def whole_run(corpus: Path, layout: LayoutConfig) -> Run:
+        config = tiny_config(corpus, layout, steps=STEPS, mode="reproducible", hidden_dropout=0.1)
+        return complete_run(config, tmp_path_factory.mktemp("whole") / "run")
+
+    def of(run: Run) -> Run:
+        return whole_run(Path(run.config.data.corpus), run.config.layout)
+
+    return of
+
+
+def assert_bitwise(run: Run, whole: Run) -> None:
+    """Every element is updated in the same way, whoever does it."""
+    assert whole.summary.params_sha256 == run.summary.params_sha256
+    assert whole.summary.final_loss == run.summary.final_loss
+
+
+def restored_before(run: Run, step: int) -> set[tuple[int, int]]:
+    """Slice and group of the copies that commits up to this step have made hosts of."""
+    commits = [entry for entry in entries_of(run.journal) if entry["entry"] == "commit" and entry["step"] < step]
+    return {(number, member[0]) for entry in commits for number, member in entry["restored"]}
+
+
+def last_groups(run: Run) -> set[int]:
+    return {record.group for record in run.journal.of(UpdateRecord) if record.step == STEPS - 1}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_second_host_of_a_slice_is_lost_after_the_repair(
+    text_corpus: Path, tmp_path: Path, stages: int, run_without_faults: Callable[[Run], Run]
+) -> None:
+    """Without the repair that would be a state wipe-out: the two were all the hosts it had."""
+    first = Member(GroupId(1))
+    ownership = ownership_of(4, 2)
+    number = ownership.hosted_by(first)[0]
+    (second,) = [host for host in ownership.hosts[number] if host != first]
+    faults = [kill(Phase.FORWARD, 2, first.group), kill(Phase.BACKWARD, REPAIRED + 2, second.group)]
+    layout = replace(LAYOUT, pipeline_parallel=stages)
+    config = stacked_config(text_corpus, layout, 2, faults)
+    run = complete_run(config, tmp_path / "run", Watch(whole_copies=frozenset({REPAIRED})))
+    assert_masked(run)
+    asked = ownership.for_members([member for member in ownership.members if member != first]).repairs
+    assert restored_before(run, REPAIRED + 1) == {(repair.slice, repair.receiver.group) for repair in asked}
+    assert last_groups(run) == {0, 1, 2, 3} - {first.group, second.group}
+    assert run.summary.slices_repaired >= len(asked)
+    assert len(run.summary.full_redundancy_s) >= 1
+    assert_bitwise(run, run_without_faults(run))
+
+
+def test_a_donor_lost_during_the_repair_is_replaced_by_another_host(
+    text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
+) -> None:
+    """Nobody gives anything before it is lost. The copy that begins anew then goes on alone when all hosts are lost."""
+    first = Member(GroupId(1))
+    ownership = ownership_of(4, 3)
+    left = ownership.for_members([member for member in ownership.members if member != first])
+    number, donor, receiver = left.repairs[0]
+    (other,) = [host for host in left.hosts[number] if host != donor]
+    faults = [
+        kill(Phase.FORWARD, 2, first.group),
+        kill(Phase.FORWARD, 3, donor.group),
+        kill(Phase.FORWARD, REPAIRED + 2, other.group),
+    ]
+    config = stacked_config(text_corpus, LAYOUT, 3, faults)
+    watch = Watch(whole_copies=frozenset({REPAIRED}), no_pieces_before=4)
+    run = complete_run(config, tmp_path / "run", watch)
+    assert_masked(run)
+    made = run.journal.of(RepairRecord)
+    assert {(record.slice, record.group) for record in made} >= {(number, receiver.group)}
+    assert donor.group not in {record.donor for record in made}
+    assert last_groups(run) == {receiver.group}
+    assert_bitwise(run, run_without_faults(run))
+
+
+def test_a_group_that_came_back_gets_copies_of_all_slices(
+    text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
+) -> None:
+    """All others are lost then."""
+    admitted = 3
+    faults = [kill(Phase.FORWARD, 2, 1), *(kill(Phase.FORWARD, REPAIRED + 2, group) for group in (0, 2))]
+    config = stacked_config(text_corpus, LayoutConfig(num_groups=3), 3, faults, rejoins=1)
+    watch = Watch(
+        awaited=frozenset({(admitted, Member(GroupId(1), 1))}),
+        whole_copies=frozenset({REPAIRED}),
+    )
+    run = complete_run(config, tmp_path / "run", watch)
+    assert_masked(run)
+    assert (1, 1, admitted + 1) in {
+        (e.member.group, e.member.incarnation, e.step) for e in run.events if isinstance(e, GroupRejoined)
+    }
+    assert restored_before(run, REPAIRED + 1) == {(number, 1) for number in range(3)}
+    assert 1 in last_groups(run)
+    assert_bitwise(run, run_without_faults(run))

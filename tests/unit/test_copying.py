@@ -1,0 +1,274 @@
+"""Copies of slices: what one rank fetches next, and how long it takes, without sockets and on a clock of its own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from spare_megatron.core.copying import Copying, WholeCopy
+from spare_megatron.core.pieces import Piece, pieces_of
+from spare_megatron.core.slice_actions import StartRepairs
+from spare_megatron.core.slices import Repair, Slicing, first_ownership
+from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.runtime import repair as repair_module
+from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.runtime.repair import SliceRepairs
+
+MIB = 1 << 20
+ME, FIRST, SECOND = Member(GroupId(0)), Member(GroupId(1)), Member(GroupId(2))
+NO_HOSTS: tuple[tuple[Member, ...], ...] = ((FIRST, SECOND), (FIRST,), (ME, SECOND))
+"""Three slices, the last of which is mine."""
+
+
+def repair(number: int, donor: Member = FIRST, receiver: Member = ME) -> Repair:
+    return Repair(SliceId(number), donor, receiver)
+
+
+# ------------------------------------------------------------------------------------------------------ what comes next
+
+
+def fetch_all(copying: Copying) -> Iterator[tuple[int, int]]:
+    while (job := copying.next()) is not None:
+        copying.install(*job, now_s=8.0)
+        yield job[0].slice, job[1]
+
+
+def test_the_most_urgent_copy_comes_first_piece_by_piece() -> None:
+    copying = Copying(ME, lambda number: int(number) + 2)
+    kept = copying.assign([repair(1), repair(0, SECOND), repair(2, FIRST, SECOND)], NO_HOSTS, 5.0)
+    assert kept == {2}, "hosted here"
+    assert copying.donors == {FIRST, SECOND}
+    assert copying.whole() == {0: False, 1: False}
+    assert list(fetch_all(copying)) == [(1, 0), (1, 1), (1, 2), (0, 0), (0, 1)]
+    assert copying.whole() == {0: True, 1: True}
+    assert copying.donors == frozenset()
+    assert copying.made(SliceId(1)) == WholeCopy(repair=repair(1), repair_s=3.0)
+
+
+def test_a_copy_that_is_still_asked_for_goes_on_and_one_from_another_donor_begins_anew() -> None:
+    copying = Copying(ME, lambda number: 3)
+    copying.assign([repair(0), repair(1)], NO_HOSTS, 0.0)
+    copying.install(repair(0), 0, 1.0)
+    copying.install(repair(1), 0, 1.0)
+    kept = copying.assign([repair(1), repair(0, SECOND)], NO_HOSTS, 7.0)
+    assert kept == {1, 2}, "what has come of slice 0 is let go"
+    assert not copying.is_wanted(repair(0)), "a piece of the old donor that comes now"
+    assert list(fetch_all(copying)) == [(1, 1), (1, 2), (0, 0), (0, 1), (0, 2)]
+    assert [copying.made(SliceId(number)).repair_s for number in (0, 1)] == [1.0, 8.0]
+
+
+def test_what_nobody_asks_for_any_more_is_let_go_and_what_became_a_host_is_kept() -> None:
+    copying = Copying(ME, lambda number: 1)
+    copying.assign([repair(0), repair(1)], NO_HOSTS, 0.0)
+    assert list(fetch_all(copying)) == [(0, 0), (1, 0)]
+    hosts = ((FIRST, SECOND), (ME, FIRST), (ME, SECOND))
+    assert copying.assign([], hosts, 1.0) == {1, 2}
+    assert copying.whole() == {}
+
+
+def test_an_empty_slice_is_whole_at_once() -> None:
+    copying = Copying(ME, lambda number: 0)
+    copying.assign([repair(0)], NO_HOSTS, 0.0)
+    assert copying.whole() == {0: True}
+    assert copying.next() is None
+    assert copying.made(SliceId(0)).repair_s == 0.0
+
+
+def test_the_copies_of_all_groups_bring_back_full_redundancy() -> None:
+    """Whatever the controller asks for, and only that, makes the slices whole again."""
+    members = [Member(GroupId(group)) for group in range(7)]
+    slicing = Slicing(num_groups=7, redundancy=3)
+    ownership = first_ownership(slicing, members).for_members(members[2:])
+    assert ownership.repairs
+    made = []
+    for member in members[2:]:
+        copying = Copying(member, lambda number: 2)
+        copying.assign(ownership.repairs, ownership.hosts, 0.0)
+        list(fetch_all(copying))
+        made += [(number, member) for number, is_whole in copying.whole().items() if is_whole]
+    assert sorted(made) == sorted((item.slice, item.receiver) for item in ownership.repairs)
+
+
+# ---------------------------------------------------------------------------------------------------------- in time
+
+
+class Donors:
+    """The other groups, and this one's optimizer, on one clock: all make an update every `step_s` seconds."""
+
+    def __init__(self, step_s: float, piece_s: float, num_bytes: int) -> None:
+        self.now_s = 100.0
+        self.step_s, self.piece_s = step_s, piece_s
+        self.num_bytes = num_bytes
+        self.installed: dict[int, set[int]] = {}
+        self.dropped: list[int] = []
+        self.fetched_bytes: dict[Member, int] = {}
+        self.lost: set[Member] = set()
+        self.aborted: list[Member] = []
+        self.late_s = step_s / 10  # by which a donor's update is later than ours
+
+    @property
+    def num_updates(self) -> int:
+        return int(self.now_s / self.step_s)
+
+    @property
+    def hosted(self) -> frozenset[int]:
+        return frozenset({2})
+
+    def drop(self, number: SliceId) -> None:
+        self.dropped.append(number)
+        self.installed.pop(number, None)
+
+
+class FakeContent:
+    """One slice."""
+
+    def __init__(self, donors: Donors, number: int) -> None:
+        self._donors, self._number = donors, number
+        self._pieces = list(pieces_of(donors.num_bytes))
+        self.name = f"slice-{number}"
+        self.num_pieces = len(self._pieces)
+
+    def piece(self, index: int) -> Piece:
+        return self._pieces[index]
+
+    def install(self, index: int, step: int, data: bytes) -> bool:
+        assert len(data) == self.piece(index).size
+        if step != self._donors.num_updates:
+            return False
+        self._donors.installed.setdefault(self._number, set()).add(index)
+        return True
+
+
+class FakeClient:
+    """Takes time for each piece, and refuses what is of another step than the donor's."""
+
+    donors: Donors
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self.donor = Member(GroupId(address.port))
+        if self.donor in self.donors.lost:
+            raise TransferBroken("nobody is there")
+
+    def fetch(self, name: str, step: int, piece: Piece) -> memoryview:
+        donors = self.donors
+        if self.donor in donors.lost:
+            raise TransferBroken("gone")
+        present = int((donors.now_s - donors.late_s) / donors.step_s)
+        if present != step:
+            raise WrongStep(present)
+        donors.now_s += donors.piece_s
+        donors.fetched_bytes[self.donor] = donors.fetched_bytes.get(self.donor, 0) + piece.size
+        return memoryview(bytearray(piece.size))
+
+    def abort(self) -> None:
+        self.donors.aborted.append(self.donor)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def make_repairs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(donors: Donors, mib_per_s: float) -> SliceRepairs:
+        monkeypatch.setattr(repair_module, "PieceClient", type("Client", (FakeClient,), {"donors": donors}))
+        monkeypatch.setattr(repair_module.time, "monotonic", lambda: donors.now_s)
+        return SliceRepairs(
+            member=ME,
+            optimizer=donors,  # type: ignore[arg-type]
+            contents=[FakeContent(donors, number) for number in range(3)],  # type: ignore[misc]
+            bytes_per_s=mib_per_s * MIB,
+            find_server=lambda member: Address(host="here", port=member.group, token=""),
+        )
+
+    return make
+
+
+def run_until_idle(repairs: SliceRepairs, donors: Donors, until_s: float = 1e9) -> None:
+    while donors.now_s < until_s and (pause_s := repairs.work(donors.now_s)) is not None:
+        donors.now_s += pause_s
+
+
+def assign(repairs: SliceRepairs, *wanted: Repair) -> None:
+    repairs.assign(StartRepairs(repairs=wanted, hosts=NO_HOSTS))
+
+
+@pytest.mark.parametrize(("mib_per_s", "step_s"), [(1.0, 10.0), (100.0, 0.2), (100.0, 0.05), (20.0, 1.0)])
+def test_copies_take_their_bytes_over_the_bandwidth(make_repairs: Any, mib_per_s: float, step_s: float) -> None:
+    """Though a tenth of the time the donor is at another step, and some pieces come too late to be installed."""
+    donors = Donors(step_s, piece_s=0.4 / mib_per_s, num_bytes=40 * MIB + 5)
+    repairs = make_repairs(donors, mib_per_s)
+    assert repairs.work(donors.now_s) is None
+    assign(repairs, repair(0), repair(1, SECOND))
+    run_until_idle(repairs, donors)
+    assert repairs.whole() == {0: True, 1: True}
+    assert {number: len(pieces) for number, pieces in donors.installed.items()} == {0: 41, 1: 41}
+    expected_s = 2 * donors.num_bytes / (mib_per_s * MIB)
+    assert expected_s <= donors.now_s - 100.0 <= 1.2 * expected_s
+
+
+def test_a_donor_lost_in_the_middle_makes_the_copy_begin_anew_with_another(make_repairs: Any) -> None:
+    donors = Donors(1000.0, piece_s=0.0, num_bytes=10 * MIB)
+    repairs = make_repairs(donors, 1.0)
+    assign(repairs, repair(0))
+    run_until_idle(repairs, donors, until_s=105.5)
+    assert donors.fetched_bytes == {FIRST: 5 * MIB}
+    donors.lost.add(FIRST)
+    run_until_idle(repairs, donors, until_s=108.0)
+    assert repairs.whole() == {0: False}
+    assign(repairs, repair(0, SECOND))
+    assert donors.dropped[-2:] == [0, 1]
+    run_until_idle(repairs, donors)
+    assert donors.fetched_bytes == {FIRST: 5 * MIB, SECOND: 10 * MIB}
+    assert repairs.whole() == {0: True}
+    assert donors.now_s == pytest.approx(117.5, abs=2.0)
+
+
+def test_a_fetch_under_way_from_a_donor_that_is_lost_is_ended(make_repairs: Any) -> None:
+    """It might take its whole timeout otherwise."""
+    donors = Donors(1000.0, piece_s=0.0, num_bytes=10 * MIB)
+    repairs = make_repairs(donors, 1.0)
+    assign(repairs, repair(0))
+    run_until_idle(repairs, donors, until_s=102.5)
+    assign(repairs, repair(0), repair(1, SECOND))
+    assert donors.aborted == []
+    assign(repairs, repair(0, SECOND))
+    assert donors.aborted == [FIRST]
+
+
+def test_a_piece_that_nobody_asks_for_any_more_is_not_installed(make_repairs: Any) -> None:
+    """The log names another donor while the old one's piece is on its way."""
+    donors = Donors(1000.0, piece_s=0.0, num_bytes=MIB)
+    repairs = make_repairs(donors, 1.0)
+    assign(repairs, repair(0))
+    client = repair_module.PieceClient
+    fetch = client.fetch
+
+    def reassign_meanwhile(self: Any, name: str, step: int, piece: Piece) -> memoryview:
+        data = fetch(self, name, step, piece)
+        if self.donor == FIRST:
+            assign(repairs, repair(0, SECOND))
+        return data
+
+    client.fetch = reassign_meanwhile
+    run_until_idle(repairs, donors)
+    assert donors.fetched_bytes == {FIRST: MIB, SECOND: MIB}
+    assert repairs.whole() == {0: True}
+    assert donors.installed == {0: {0}}
+
+
+def test_a_donor_that_has_nothing_yet_is_asked_again(make_repairs: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    donors = Donors(1000.0, piece_s=0.0, num_bytes=MIB)
+    repairs = make_repairs(donors, 1.0)
+    assign(repairs, repair(0))
+    client = repair_module.PieceClient
+    fetch, refusals = client.fetch, [NotOffered("not yet"), NotOffered("not yet")]
+
+    def refuse_at_first(self: Any, name: str, step: int, piece: Piece) -> memoryview:
+        if refusals:
+            raise refusals.pop()
+        return fetch(self, name, step, piece)
+
+    client.fetch = refuse_at_first
+    run_until_idle(repairs, donors)
+    assert repairs.whole() == {0: True}
+    assert capsys.readouterr().err.count("slice 0, from group 1: not yet") == 2

@@ -321,6 +321,7 @@ class Controller:
             voters=self._attempted_by,
             is_discarded=self._is_discarded,
             is_over=self._is_over,
+            is_shared=self.ownership is not None,
         )
         is_last = self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
         entry = decide(

@@ -24,6 +24,7 @@ class Attempted:
         voters: All that began the attempt, also those that were lost since.
         is_discarded: A group with wrong parameters contributed to it: the sum is never committed.
         is_over: All steps are committed; it decides whether the run can end.
+        is_shared: Each group has most parameters from another, so that a wrong value may have come to the majority.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Attempted:
     voters: tuple[Member, ...]
     is_discarded: bool
     is_over: bool
+    is_shared: bool = False
 
 
 def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float) -> Entry | None:
@@ -83,7 +85,8 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
     """What has to be said before anybody asks whether the sum is complete.
 
     Where parameters differ, those of the majority of all who voted are right, and one group after the other is
-    put out that has others. Whoever is lost already needs that only if nobody else has discarded the attempt.
+    put out that has others. Whoever is lost already needs that only if nobody else has discarded the attempt. Shared
+    parameters tell nobody who is right.
     """
     step = attempted.step
     if len({vote.plan_digest for vote in of_members}) > 1:
@@ -93,7 +96,7 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
         return None
     num_votes = Counter(vote.params_digest for vote in votes.values() if vote.params_digest)
     digest, num_agreeing = num_votes.most_common(1)[0]
-    if 2 * num_agreeing <= num_votes.total():
+    if attempted.is_shared or 2 * num_agreeing <= num_votes.total():
         return Halt(step=step, reason=f"groups have different parameters: {_by_value(votes, 'params_digest')}")
     wrong = {group for group, vote in votes.items() if vote.params_digest not in ("", digest)}
     if attempted.is_discarded:

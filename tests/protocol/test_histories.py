@@ -9,7 +9,7 @@ from tests.protocol.mutations import CORRECT, MUTATIONS
 from tests.protocol.sample import run_histories
 from tests.protocol.world import FAULTS, MAX_BREAKS, Scene, World
 
-NUM_HISTORIES = 500
+NUM_HISTORIES = 550
 NUM_WIPE_OUT_HISTORIES = 150
 
 

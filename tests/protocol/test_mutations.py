@@ -14,7 +14,7 @@ from tests.protocol.world import Scene, World
 MAX_SEEDS = 500
 
 FOUND_AS = {
-    "commits without all votes": "without the votes of groups|whose parameters are right",
+    "commits without all votes": "without the votes of groups|whose parameters are right|have different parameters",
     "reuses the names of communicators": "is built (twice|for)",
     "counts a patch twice": "times|named twice",
     "ignores fences": "but the log says|no progress|is fenced",

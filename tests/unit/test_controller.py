@@ -33,18 +33,25 @@ from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
+from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
 
 
 def make_controller(
-    num_groups: int = 4, redundancy: int = 3, m: int = 4, steps: int = 3, granularity: Granularity = "microbatch"
+    num_groups: int = 4,
+    redundancy: int = 3,
+    m: int = 4,
+    steps: int = 3,
+    granularity: Granularity = "microbatch",
+    slices: Slicing | None = None,
 ) -> Controller:
     setup = ControllerSetup(
         placement=make_placement("golomb", num_groups, redundancy),
         microbatches_per_shard=m,
         num_steps=steps,
         granularity=granularity,
+        slices=slices,
     )
     return Controller(setup)
 

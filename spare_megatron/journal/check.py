@@ -214,7 +214,9 @@ def _check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
             put_out |= {group for group in lost if (group, step) not in contributed}
         if len({sha256 for group, sha256 in by_group.items() if group not in put_out}) > 1:
             yield Finding(severity="invalid", reason=f"after {step} steps the groups hold different parameters")
-    for group in sorted(fold.members - set(digests.get((fold.num_restarts, fold.next_step), {}))):
+    silent = fold.members - set(digests.get((fold.num_restarts, fold.next_step), {}))
+    # Whoever lacks parameters when the last host of a slice is lost has no digest to give.
+    for group in sorted(silent) if silent and not has_lost_state(run, fold) else ():
         yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
     went_on = {(record.group, record.attempt) for record in journal.of(ContributionRecord)}
     compared = {(record.group, record.step) for record in journal.of(ParamsRecord)}

@@ -125,7 +125,7 @@ class ReduceConfig:
     bucket_mib: float = 32.0
     """Gradients that are reduced as one, in MiB; four times this much memory is needed beside the gradients."""
     timeout_s: float = 120.0
-    """Longest wait for a cross-group reduction or for building its communicator."""
+    """Longest wait for one bucket of a cross-group reduction, or for building its communicator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

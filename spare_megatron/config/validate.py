@@ -139,8 +139,8 @@ def _too_small(config: RunConfig) -> Iterator[str]:
         for key, value in settings.items():
             if value < least:
                 yield f"{key}={value} must be at least {least}; raise it"
-    if not config.reduce.bucket_mib > 0.0:
-        yield f"reduce.bucket_mib={config.reduce.bucket_mib} must be above 0; raise it"
+    if not 0.0 < config.reduce.bucket_mib < float("inf"):
+        yield f"reduce.bucket_mib={config.reduce.bucket_mib} must be above 0, and finite; change it"
     if train.max_minutes is not None and not train.max_minutes > 0:
         yield f"train.max_minutes={train.max_minutes} must be above 0; raise it, or remove it to train all steps"
     factor = train.gradient_outlier_factor

@@ -1,10 +1,10 @@
-"""Are a group's own gradients fit to enter the sum? Judged on each rank, before they do.
+"""Are a group's own gradients fit to enter the sum? Judged on each rank, bucket by bucket, before they do.
 
 A value that is not finite would poison the parameters of all groups, and so would one that is far too large. Neither
 needs a reference: the first is wrong anywhere, the second is held against what the same rank has brought lately.
 
 Notes:
-    With n the L2 norm of the sum of k microbatches' gradients on this rank, n / k is compared with the median of n / k
+    With n the L2 norm of the sum of k microbatches' gradients in a bucket, n / k is compared with the median of n / k
     over the last 32 steps. The sum of k gradients grows like k where they agree and like sqrt(k) where they are
     noise, so that a change of k, as after a loss, moves n / k by less than sqrt(k) and far less than any sensible
     factor. Only large values are judged: small ones do no harm.
@@ -41,7 +41,7 @@ class UnsoundGradient(Exception):
 
 
 class GradientGuard:
-    """Judges the gradients of one rank.
+    """Judges the gradients of one bucket of one rank.
 
     Args:
         outlier_factor: How many times the median a norm may be; 0 judges no norm.
@@ -82,7 +82,7 @@ class GradientGuard:
 
     def error(self, finding: Finding, step: int) -> UnsoundGradient:
         """What a rank raises when its group finds this, with the rank's own figures first."""
-        own = f"norm per microbatch on this rank {self._last:g}, median before {self._median:g}"
+        own = f"norm per microbatch in a bucket of this rank {self._last:g}, median before {self._median:g}"
         if finding is Finding.NOT_FINITE:
             found = "is not finite or too large to sum"
             behind = "the training diverged: lower optimizer.learning_rate"

@@ -3,9 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Literal
 
 import pytest
 
+from spare_megatron.config.implications import rank_memory
+from spare_megatron.config.model_shape import model_shape
+from spare_megatron.config.schema import ReduceConfig, RunConfig
 from spare_megatron.core.buckets import MAX_STAGED, WINDOW, BucketWindow, cut
 
 
@@ -16,6 +20,16 @@ def test_buckets_are_the_whole_space_in_order_and_equal_but_for_the_last() -> No
             assert [element for bucket in buckets for element in bucket] == list(range(num_elements))
             assert {len(bucket) for bucket in buckets[:-1]} <= {size}
             assert 1 <= len(buckets[-1]) <= size
+
+
+@pytest.mark.parametrize(("mode", "number_bytes"), [("fast", 4), ("reproducible", 8)])
+def test_the_memory_of_a_reduction_is_that_of_all_gradients_or_of_the_staged_buckets(
+    mode: Literal["fast", "reproducible"], number_bytes: int
+) -> None:
+    for bucket_mib in (1 / 64, 32.0):
+        config = RunConfig(reduce=ReduceConfig(mode=mode, bucket_mib=bucket_mib))
+        staged = rank_memory(config).reduction_bytes
+        assert staged == min(MAX_STAGED * bucket_mib * 2**20, number_bytes * sum(model_shape(config).of_stages(1)))
 
 
 def test_more_buckets_cannot_be_kept_than_there_are() -> None:

@@ -141,6 +141,8 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),
+        (["reduce.bucket_mib=0"], "reduce.bucket_mib=0.0 must be above 0"),
+        (["reduce.bucket_mib=inf"], "reduce.bucket_mib=inf must be above 0, and finite"),
         (["data.corpus="], "data.corpus is empty"),
     ],
 )

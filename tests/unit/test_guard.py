@@ -94,7 +94,7 @@ def test_two_groups_that_find_the_same_say_the_same_and_what_to_do_about_it(find
         texts.append(str(guard.error(finding, 1234567)).splitlines())
     assert texts[0][-1] == texts[1][-1]
     assert texts[0][0] != texts[1][0]
-    assert "norm per microbatch on this rank 1e+09, median before 1" in texts[0][0]
+    assert "norm per microbatch in a bucket of this rank 1e+09, median before 1" in texts[0][0]
     assert "step 1234567" in texts[0][-1]
     assert cure in texts[0][-1]
     assert len(texts[0][-1]) <= 200, "a fence holds no more"

@@ -262,7 +262,6 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
 
 
 def test_a_server_that_is_closed_leaves_no_thread_and_ends_its_clients(source: StateSource) -> None:
-    before = threading.active_count()
     server = PieceServer("127.0.0.1", source, TIMEOUT_S)
     server.start()
     source.offer(STEP, {"state": Bytes(100)})
@@ -270,7 +269,7 @@ def test_a_server_that_is_closed_leaves_no_thread_and_ends_its_clients(source: S
     for client in clients:
         client.fetch("state", STEP, Piece(0, 100))
     server.close()
-    assert threading.active_count() == before
+    assert [thread for thread in threading.enumerate() if thread.name == "pieces"] == []
     for client in clients:
         with pytest.raises(TransferBroken):
             client.fetch("state", STEP, Piece(0, 100))

@@ -24,12 +24,7 @@ local sums by then, so that the step can only be computed again from zero.
 Whoever writes the commit also decides by its own clock whether a checkpoint is due and whether the run's time is over,
 and which waiting groups to take in; the entry tells everybody, so that no two groups need the same clock.
 
-Where the optimizer state is cut into slices (`core.slices`), GatherParams follows an update, and StartRepairs a loss or
-a finished copy. A step counts as done only when all parameters are whole: a group that could not gather them computes
-nothing and says so in its next vote; after the Retry all groups gather once more, from the owners that are left, and
-those groups compute what the others have. After the last step AttemptFinish is the vote that says so. A slice without a
-host is a wipe-out at once, for nobody can update it. Copies that have become whole are named in votes; the commit that
-these decide makes their members hosts.
+What is added where the optimizer state is cut into slices is told in `core.slice_actions`.
 
 A group that comes back is another member: the same group in its next incarnation. It folds the log from the start and
 carries out nothing until a commit admits it. Its fence is its own: one that is written late for an earlier incarnation

@@ -1,4 +1,12 @@
-"""What the controller says to a driver where the optimizer state is cut into slices, beside `core.messages`."""
+"""What the controller says to a driver where the optimizer state is cut into slices (`core.slices`).
+
+GatherParams follows an update, and StartRepairs a loss or a finished copy. A step counts as done only when all
+parameters are whole: a group that could not gather them computes nothing and says so in its next vote; after the
+Retry all groups gather once more, from the owners that are left, and those groups compute what the others have. After
+the last step AttemptFinish is the vote that says so, and the entry Finish its answer. A slice without a host is a
+wipe-out at once, for nobody can update it. Copies that have become whole are named in votes; the commit that these
+decide makes their members hosts.
+"""
 
 from dataclasses import dataclass
 

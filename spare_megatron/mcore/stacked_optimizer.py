@@ -174,6 +174,10 @@ class StackedOptimizer:
         numbers = (SliceId(number) for number in range(self.slices.num_slices))
         return frozenset(number for number in numbers if self._num_installed(number) == self.slices.num_pieces(number))
 
+    def whole_slices(self) -> dict[int, Tensor]:
+        """The state of each slice that is here whole: a row for each kind of number that a `PieceState` has."""
+        return {int(number): self._hosted[number].state for number in sorted(self.hosted) if number in self._hosted}
+
     @property
     def state_bytes(self) -> int:
         """Memory of the state held here."""

@@ -80,11 +80,13 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimi
 
 
 def dump_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> bytes:
-    """The same as bytes, behind their SHA-256."""
-    state = {
+    """The same as bytes, behind their SHA-256; of a stacked optimizer with the slices whose whole state is here."""
+    state: dict[str, Any] = {
         "chunks": [_tensors(chunk) for chunk in chunks],
         "optimizer": optimizer.state_dict(),
     }
+    if isinstance(optimizer, StackedOptimizer):
+        state["slices"] = optimizer.whole_slices()
     file = io.BytesIO()
     torch.save(state, file)
     content = file.getvalue()

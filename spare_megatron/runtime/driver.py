@@ -300,7 +300,9 @@ class Driver:
         for folder in sorted((self._run_dir / "state").glob("step-*"), reverse=True):
             for group in range(layout.num_groups):
                 if len(list(folder.glob(f"group-{group:04d}-rank-*.state"))) == layout.ranks_per_group:
-                    return f"; the state is in {folder}"
+                    what = "parameters and each group's slices of the optimizer state are"
+                    is_stacked = self._config.optimizer.sharding == "stacked"
+                    return f"; {what if is_stacked else 'the state is'} in {folder}"
         return ""
 
     def _end(self) -> EndRecord:

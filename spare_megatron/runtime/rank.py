@@ -352,7 +352,9 @@ class _Rank:
         print(error, file=sys.stderr)
         if self._executor is None or not self._executor.num_steps or self._executor.lacks_params:
             return ExitCode.STORE_LOST
-        if self._spec.group in self._controller.members[:_SAVING_GROUPS]:
+        # Where each group has only some slices of the optimizer state, all of them may be needed.
+        saving = self._controller.members[: None if self._trainer.stacked else _SAVING_GROUPS]
+        if self._spec.group in saving:
             folder = self._spec.run_dir / "state" / f"step-{self._executor.num_steps:08d}"
             save_state(folder, self._spec.name, self._trainer.dump_state())
         return ExitCode.STORE_LOST

@@ -1,12 +1,15 @@
 """Runs whose optimizer state is stacked: bitwise those with all of it in every group, whoever is lost when."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
+from spare_megatron.core.phases import Phase
 from spare_megatron.journal.records import ParamsRecord
 from tests.integration.whole_run import (
     REPLICATED,
@@ -69,6 +72,22 @@ def test_losing_all_hosts_of_a_slice_is_a_wipe_out_that_names_it(text_corpus: Pa
     assert run.summary.verdict == "valid", run.summary.reasons
     assert run.summary.groups_lost == 2
     assert run.summary.steps_committed == 3
+
+
+def test_without_a_store_groups_save_the_slices_that_they_have(text_corpus: Path, tmp_path: Path) -> None:
+    """All that hold the parameters of the last step: on a busy machine, the store may die while others gather them."""
+    fault = FaultConfig(phase=Phase.BEFORE_REDUCE, step=2, group=1, rank=0, kind="kill_store")
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), faults=[fault], optimizer=stacked(2))
+    run = complete_run(config, tmp_path)
+    assert run.summary.outcome == "failed"
+    assert "parameters and each group's slices of the optimizer state are in" in run.summary.outcome_reason
+    hosted = {"group-0000-rank-0": [0, 1], "group-0001-rank-0": [1, 2], "group-0002-rank-0": [0, 2]}
+    files = {file.stem: file.read_bytes()[32:] for file in (tmp_path / "state" / "step-00000002").iterdir()}
+    assert "group-0001-rank-0" in files
+    for name, content in files.items():
+        slices = torch.load(io.BytesIO(content), weights_only=True)["slices"]
+        assert sorted(slices) == hosted[name]
+        assert all(moments.any(dim=1).all() for moments in slices.values())
 
 
 def reproducible(

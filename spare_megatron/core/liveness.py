@@ -78,7 +78,7 @@ class Pulse:
         step: The step it belongs to; -1 before the first.
         progress_at_s: When `progress` last moved, by the monotonic clock that the processes of a node share.
         slowest_s: Longest time between two moves of `progress` in operations of this kind lately; 0 if unknown.
-        starved_s: For how long its threads have been ready to run and had no processor, since they began.
+        starved_s: For how long its threads have been ready to run and had no processor, since they began, added up.
     """
 
     beats: int

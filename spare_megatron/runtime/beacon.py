@@ -50,8 +50,8 @@ def read_page(page: Page, pid: int) -> Pulse:
         progress_at_s=page.progress_at_s,
         slowest_s=page.slowest_s[index],
         # Who waits for a processor with the interpreter's lock in hand keeps the others waiting, which does not show.
-        starved_s=max(_starved_s(pid, pid), _starved_s(pid, page.beating_thread))
-        + _starved_s(pid, page.writing_thread),
+        # Added up: what one lacks has to show, however much another has lacked before.
+        starved_s=sum(_starved_s(pid, thread) for thread in (pid, page.beating_thread, page.writing_thread)),
     )
 
 

@@ -27,7 +27,14 @@ from spare_megatron.config.validate import problems
 from spare_megatron.core.phases import Phase
 from spare_megatron.faults.trace import groups_hit, resolve_trace
 from spare_megatron.journal.files import Journal, read_journal
-from spare_megatron.journal.records import EntryRecord, FaultRecord, ParamsRecord, RecoveryRecord, UpdateRecord
+from spare_megatron.journal.records import (
+    EntryRecord,
+    FaultRecord,
+    LossRecord,
+    ParamsRecord,
+    RecoveryRecord,
+    UpdateRecord,
+)
 from spare_megatron.journal.summary import Summary, summarize
 from spare_megatron.runtime.reports import RunEvent
 from spare_megatron.runtime.run import look_at_machine, start_run
@@ -146,7 +153,8 @@ def assert_masked(run: Run) -> None:
     struck = sorted((r.step, r.group, r.rank, r.phase) for r in run.journal.of(FaultRecord))
     assert struck == sorted((f.step, f.group, f.rank, str(f.phase)) for f in run.config.faults.trace)
     hit = [groups_hit(run.config, fault) for fault in resolve_trace(run.config)]
-    assert fenced_groups(run.journal) == set().union(*hit)
+    causes = [(loss.group, loss.cause) for loss in run.journal.of(LossRecord)]
+    assert fenced_groups(run.journal) == set().union(*hit), causes
 
 
 def entries_of(journal: Journal) -> list[dict[str, Any]]:

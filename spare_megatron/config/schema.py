@@ -162,6 +162,10 @@ class ControlConfig:
 class CheckpointConfig:
     """Checkpoints: when and where they are taken, which the run begins with, and restarts after a wipe-out."""
 
+    cadence: Literal["fixed", "optimal"] = "fixed"
+    """optimal takes checkpoints by what the run has measured: stalls of saves, restarts, losses, who is left."""
+    group_life_s: float = 1e6
+    """Mean seconds until a given group is lost, as expected before any is; for the cadence optimal."""
     interval_steps: int | None = None
     """Steps from one checkpoint to the next; without this and `interval_s` none are taken."""
     interval_s: float | None = None
@@ -188,7 +192,7 @@ class CheckpointConfig:
     @property
     def is_wanted(self) -> bool:
         """Whether checkpoints are taken."""
-        return self.interval_steps is not None or self.interval_s is not None
+        return self.cadence == "optimal" or self.interval_steps is not None or self.interval_s is not None
 
 
 FaultKind = Literal[

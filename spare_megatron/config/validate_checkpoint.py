@@ -29,10 +29,13 @@ def _settings(checkpoint: CheckpointConfig) -> Iterator[str]:
         value = getattr(checkpoint, key)
         if value is not None and value < 1:
             yield f"checkpoint.{key}={value} must be at least 1; raise it"
-    for key in ("interval_s", "timeout_s"):
+    for key in ("interval_s", "timeout_s", "group_life_s"):
         value = getattr(checkpoint, key)
         if value is not None and not value > 0:
             yield f"checkpoint.{key}={value} must be above 0; raise it"
+    for key in ("interval_s", "interval_steps"):
+        if checkpoint.cadence == "optimal" and getattr(checkpoint, key) is not None:
+            yield f"checkpoint.{key}={getattr(checkpoint, key)} is not used with checkpoint.cadence=optimal; remove one"
     if checkpoint.keep_every_steps is not None and not checkpoint.is_wanted:
         yield (
             f"checkpoint.keep_every_steps={checkpoint.keep_every_steps} has no effect where no checkpoints are taken; "

@@ -127,10 +127,14 @@ class Controller:
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # the attempt: a group with wrong parameters contributed to it
         self._is_communicator_unused = False
-        self._saves = Saves(setup.saves, setup.first_step, setup.num_steps)
+        self._saves = Saves(
+            setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=setup.last_resort
+        )
         self._num_admitted = 0
         self._clock = LogClock()
-        self.restarts = Restarts(setup.restarts, setup.placement, last_resort=setup.last_resort)
+        self.restarts = Restarts(
+            setup.restarts, setup.placement, last_resort=setup.last_resort, first_step=setup.first_step
+        )
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event.
@@ -144,7 +148,6 @@ class Controller:
         """
         match event:
             case RunStarted():
-                self._saves.began(self.step, now_s)
                 self._clock.begin(now_s)
                 return (self._build_communicator(), *self._begin_step())
             case EntryRead(index=index, entry=entry):
@@ -179,8 +182,7 @@ class Controller:
             case Restart(step=step, members=members):
                 return self._restart(step, members, now_s)
             case GiveUp(step=step, reason=reason):
-                wipe_out = self.restarts.wipe_out or StopWipeOut(step=step)
-                return self.restarts.wiped_out(replace(wipe_out, reason=reason))
+                return self.restarts.wiped_out(replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason))
             case Halt(step=step, reason=reason):
                 return (StopHalted(step=step, reason=reason),)
 
@@ -201,11 +203,13 @@ class Controller:
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
             return (StopHalted(step=self.step, reason=reason),)
         self._last_error = fence.error or self._last_error
+        self._saves.lost(set(self.voters) - set(left))
         self._change_voters(left)
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not left:
-            return self._nobody_left()
+            shards = tuple(ShardId(int(group)) for group in self._everybody)
+            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards))
         try:
             repairs = self._own(self.ownership and self.ownership.for_members(left))
         except StateWipeOut as wipe_out:
@@ -220,6 +224,7 @@ class Controller:
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt)]
         self._clock.set_by(commit.at_s, now_s)
+        self._saves.committed(commit.at_s, len(self.members), commit.save_ends)
         self.step += 1
         self.attempt += 1
         self._retries_without_loss = 0
@@ -227,7 +232,7 @@ class Controller:
         actions += self._own(self.ownership and self.ownership.with_copies(commit.restored))
         actions += self._gather_params()
         if commit.save:
-            actions.append(self._saves.take(self.step, now_s, self.voters, self.epoch))
+            actions.append(self._saves.take(self.step, commit.at_s, self.voters, self.epoch))
         if commit.is_last or self.step == self._setup.num_steps:
             self._is_over = True
             if self.ownership is None:
@@ -242,6 +247,7 @@ class Controller:
             # In turn, so that the same groups do not always have the trouble.
             donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
             self._num_admitted += len(admitted)
+            self._saves.admitted(admitted)
             admit = AdmitGroups(step=self.step, members=admitted, donors=donors, earlier=earlier)
             actions += [admit, self._build_communicator()]
             actions += self._own(self.ownership and self.ownership.for_members(self.voters))
@@ -258,22 +264,16 @@ class Controller:
         self.attempt += 1
         self._is_discarded = False
         self._retries_without_loss = 0
-        self._saves.began(step, now_s)
+        self._saves.restarted(step, self._clock.read_s(now_s))
         self._order = self._first_order
         self._ordered_for = self._everybody
         self._is_over = step == self._setup.num_steps  # only with slices: the last step is saved before the run ends
-        if not self.voters:
-            return self._nobody_left()
         slices = self._setup.slices
-        repairs = self._own(None if slices is None else first_ownership(slices, self.voters))
+        repairs = self._own(first_ownership(slices, self.voters) if slices and self.voters else None)
         actions = (load, self._build_communicator(), *repairs)
-        if self._is_over:
+        if self._is_over and self.voters:
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
         return (*actions, *self._begin_step())
-
-    def _nobody_left(self) -> tuple[Action, ...]:
-        shards = tuple(ShardId(int(group)) for group in self._everybody)
-        return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards))
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
@@ -319,13 +319,9 @@ class Controller:
             is_shared=self.ownership is not None,
         )
         is_last = self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
-        entry = decide(
-            attempted,
-            event,
-            save=self._saves.is_due(self.step + 1, now_s, is_last=is_last),
-            is_last=is_last,
-            at_s=self._clock.read_s(now_s),
-        )
+        at_s = self._clock.read_s(now_s)
+        is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
+        entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
         return () if entry is None else (AppendEntry(index=self.head, entry=entry),)
 
     # ------------------------------------------------------------------------------------------------- planning

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
-from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.saves import SaveCheckpoint, SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.stepplan import StepPlan
@@ -34,6 +34,7 @@ class Commit:
         restored: Copies of slices that have become whole: their members are hosts from here on. Void where no repair
             asks for them any more.
         at_s: Seconds since the run began, as its writer knows: the clock of the log, the same for everybody.
+        save_ends: Saves that have ended.
     """
 
     step: int
@@ -43,6 +44,7 @@ class Commit:
     is_last: bool = False
     restored: tuple[SliceCopy, ...] = ()
     at_s: float = 0.0
+    save_ends: tuple[SaveEnd, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +145,9 @@ def decode_entry(text: str) -> Entry:
     kind = fields.pop("entry", None)
     if kind not in _ENTRY_KINDS:
         raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
-    for name in ("admit", "members"):  # JSON knows no tuples
+    for name, of in (("admit", Member), ("members", Member), ("save_ends", SaveEnd)):  # JSON knows no tuples
         if name in fields:
-            fields[name] = tuple(Member(*pair) for pair in fields[name])
+            fields[name] = tuple(of(*values) for values in fields[name])
     if "kept" in fields:
         fields["kept"] = tuple(fields["kept"])
     if "restored" in fields:
@@ -168,6 +170,7 @@ class Vote:
         lacks_params: The group could not gather the parameters of this step, has computed nothing, and reduces nothing.
         restored: Slices of which the group has a whole copy, of the state before this step, that a repair has asked it
             for. It says so in every vote until the log has it: a commit makes it a host of them.
+        save_ends: Saves of the group that have ended; it says so, too, until a commit has it.
     """
 
     is_complete: bool
@@ -176,6 +179,7 @@ class Vote:
     num_complete: tuple[int, ...] = ()
     lacks_params: bool = False
     restored: tuple[SliceId, ...] = ()
+    save_ends: tuple[SaveEnd, ...] = ()
 
 
 def encode_vote(vote: Vote) -> str:
@@ -186,6 +190,7 @@ def decode_vote(text: str) -> Vote:
     fields = json.loads(text)
     for name in ("num_complete", "restored"):  # JSON knows no tuples
         fields[name] = tuple(fields[name])
+    fields["save_ends"] = tuple(SaveEnd(*end) for end in fields["save_ends"])
     return Vote(**fields)
 
 

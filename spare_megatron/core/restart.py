@@ -36,16 +36,20 @@ class Restarts:
         limits: None leaves it to the driver when training starts again.
         placement: Who hosts what.
         last_resort: Every group can compute every shard.
+        first_step: Committed steps with which the run begins, whether or not there is a checkpoint.
 
     Attributes:
         wipe_out: That under way.
         num_restarts: Times that training has started again.
     """
 
-    def __init__(self, limits: RestartLimits | None, placement: Placement, *, last_resort: bool) -> None:
+    def __init__(
+        self, limits: RestartLimits | None, placement: Placement, *, last_resort: bool = False, first_step: int = 0
+    ) -> None:
         self._limits = limits
         self._placement = placement
         self._last_resort = last_resort
+        self._first_step = first_step
         self._restarted_at_s: list[float] = []
         self.wipe_out: StopWipeOut | None = None
 
@@ -84,6 +88,7 @@ class Restarts:
             sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s),
             self._limits,
             last_resort=self._last_resort,
+            first_step=self._first_step,
         )
         return () if entry is None else (AppendEntry(index=head, entry=entry),)
 
@@ -97,6 +102,7 @@ def decide_restart(
     limits: RestartLimits,
     *,
     last_resort: bool = False,
+    first_step: int = 0,
 ) -> Restart | GiveUp | None:
     """The entry that ends a wipe-out; None while it is better to wait for more groups.
 
@@ -110,6 +116,7 @@ def decide_restart(
         num_recent: Restarts within the window.
         limits: When to give up.
         last_resort: Every group can compute every shard.
+        first_step: Committed steps with which the run begins: there is always that.
 
     >>> from spare_megatron.core.placement import make_placement
     >>> from spare_megatron.core.topology import Member
@@ -134,7 +141,7 @@ def decide_restart(
         )
         return GiveUp(step=step, reason=reason)
     valid = set.intersection(*(set(item.steps) for item in waiting))
-    return Restart(step=max(valid, default=0), members=tuple(sorted(item.member for item in waiting)))
+    return Restart(step=max(valid | {first_step}), members=tuple(sorted(item.member for item in waiting)))
 
 
 def _too_many(num_recent: int, limits: RestartLimits) -> str:

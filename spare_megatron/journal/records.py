@@ -185,6 +185,30 @@ class LossRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CadenceRecord:
+    """Why a checkpoint is taken now; written by the leader of the group that takes it. Times are those of the log."""
+
+    group: int
+    step: int
+    interval_s: float
+    """From one save to the next, as decided."""
+    save_s: float
+    """How long a save has kept training waiting."""
+    restart_s: float
+    """From a wipe-out to training again."""
+    group_interval_s: float
+    """Mean time until a given group is lost, by the losses so far and the prior."""
+    absence_s: float | None
+    """Mean time until a lost group takes part again; none if none does."""
+    time_to_wipe_out_s: float
+    """Mean time until some shard has no host, with the groups that are there."""
+    num_losses: int
+    exposure_s: float
+    """Time that groups have taken part, over all of them."""
+    num_members: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
     """How a group's save ended; written by its leader. A group that is lost while it saves leaves none."""
 
@@ -246,6 +270,7 @@ Record = (
     | RestartRecord
     | FaultRecord
     | LossRecord
+    | CadenceRecord
     | CheckpointRecord
     | RedundancyRecord
     | RepairRecord
@@ -263,6 +288,7 @@ _KINDS: dict[str, type[Record]] = {
     "restart": RestartRecord,
     "fault": FaultRecord,
     "loss": LossRecord,
+    "cadence": CadenceRecord,
     "checkpoint": CheckpointRecord,
     "redundancy": RedundancyRecord,
     "repair": RepairRecord,

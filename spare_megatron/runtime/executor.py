@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import (
@@ -18,12 +18,12 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.saves import SaveCheckpoint, SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EntryRecord, Record, UpdateRecord
+from spare_megatron.journal.records import CadenceRecord, EntryRecord, Record, UpdateRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
 from spare_megatron.runtime.gather import ParamsGather
@@ -126,11 +126,7 @@ class GroupExecutor:
     def restart(self, action: LoadCheckpoint, head: int) -> None:
         """Takes part again after a wipe-out, and has the first vote compare the parameters with which it does.
 
-        Collective over: all ranks of the group.
-
-        Args:
-            action: The checkpoint.
-            head: Entries of the log folded so far.
+        Collective over: all ranks of the group, with the number of log entries folded so far.
 
         Raises:
             JoinFailed: It cannot be loaded.
@@ -327,12 +323,15 @@ class GroupExecutor:
     def save_checkpoint(self, action: SaveCheckpoint) -> None:
         """Begins a checkpoint of the present state, where it is this group's turn."""
         assert self._saver is not None, "only a run that takes checkpoints asks for one"
+        if action.cadence is not None and action.member == self._agreement.member:
+            self._write_if_leader(CadenceRecord(group=self._group, step=action.step, **asdict(action.cadence)))
         self._saver.save(action, self._head)
 
     def _tell_saves(self) -> None:
         for record in self._saver.take_finished() if self._saver is not None else ():
             self._write_if_leader(record)
             self._report_if_leader(CheckpointTold(record=record))
+            self._reduction.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
 
     # ---------------------------------------------------------------------------------------------------- slices
 

@@ -40,13 +40,14 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         granularity=spare.granularity,
         last_resort=config.data.access == "shared",
         restarts=RestartLimits(
-            max_restarts=checkpoint.max_restarts,
+            max_restarts=config.checkpoint.max_restarts,
             window_s=checkpoint.restart_window_s,
             wait_s=checkpoint.restart_wait_s,
         ),
         saves=SavePolicy(
             interval_s=checkpoint.interval_s,
             interval_steps=checkpoint.interval_steps,
+            group_life_s=checkpoint.group_life_s if checkpoint.cadence == "optimal" else None,
             saves_last=checkpoint.is_wanted,
         ),
         first_step=step_of(Path(checkpoint.load)) if checkpoint.load else 0,

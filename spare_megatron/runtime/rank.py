@@ -125,7 +125,6 @@ class _Rank:
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
         self._executor: GroupExecutor | None = None
-        self._start_over = StartOver(spec.wiped_out_at_s)
 
     def run(self) -> ExitCode:
         """Trains, and turns the ways in which a run may end for this rank into exit codes."""
@@ -165,6 +164,7 @@ class _Rank:
         device = choose_device(spec)
         ranks = self._ranks = join_group(spec, self._store, device)
         self._trainer = self._build_trainer(device)
+        self._start_over = StartOver(config, spec.run_dir, self._trainer, spec.wiped_out_at_s)
         agreement = self._agreement = GroupAgreement(
             spec.member,
             ranks,

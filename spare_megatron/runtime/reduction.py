@@ -19,6 +19,7 @@ from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Event, Vote
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.saves import SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, SliceId
@@ -76,6 +77,8 @@ class Reduction:
         self._first, self._middle = 0, len(self._sums.buckets) // 2
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here and maybe not everywhere
         self._free: list[torch.Tensor] = []
+        self.save_ends: list[SaveEnd] = []
+        """Saves of the group that have ended, for its votes until a commit has them."""
         self.loss_sum = math.nan
         """The summed loss of the last attempt, known to every rank of the group; NaN unless it was complete."""
 
@@ -149,6 +152,7 @@ class Reduction:
         """Writes the sums of the committed attempt in the place of the local sums."""
         assert self._window.is_complete, "a commit needs the group's own complete sum"
         self._write(len(self._sums.buckets))
+        self.save_ends.clear()
 
     def _write(self, num_buckets: int) -> None:
         """Writes what is staged of the first buckets."""
@@ -341,6 +345,7 @@ class Reduction:
                 num_complete=opinion.num_complete,
                 lacks_params=lacks_params,
                 restored=restored,
+                save_ends=tuple(self.save_ends),
             )
             with self._probe.during(Operation.VOTE):
                 last_votes = self._agreement.vote(action.attempt, vote, action.voters)

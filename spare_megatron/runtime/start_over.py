@@ -1,16 +1,34 @@
 """What a rank needs to start again after a wipe-out: the checkpoints, and since when training stands still."""
 
 import time
+from pathlib import Path
 
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.topology import Member
 from spare_megatron.journal.records import RestartRecord
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.checkpoints import (
+    DamagedCheckpoint,
+    checkpoint_path,
+    folder_of,
+    step_of,
+    verify,
+    visible_steps,
+)
+from spare_megatron.runtime.join import JoinFailed
+
+_NUM_OFFERED = 3
+"""Checkpoints that a group names, the newest valid ones: another may have looked before the last was visible."""
 
 
 class StartOver:
     """One rank's part in a restart.
 
     Args:
+        config: The run's configuration.
+        run_dir: The run's directory.
+        trainer: The rank's part of the model, as it is when its process begins.
         wiped_out_at_s: Monotonic time at which the rank's supervisor knew of the wipe-out; None if the rank's process
             was started before.
 
@@ -18,7 +36,10 @@ class StartOver:
         rejected: Checkpoints that cannot be used, and why, as of the last look.
     """
 
-    def __init__(self, wiped_out_at_s: float | None) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, trainer: GroupTrainer, wiped_out_at_s: float | None) -> None:
+        self._folder = folder_of(config, run_dir)
+        self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
+        self._trainer = trainer
         self._wiped_out_at_s = wiped_out_at_s
         self.rejected: tuple[str, ...] = ()
 
@@ -35,12 +56,36 @@ class StartOver:
         self._wiped_out_at_s = None
 
     def valid_steps(self) -> tuple[int, ...]:
-        """Committed steps of the newest checkpoints that are whole."""
-        return ()
+        """Committed steps of the newest checkpoints that are whole, read from the first to the last byte."""
+        valid: list[int] = []
+        rejected: list[str] = []
+        for step in visible_steps(self._folder):
+            try:
+                verify(checkpoint_path(self._folder, step))
+            except DamagedCheckpoint as error:
+                rejected.append(str(error))
+                continue
+            valid.append(step)
+            if len(valid) == _NUM_OFFERED:
+                break
+        self.rejected = tuple(rejected)
+        return tuple(valid)
 
     def load(self, step: int) -> None:
-        """Takes the checkpoint over; the beginning is what a new process has anyway."""
-        assert step == 0, "nobody has found another checkpoint"
+        """Takes over the checkpoint after this many steps, or what the run began with.
+
+        Collective over: all ranks of the group.
+
+        Raises:
+            JoinFailed: The checkpoint is not there any more.
+        """
+        path = checkpoint_path(self._folder, step)
+        if path.exists():
+            self._trainer.load_checkpoint(path)
+        elif self._first is not None and step == step_of(self._first):
+            self._trainer.load_checkpoint(self._first)
+        elif step > 0:  # at 0 a new process has it
+            raise JoinFailed(f"the checkpoint {path} is gone")
 
     def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:
         """For the journal, when it is loaded."""

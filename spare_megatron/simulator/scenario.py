@@ -61,6 +61,8 @@ class Scenario:
     """Idle hardware that takes the place of what was lost: groups, or nodes where single nodes are lost."""
     save_interval_s: float | None = None
     """Seconds from save to save; None takes the best for the mean time to wipe-out, inf saves never."""
+    expected_group_life_s: float | None = None
+    """Saves by what the run measures, with this as prior mean time until a given group is lost; None: as planned."""
     last_resort: bool = False
     """The data lie where every group can read them: any survivor computes any shard at costs.fetch_s."""
     slice_redundancy: int = 0

@@ -42,7 +42,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
+from spare_megatron.core.saves import SaveCheckpoint, SaveEnd, SavePolicy
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
@@ -71,13 +71,12 @@ class SpareRun:
             scenario.placement, scenario.num_groups, scenario.hosts_per_shard, scenario.placed_groups_per_domain
         )
         self._everybody = tuple(GroupId(group) for group in range(scenario.num_groups))
-        cadence_s = scenario.save_cadence_s()
         setup = ControllerSetup(
             placement=self._placement,
             microbatches_per_shard=scenario.microbatches_per_shard,
             num_steps=scenario.num_steps,
             granularity=scenario.granularity,
-            saves=SavePolicy(interval_s=None if cadence_s == float("inf") else cadence_s),
+            saves=self._save_policy(),
             last_resort=scenario.last_resort,
             slices=self._slicing(),
         )
@@ -87,10 +86,18 @@ class SpareRun:
         self._incarnations: Counter[GroupId] = Counter()
         self._votes: dict[GroupId, Vote] = {}
         self._members: tuple[GroupId, ...] = ()  # that take part in the attempt
+        self._save_ends: tuple[SaveEnd, ...] = ()  # that no commit has yet
         self._has_to_rebuild = False
         self._built_at_s = 0.0
         self._fetching: tuple[Work | None, float] = (None, 0.0)
         self._copies = Copies(scenario.slice_copy_s)
+
+    def _save_policy(self) -> SavePolicy:
+        scenario = self._world.scenario
+        if scenario.expected_group_life_s is not None:
+            return SavePolicy(group_life_s=scenario.expected_group_life_s)
+        cadence_s = scenario.save_cadence_s()
+        return SavePolicy(interval_s=None if cadence_s == float("inf") else cadence_s)
 
     def _slicing(self) -> Slicing | None:
         scenario = self._world.scenario
@@ -134,6 +141,7 @@ class SpareRun:
                     self._log.append(entry)
             case UpdateModel(step=step, attempt=attempt):
                 self._world.update(len(self._members))
+                self._save_ends = ()
                 if self._chronicle:
                     self._chronicle.updated(step, attempt, self._members)
             case ReadVotes(attempt=attempt):
@@ -145,6 +153,7 @@ class SpareRun:
                 self._compute_patch(plan)
             case SaveCheckpoint(step=step):
                 self._world.save(step)
+                self._save_ends = (SaveEnd(step, True, self._world.scenario.costs.save_s),)
                 if self._chronicle:
                     self._chronicle.compared(step, self._members)
             case AdmitGroups(members=members):
@@ -184,7 +193,7 @@ class SpareRun:
         lost: Sequence[GroupId] = self._world.lost_meanwhile() or self._wait_for_sum()
         self._has_to_rebuild = False
         lost = self._world.notice(lost) if lost else ()
-        vote = Vote(is_complete=not lost, plan_digest=action.plan_digest)
+        vote = Vote(is_complete=not lost, plan_digest=action.plan_digest, save_ends=self._save_ends)
         self._votes = dict.fromkeys((g for g in action.members if g not in lost) if lost else action.members, vote)
         for group, slices in self._copies.whole(self._world.now_s).items():
             if group in self._votes:

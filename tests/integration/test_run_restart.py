@@ -1,14 +1,20 @@
 """Runs that start again by themselves after a wipe-out."""
 
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
-from spare_megatron.runtime.reports import GroupRestarted
-from tests.integration.whole_run import Run, complete_run, entries_of, kill, tiny_config
+from spare_megatron.runtime.checkpoints import checkpoint_path
+from spare_megatron.runtime.reports import GroupRestarted, RunEvent
+from spare_megatron.runtime.run import rank_main, start_run
+from spare_megatron.runtime.spec import RankSpec
+from tests.integration.whole_run import Run, complete_run, entries_of, kill, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -52,6 +58,32 @@ def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_wi
     assert same_bits(config, whole, run)
 
 
+def damaging_rank(spec: RankSpec, reports: Connection) -> None:
+    """A rank; that of group 2 damages the newest checkpoint when it starts again."""
+    if spec.member == Member(GroupId(2), 1):
+        [file, *_] = sorted(checkpoint_path(spec.run_dir / "checkpoints", 4).glob("*.distcp"))
+        file.write_bytes(file.read_bytes()[:-1])
+    rank_main(spec, reports)
+
+
+def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(text_corpus: Path, tmp_path: Path) -> None:
+    """That after 4 steps is damaged, which the run says; what was committed after 2 steps is computed again."""
+    faults = [kill(Phase.FORWARD, 5, group) for group in (0, 1)]
+    common = {"steps": STEPS + 1, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
+    whole = complete_run(tiny_config(text_corpus, ONE_RANK, **common), tmp_path / "whole")
+    config = tiny_config(text_corpus, ONE_RANK, **common, faults=faults, max_restarts=1)
+    saving = replace(config.checkpoint, interval_steps=2, asynchronous=False, keep_last=9)
+    config = replace(config, checkpoint=saving)
+    events: list[RunEvent] = []
+    start_run(config, tmp_path / "run", events.append, rank_main=damaging_rank)
+    run = read_run(config, tmp_path / "run", events)
+    assert_restarted(run, 1)
+    assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
+    told = {text for event in events if isinstance(event, GroupRestarted) for text in event.rejected}
+    assert [text for text in told if "step-00000004" in text and "bytes" in text]
+    assert same_bits(config, whole, run)
+
+
 @pytest.mark.parametrize("rejoins", [0, 2])
 def test_two_wipe_outs_the_second_of_all_groups(text_corpus: Path, tmp_path: Path, rejoins: int) -> None:
     """With nobody left to read the log, the supervisor does."""
@@ -83,6 +115,8 @@ def test_groups_of_several_nodes_start_again(text_corpus: Path, tmp_path: Path) 
     config = tiny_config(
         text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, max_restarts=1, cluster=cluster
     )
+    # Nodes are watched before the run begins, when they have most to do.
+    config = replace(config, control=replace(config.control, heartbeat_interval_s=5.0))
     run = complete_run(config, tmp_path / "run")
     assert_restarted(run, 1)
     assert {event.member.group for event in run.events if isinstance(event, GroupRestarted)} == {0, 1, 2}

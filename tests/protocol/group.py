@@ -211,11 +211,12 @@ class Group:
                 yield None
                 given = "" if self._lacks_params else self._params
                 self._world.states.setdefault((self._generation, step), {})[self.member] = given
-            case SaveCheckpoint(step=step):
+            case SaveCheckpoint(step=step, member=member):
                 yield None
                 if not self._lacks_params:
                     self._has_params(step)
-                    self._world.invariants.saved(self.name, step, self._params)
+                    if member == self.member:
+                        self._world.invariants.saved(self.name, step, self._params)
             case LoadCheckpoint(step=step):
                 yield None
                 self._params = self._world.invariants.checkpoints[step]

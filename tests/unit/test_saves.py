@@ -1,0 +1,136 @@
+"""When checkpoints are taken: fixed intervals, failures, and the interval that follows from what a run has measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from spare_megatron.core.cadence import optimal_cadence_s
+from spare_megatron.core.experience import PRIOR_RESTART_S, PRIOR_SAVE_S, Experience
+from spare_megatron.core.messages import Vote, decode_vote, encode_vote
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.saves import SaveEnd, SavePolicy, Saves
+from spare_megatron.core.survival import time_to_wipe_out_s
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.scenario import Scenario
+
+RING = make_placement("golomb", 4, 2)
+EVERYBODY = tuple(Member(GroupId(group)) for group in range(4))
+GROUPS = tuple(member.group for member in EVERYBODY)
+
+
+def saves_of(**policy: float) -> Saves:
+    return Saves(SavePolicy(**policy), RING, 0, 1000, last_resort=False)  # type: ignore[arg-type]
+
+
+def is_due(saves: Saves, step: int, at_s: float) -> bool:
+    return saves.is_due(step, at_s, GROUPS, is_last=False)
+
+
+def test_a_save_is_due_an_interval_after_the_last_was_begun() -> None:
+    saves = saves_of(interval_s=80.0)
+    assert [is_due(saves, 1, at_s) for at_s in (79.9, 80.0)] == [False, True]
+    assert saves.take(1, 100.0, EVERYBODY, 0).member == EVERYBODY[0]
+    assert [is_due(saves, 2, at_s) for at_s in (179.9, 180.0)] == [False, True]
+    assert saves.take(2, 200.0, EVERYBODY, 0).member == EVERYBODY[1]
+
+
+def test_a_save_that_failed_is_due_again_soon_and_later_with_each_failure() -> None:
+    saves = saves_of(interval_s=80.0)
+    waits = []
+    at_s = 0.0
+    for step in range(1, 7):
+        at_s += 80.0
+        saves.take(step, at_s, EVERYBODY, 0)
+        saves.committed(at_s, 4, [SaveEnd(step, False, 0.0)])
+        waits.append(next(wait for wait in range(200) if is_due(saves, step + 1, at_s + wait)))
+    assert waits == [10, 20, 40, 80, 80, 80]
+    saves.take(9, at_s, EVERYBODY, 0)
+    saves.committed(at_s, 4, [SaveEnd(9, True, 0.0)])
+    assert not is_due(saves, 10, at_s + 79.0)
+
+
+def test_what_a_lost_group_was_saving_is_due_at_once() -> None:
+    saves = saves_of(interval_s=50.0)
+    action = saves.take(50, 1.0, EVERYBODY, 0)
+    saves.lost([EVERYBODY[3]])
+    assert not is_due(saves, 51, 1.0)
+    saves.lost([action.member])
+    assert is_due(saves, 51, 1.0)
+    assert saves.take(51, 1.0, EVERYBODY, 0).member != action.member
+
+
+def test_a_late_word_of_an_earlier_save_says_nothing_of_the_present_one() -> None:
+    saves = saves_of(interval_s=80.0)
+    saves.take(1, 80.0, EVERYBODY, 0)
+    saves.take(2, 160.0, EVERYBODY, 0)
+    saves.committed(161.0, 4, [SaveEnd(1, False, 0.0)])
+    assert not is_due(saves, 3, 200.0)
+
+
+def test_the_ends_of_saves_survive_the_store() -> None:
+    vote = Vote(is_complete=True, plan_digest="a", save_ends=(SaveEnd(7, True, 0.25), SaveEnd(9, False, 0.0)))
+    assert decode_vote(encode_vote(vote)) == vote
+
+
+def test_the_cadence_begins_with_the_prior_and_follows_what_is_measured() -> None:
+    experience = Experience(1000.0, RING, last_resort=False)
+    first = experience.cadence(GROUPS)
+    time_s = time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
+    assert (first.group_interval_s, first.absence_s, first.time_to_wipe_out_s) == (1000.0, None, time_s)
+    assert first.interval_s == optimal_cadence_s(PRIOR_SAVE_S, time_s, PRIOR_RESTART_S)
+    experience.committed(500.0, 4)
+    experience.saved(4.0)
+    experience.lost([GroupId(1)])
+    second = experience.cadence(GROUPS[:1] + GROUPS[2:])
+    assert (second.save_s, second.num_losses, second.exposure_s) == (4.0, 1, 2000.0)
+    assert second.group_interval_s == (1000.0 + 2000.0) / 2
+    experience.restarted()
+    experience.committed(530.0, 4)
+    assert experience.cadence(GROUPS).restart_s == 30.0
+    assert experience.cadence(GROUPS).exposure_s == 2000.0, "a restart is no time in which groups are lost"
+
+
+def test_fewer_survivors_save_more_often_and_returns_less() -> None:
+    alone, returns = Experience(1000.0, RING, last_resort=False), Experience(1000.0, RING, last_resort=False)
+    three = (GroupId(0), GroupId(1), GroupId(2))
+    for experience in (alone, returns):
+        experience.lost([GroupId(3)])
+    returns.committed(10.0, 3)
+    alone.committed(10.0, 3)
+    returns.admitted([GroupId(3)])
+    assert alone.cadence(three).interval_s < alone.cadence(GROUPS).interval_s
+    assert returns.cadence(GROUPS).absence_s == 10.0
+    assert returns.cadence(GROUPS).interval_s > alone.cadence(GROUPS).interval_s
+
+
+def test_what_is_committed_without_a_host_for_the_next_step_is_saved_before_the_wipe_out() -> None:
+    experience = Experience(1000.0, RING, last_resort=False)
+    left = next((a, b) for a in GROUPS for b in GROUPS if RING.uncovered(frozenset((a, b))))
+    assert experience.cadence(left).interval_s == 0.0
+
+
+@pytest.mark.timeout(300)
+def test_saves_by_what_a_run_measures_lose_no_more_than_the_best_fixed_interval() -> None:
+    """Saves and rework, on three seeds, with a prior that is off by a factor of five either way."""
+    base = Scenario(
+        name="sweep",
+        num_groups=12,
+        redundancy=2,
+        microbatches_per_shard=2,
+        num_steps=2000,
+        costs=CostModel(compute_s=1.0, reduce_s=0.1, save_s=2.0, restart_s=60.0, detect_s=0.1),
+        failures=FailureSpec(mean_s=40.0),
+    )
+
+    def lost_s(scenario: Scenario) -> float:
+        results = [simulate(scenario, seed) for seed in range(3)]
+        assert sum(result.restarts for result in results) > 20
+        return sum(result.terms["save"] + result.terms["rework"] for result in results)
+
+    planned_s = base.save_cadence_s()
+    fixed_s = [lost_s(replace(base, save_interval_s=share * planned_s)) for share in (0.65, 0.8, 1.0, 1.25, 1.6)]
+    for factor in (0.2, 5.0):
+        assert lost_s(replace(base, expected_group_life_s=factor * 40.0 * 12)) < 1.05 * min(fixed_s)

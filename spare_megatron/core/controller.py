@@ -127,14 +127,11 @@ class Controller:
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # the attempt: a group with wrong parameters contributed to it
         self._is_communicator_unused = False
-        self._saves = Saves(
-            setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=setup.last_resort
-        )
+        last_resort = setup.last_resort
+        self._saves = Saves(setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=last_resort)
         self._num_admitted = 0
         self._clock = LogClock()
-        self.restarts = Restarts(
-            setup.restarts, setup.placement, last_resort=setup.last_resort, first_step=setup.first_step
-        )
+        self.restarts = Restarts(setup.restarts, setup.placement, last_resort=last_resort, first_step=setup.first_step)
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event.

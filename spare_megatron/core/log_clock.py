@@ -27,7 +27,7 @@ class LogClock:
         self._ahead_s = max(self._ahead_s, at_s - now_s)
 
     def read_s(self, now_s: float) -> float:
-        """The time, to the millisecond, and never before the last commit.
+        """The time, never before the last commit.
 
         >>> clock = LogClock()
         >>> clock.begin(100.0)
@@ -35,4 +35,4 @@ class LogClock:
         >>> clock.read_s(106.0)
         9.0
         """
-        return round(max(self.at_s, now_s + self._ahead_s), 3)
+        return max(self.at_s, now_s + self._ahead_s)

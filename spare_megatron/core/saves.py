@@ -87,6 +87,7 @@ class Saves:
         self._num_failed = 0  # in a row
         self._share = 1.0  # of an interval in seconds, until the next save
         self._under_way: tuple[int, Member] | None = None
+        self._gone: set[Member] = set()  # since the last save was begun
         life_s = self._policy.group_life_s
         self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
 
@@ -115,6 +116,8 @@ class Saves:
             self._experience.committed(at_s, num_members)
         for end in ends:
             self._ended(end, at_s)
+        if self._under_way is not None and self._under_way[1] in self._gone:
+            self._under_way, self._share = None, 0.0
 
     def _ended(self, end: SaveEnd, at_s: float) -> None:
         if end.is_saved and self._experience is not None:
@@ -130,12 +133,11 @@ class Saves:
         self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
 
     def lost(self, members: Iterable[Member]) -> None:
-        """These are lost. What one of them was saving is due at once, but where steps are stated."""
-        gone = list(members)
+        """These are lost. What one of them was saving is due again at once, but where steps are stated."""
+        gone = set(members)
+        self._gone |= gone
         if self._experience is not None:
             self._experience.lost(member.group for member in gone)
-        if self._under_way is not None and self._under_way[1] in gone:
-            self._under_way, self._share = None, 0.0
 
     def admitted(self, members: Iterable[Member]) -> None:
         """These take part again."""
@@ -162,3 +164,4 @@ class Saves:
 
     def _begin(self, step: int, at_s: float) -> None:
         self._last_at_s, self._last_step, self._share = at_s, step, 1.0
+        self._gone.clear()

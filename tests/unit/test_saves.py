@@ -56,8 +56,10 @@ def test_what_a_lost_group_was_saving_is_due_at_once() -> None:
     saves = saves_of(interval_s=50.0)
     action = saves.take(50, 1.0, EVERYBODY, 0)
     saves.lost([EVERYBODY[3]])
+    saves.committed(1.0, 3, [])
     assert not is_due(saves, 51, 1.0)
     saves.lost([action.member])
+    saves.committed(1.0, 2, [])
     assert is_due(saves, 51, 1.0)
     assert saves.take(51, 1.0, EVERYBODY, 0).member != action.member
 

@@ -7,13 +7,10 @@ elsewhere, or the process may die.
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import replace
 
-from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import ControlStore
-from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
@@ -23,9 +20,7 @@ from spare_megatron.core.messages import (
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
-    EntryRead,
     Event,
-    Fence,
     FinishRun,
     ReadEntry,
     ReadVotes,
@@ -35,7 +30,6 @@ from spare_megatron.core.messages import (
     UpdateModel,
     Vote,
     VotesRead,
-    decode_entry,
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
 from spare_megatron.core.saves import SaveCheckpoint
@@ -43,59 +37,15 @@ from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, Start
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.detect import fence
 from tests.protocol.buckets import Buckets
-from tests.protocol.communicators import Communicator, Communicators, Reduction
-from tests.protocol.invariants import AT_FIRST, Invariants
+from tests.protocol.communicators import Reduction
+from tests.protocol.invariants import AT_FIRST
+from tests.protocol.links import Fenced, Links
 from tests.protocol.slices import NUM_PIECES, SliceStates
-from tests.protocol.store import Request, conversation
+from tests.protocol.store import conversation
+from tests.protocol.surroundings import Steps, Surroundings, Until
 from tests.protocol.violation import Violation
-
-
-@dataclass(frozen=True, slots=True)
-class Until:
-    """Goes on once this is so."""
-
-    is_met: Callable[[], bool]
-
-
-Steps = Generator[Request | Until | None, Any, Any]
-
-
-class Surroundings(Protocol):
-    """What a group needs of the world."""
-
-    log_type: type[DecisionLog]
-    communicators: Communicators
-    invariants: Invariants
-    groups: tuple[GroupId, ...]
-    num_buckets: int
-    window_type: type[BucketWindow]
-    states: dict[tuple[int, int], dict[Member, str]]
-    may_restart: bool
-    num_waiting: int
-    is_patience_over: bool
-
-    def wiped_out(self, member: Member) -> None: ...
-
-    def now_s(self, process: str) -> float: ...
-
-    def is_written(self, index: int) -> bool: ...
-
-    def choose(self, *outcomes: str) -> str: ...
-
-    def start_in_background(self, name: str, steps: Steps) -> None: ...
-
-    def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool: ...
-
-    def slices_of(self, member: Member) -> SliceStates | None: ...
-
-    def observe(self, member: Member) -> None: ...
-
-
-class _Fenced(Exception):
-    pass
 
 
 def _waiting_key(group: GroupId) -> str:
@@ -109,13 +59,6 @@ def _majority(given: Mapping[Member, str], num_donors: int) -> Member | None:
         if params and 2 * sum(other == params for other in given.values()) > num_donors:
             return donor
     return None
-
-
-class _LoneRank:
-    """The process group of a group of one rank."""
-
-    def rank(self) -> int:
-        return 0
 
 
 class Group:
@@ -140,8 +83,7 @@ class Group:
         self._computed: list[str] = []  # digests of this step's plans
         self._params = AT_FIRST
         self._lacks_params = False
-        self._communicator: Communicator | None = None
-        self._head = 0
+        self._links = Links(member, self.name, controller, world)
         self._is_replacing = is_replacing
 
     def run(self) -> Steps:
@@ -162,7 +104,7 @@ class Group:
                     return
                 for event in (yield from self._execute(action)) or ():
                     pending.extendleft(reversed(self._handle(event)))
-        except _Fenced:
+        except Fenced:
             self._world.invariants.counts["fenced while alive"] += 1
 
     def corrupt(self) -> None:
@@ -184,19 +126,19 @@ class Group:
                     self._buckets.begin(into.attempt, into.kept)
                 yield from self._compute(plan, is_patch=True)
             case BuildCommunicator(key=key, members=members):
-                self._let_go()
-                self._communicator = self._world.communicators.named(key, members)
-                self._world.start_in_background(f"{self.name} builds {key}", self._build(self._communicator))
+                self._links.let_go()
+                communicator = self._links.communicator = self._world.communicators.named(key, members)
+                self._world.start_in_background(f"{self.name} builds {key}", self._links.build(communicator))
             case AttemptReduce() | AttemptFinish():
                 return (yield from self._attempt(action))
             case ReadVotes(attempt=attempt, voters=voters):
-                votes = yield from self._speak(lambda voice: voice.read_votes(attempt, voters))
+                votes = yield from self._links.speak(lambda voice: voice.read_votes(attempt, voters))
                 return [(yield from self._with_waiting(votes))]
             case AppendEntry(index=index, entry=entry):
                 self._world.invariants.counts["decisions"] += 1
-                yield from self._speak(lambda voice: voice.append(index, entry))
+                yield from self._links.speak(lambda voice: voice.append(index, entry))
             case ReadEntry(index=index):
-                return (yield from self._read_entry(index))
+                return (yield from self._links.read_entry(index))
             case UpdateModel(step=step, attempt=attempt):
                 yield None
                 self._update(step, attempt)
@@ -261,10 +203,10 @@ class Group:
     def _gather(self, action: GatherParams) -> Steps:
         assert self.held is not None, "only slices are gathered"
         sent = {index: self.held.whole(index) for index, owner in enumerate(action.owners) if owner == self.member}
-        posted = yield from self._collect(f"gather {action.step}", sent)
+        posted = yield from self._links.collect(f"gather {action.step}", sent)
         if posted is None:
             # What comes next on this communicator is something else for those who got everything.
-            self._let_go()
+            self._links.let_go()
             self._world.invariants.counts["broken gather"] += 1
         elif self._lacks_params:
             gathered = self._world.invariants.slices.gathered
@@ -305,12 +247,12 @@ class Group:
             yield from conversation(lambda store: fence(log_type(store), before, "replaced", 0))
         while True:
             if self._controller.restarts.wipe_out is not None:
-                if not self._world.is_written(self._head):  # else it is long over
+                if not self._world.is_written(self._links.head):  # else it is long over
                     yield from self._await_restart()
             else:
                 # Again after every entry: an earlier incarnation may have written the key since.
                 yield from conversation(self._announce)
-            [event] = yield from self._read_entry(self._head)
+            [event] = yield from self._links.read_entry(self._links.head)
             actions = self._handle(event)
             for index, action in enumerate(actions):
                 if isinstance(action, FinishRun | StopHalted) or self._is_given_up(action):
@@ -329,17 +271,17 @@ class Group:
     def _await_restart(self) -> Steps:
         """Says that it waits, and decides on every change of who does; ends when an entry is written."""
         steps = sorted(self._world.invariants.checkpoints)
-        yield from self._speak(lambda voice: voice.announce_restart(steps))
+        yield from self._links.speak(lambda voice: voice.announce_restart(steps))
         self._world.wiped_out(self.member)
-        while not self._world.is_written(self._head):
-            waiting = yield from self._speak(lambda voice: voice.waiting_to_restart(self._world.groups))
+        while not self._world.is_written(self._links.head):
+            waiting = yield from self._links.speak(lambda voice: voice.waiting_to_restart(self._world.groups))
             waited_s = math.inf if self._world.is_patience_over else 0.0
             for action in self._handle(WaitingRead(waiting=waiting, waited_s=waited_s)):
                 yield from self._execute(action)
             seen = (self._world.num_waiting, self._world.is_patience_over)
             yield Until(
                 lambda seen=seen: (
-                    self._world.is_written(self._head)
+                    self._world.is_written(self._links.head)
                     or seen != (self._world.num_waiting, self._world.is_patience_over)
                 )
             )
@@ -384,7 +326,7 @@ class Group:
         yield None
         num_complete: tuple[int, ...] = ()
         if self._lacks_params:
-            self._let_go()  # an admission may have brought a new one, on which the others wait for this group
+            self._links.let_go()  # an admission may have brought a new one, on which the others wait for this group
         elif isinstance(action, AttemptReduce):
             yield from self._reduce(action)
             num_complete = (self._buckets.window.num_complete,)
@@ -401,101 +343,22 @@ class Group:
             self._world.invariants.slices.voted(self.name, self._generation, vote.restored, self.held)
         yield None
         self._world.invariants.voted(self.name, action.attempt, vote)
-        last_votes = yield from self._speak(lambda voice: voice.vote(action.attempt, vote, action.voters))
+        last_votes = yield from self._links.speak(lambda voice: voice.vote(action.attempt, vote, action.voters))
         return [] if last_votes is None else [(yield from self._with_waiting(last_votes))]
 
     def _reduce(self, action: AttemptReduce) -> Steps:
         """All buckets that are not kept, or as many as can be had before nobody needs them."""
         buckets = self._buckets
         buckets.begin(action.attempt, action.kept)
-        if not (yield from self._connect()):
+        if not (yield from self._links.connect()):
             return
         in_flight: deque[Reduction] = deque()
         while not buckets.window.is_complete:
             while buckets.window.may_post(buckets.num_buckets):
                 bucket, local = buckets.post()
-                in_flight.append(self._post(f"attempt {action.attempt}, bucket {bucket}", local))
+                in_flight.append(self._links.post(f"attempt {action.attempt}, bucket {bucket}", local))
                 yield None
-            sums = yield from self._await(in_flight.popleft())
+            sums = yield from self._links.await_sums(in_flight.popleft())
             if sums is None:
                 return
             buckets.complete(sums)
-
-    def _collect(self, name: str, brought: Any) -> Steps:
-        """What all members brought, or None as soon as it cannot be had or nobody needs it."""
-        if not (yield from self._connect()):
-            return None
-        reduction = self._post(name, brought)
-        yield None
-        return (yield from self._await(reduction))
-
-    def _connect(self) -> Steps:
-        """Whether there is a communicator to post on, as soon as there is."""
-        if len(self._controller.members) == 1:
-            return True
-        if self._communicator is None or (yield from self._is_decided()):
-            return False
-        communicator = self._communicator
-        while not communicator.is_built:
-            yield Until(lambda: communicator.is_built or self._world.is_written(self._head))
-            if not communicator.is_built and (yield from self._is_decided()):
-                return False
-        return True
-
-    def _post(self, name: str, brought: Any) -> Reduction:
-        if len(self._controller.members) == 1:
-            return Reduction(name, {self.name: brought})
-        assert self._communicator is not None, "it has been connected"
-        return self._communicator.post(self.name, name, brought)
-
-    def _await(self, reduction: Reduction) -> Steps:
-        """What all members brought, or None as soon as it cannot be had or nobody needs it."""
-        if len(self._controller.members) == 1:
-            return dict(reduction.posted)
-        communicator = self._communicator
-        assert communicator is not None, "it was posted on"
-        while True:
-            yield Until(
-                lambda: (
-                    communicator.may_complete(reduction) or communicator.is_broken or self._world.is_written(self._head)
-                )
-            )
-            possible = []
-            possible += ["completes"] if communicator.may_complete(reduction) else []
-            possible += ["breaks"] if communicator.is_broken else []
-            possible += ["looks at the log"] if self._world.is_written(self._head) else []
-            outcome = self._world.choose(*possible)
-            if outcome == "completes":
-                return dict(reduction.posted)
-            if outcome == "breaks" or (yield from self._is_decided()):
-                self._let_go()
-                return None
-
-    def _build(self, communicator: Communicator) -> Steps:
-        yield None
-        communicator.join(self.group, self.name)
-
-    def _let_go(self) -> None:
-        if self._communicator is not None:
-            self._communicator.leave(self.name)
-        self._communicator = None
-
-    # ------------------------------------------------------------------------------------------------------ the log
-
-    def _speak(self, call: Callable[[GroupAgreement], Any]) -> Steps:
-        """A call of the group's voice, with a log of the world's kind."""
-        log_type = self._world.log_type
-        return (
-            yield from conversation(lambda store: call(GroupAgreement(self.member, _LoneRank(), log_type(store), 1.0)))
-        )
-
-    def _is_decided(self) -> Steps:
-        return (yield from self._speak(lambda voice: voice.is_written(self._head)))
-
-    def _read_entry(self, index: int) -> Steps:
-        log_type = self._world.log_type
-        entry = decode_entry((yield from conversation(lambda store: log_type(store).wait(index, 1.0))))
-        self._head = index + 1
-        if isinstance(entry, Fence) and entry.hits(self.member):
-            raise _Fenced
-        return [EntryRead(index=index, entry=entry)]

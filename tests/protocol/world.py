@@ -20,11 +20,12 @@ from spare_megatron.core.slices import Slicing
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
 from tests.protocol.communicators import Communicators
-from tests.protocol.group import Group, Steps, Until
+from tests.protocol.group import Group
 from tests.protocol.invariants import Invariants
 from tests.protocol.mutations import Protocol
 from tests.protocol.slices import SliceObserver, SliceStates
 from tests.protocol.store import Request, Store, conversation
+from tests.protocol.surroundings import Steps, Until
 from tests.protocol.violation import Violation
 
 MAX_MOVES_AFTER_FAULTS = 5_000

@@ -1,0 +1,118 @@
+"""How a simulated group reaches others: sums over its communicator, and its voice in the log."""
+
+from collections.abc import Callable
+from typing import Any
+
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.messages import EntryRead, Fence, decode_entry
+from spare_megatron.core.topology import Member
+from spare_megatron.runtime.agreement import GroupAgreement
+from tests.protocol.communicators import Communicator, Reduction
+from tests.protocol.store import conversation
+from tests.protocol.surroundings import Steps, Surroundings, Until
+
+
+class Fenced(Exception):
+    """The log says that this group is lost."""
+
+
+class _LoneRank:
+    """The process group of a group of one rank."""
+
+    def rank(self) -> int:
+        return 0
+
+
+class Links:
+    """One process's.
+
+    Attributes:
+        communicator: The one to use next; None where the last one broke.
+        head: Entries of the log read so far.
+    """
+
+    def __init__(self, member: Member, name: str, controller: Controller, world: Surroundings) -> None:
+        self._member, self._name = member, name
+        self._controller = controller
+        self._world = world
+        self.communicator: Communicator | None = None
+        self.head = 0
+
+    def collect(self, name: str, brought: Any) -> Steps:
+        """What all members brought, or None as soon as it cannot be had or nobody needs it."""
+        if not (yield from self.connect()):
+            return None
+        reduction = self.post(name, brought)
+        yield None
+        return (yield from self.await_sums(reduction))
+
+    def connect(self) -> Steps:
+        """Whether there is a communicator to post on, as soon as there is."""
+        if len(self._controller.members) == 1:
+            return True
+        if self.communicator is None or (yield from self.is_decided()):
+            return False
+        communicator = self.communicator
+        while not communicator.is_built:
+            yield Until(lambda: communicator.is_built or self._world.is_written(self.head))
+            if not communicator.is_built and (yield from self.is_decided()):
+                return False
+        return True
+
+    def post(self, name: str, brought: Any) -> Reduction:
+        if len(self._controller.members) == 1:
+            return Reduction(name, {self._name: brought})
+        assert self.communicator is not None, "it has been connected"
+        return self.communicator.post(self._name, name, brought)
+
+    def await_sums(self, reduction: Reduction) -> Steps:
+        """What all members brought, or None as soon as it cannot be had or nobody needs it."""
+        if len(self._controller.members) == 1:
+            return dict(reduction.posted)
+        communicator = self.communicator
+        assert communicator is not None, "it was posted on"
+        while True:
+            yield Until(
+                lambda: (
+                    communicator.may_complete(reduction) or communicator.is_broken or self._world.is_written(self.head)
+                )
+            )
+            possible = []
+            possible += ["completes"] if communicator.may_complete(reduction) else []
+            possible += ["breaks"] if communicator.is_broken else []
+            possible += ["looks at the log"] if self._world.is_written(self.head) else []
+            outcome = self._world.choose(*possible)
+            if outcome == "completes":
+                return dict(reduction.posted)
+            if outcome == "breaks" or (yield from self.is_decided()):
+                self.let_go()
+                return None
+
+    def build(self, communicator: Communicator) -> Steps:
+        yield None
+        communicator.join(self._member.group, self._name)
+
+    def let_go(self) -> None:
+        if self.communicator is not None:
+            self.communicator.leave(self._name)
+        self.communicator = None
+
+    # ------------------------------------------------------------------------------------------------------ the log
+
+    def speak(self, call: Callable[[GroupAgreement], Any]) -> Steps:
+        """A call of the group's voice, with a log of the world's kind."""
+        log_type = self._world.log_type
+        return (
+            yield from conversation(lambda store: call(GroupAgreement(self._member, _LoneRank(), log_type(store), 1.0)))
+        )
+
+    def is_decided(self) -> Steps:
+        return (yield from self.speak(lambda voice: voice.is_written(self.head)))
+
+    def read_entry(self, index: int) -> Steps:
+        log_type = self._world.log_type
+        entry = decode_entry((yield from conversation(lambda store: log_type(store).wait(index, 1.0))))
+        self.head = index + 1
+        if isinstance(entry, Fence) and entry.hits(self._member):
+            raise Fenced
+        return [EntryRead(index=index, entry=entry)]

@@ -1,0 +1,54 @@
+"""What a simulated group needs of its world, and how it lets others go on."""
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.buckets import BucketWindow
+from spare_megatron.core.topology import GroupId, Member
+from tests.protocol.communicators import Communicators
+from tests.protocol.invariants import Invariants
+from tests.protocol.slices import SliceStates
+from tests.protocol.store import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Goes on once this is so."""
+
+    is_met: Callable[[], bool]
+
+
+Steps = Generator[Request | Until | None, Any, Any]
+
+
+class Surroundings(Protocol):
+    """What a group needs of the world."""
+
+    log_type: type[DecisionLog]
+    communicators: Communicators
+    invariants: Invariants
+    groups: tuple[GroupId, ...]
+    num_buckets: int
+    window_type: type[BucketWindow]
+    states: dict[tuple[int, int], dict[Member, str]]
+    may_restart: bool
+    num_waiting: int
+    is_patience_over: bool
+
+    def wiped_out(self, member: Member) -> None: ...
+
+    def now_s(self, process: str) -> float: ...
+
+    def is_written(self, index: int) -> bool: ...
+
+    def choose(self, *outcomes: str) -> str: ...
+
+    def start_in_background(self, name: str, steps: Steps) -> None: ...
+
+    def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool: ...
+
+    def slices_of(self, member: Member) -> SliceStates | None: ...
+
+    def observe(self, member: Member) -> None: ...

@@ -14,8 +14,8 @@ class RankMemory:
     Attributes:
         weights_bytes: Parameters that the layers compute with.
         gradients_bytes: The sums that gradients are added to.
-        reduction_bytes: What the cross-group reduction needs beside them.
-        optimizer_bytes: Adam's two moments, and fp32 parameters where the layers compute with others.
+        reduction_bytes: The buckets that are staged at most.
+        optimizer_bytes: Adam's two moments, and fp32 parameters where the layers compute with others, of what is held.
         activations_bytes: What the backward pass needs of the forward pass, at the most; an estimate.
     """
 
@@ -82,11 +82,13 @@ def rank_memory(config: RunConfig) -> RankMemory:
     # Megatron's fp32 buffer is always there; reproducible sums are int64, and so are the buckets that are reduced.
     number_bytes = 8 if config.reduce.mode == "reproducible" else 4
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
+    optimizer = config.optimizer
+    held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
     return RankMemory(
         weights_bytes=parameters * (2 if is_bf16 else 4),
         gradients_bytes=parameters * sums,
         reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.reduce.bucket_mib * 2**20)),
-        optimizer_bytes=parameters * (12 if is_bf16 else 8),
+        optimizer_bytes=round(parameters * (12 if is_bf16 else 8) * held),
         activations_bytes=_activations_bytes(config),
     )
 

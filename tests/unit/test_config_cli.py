@@ -39,6 +39,8 @@ def test_the_memory_of_mixed_precision_is_that_of_the_textbook() -> None:
     memory, count = shown["memory"], shown["num_parameters"]
     names = ("weights_bytes", "gradients_bytes", "optimizer_bytes")
     assert [memory[name] / count for name in names] == [2, 4, 12]
+    sharded = json.loads(run("show", NODE, "--set", "optimizer.sharding=stacked", "--json"))["memory"]
+    assert sharded["optimizer_bytes"] / count == 12 * 2 / 8  # 2 copies over 8 groups
 
 
 def test_stored_activations_are_those_of_the_paper() -> None:

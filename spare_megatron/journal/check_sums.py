@@ -24,7 +24,8 @@ def check_contributions(journal: Journal, run: RunRecord, fold: Fold) -> Iterato
     for commit in fold.commits:
         for attempted in _held(commit):
             records = by_attempt.get(attempted.attempt, [])
-            yield from _check_attempt(commit.step, attempted, records, expected)
+            is_told = attempted.attempt in fold.opened  # else the entry is missing that says what was kept
+            yield from _check_attempt(commit.step, attempted, records, expected, is_told=is_told)
             for record in records:
                 if was_fenced(record, fold):
                     reason = f"step {commit.step}: group {record.group} contributed after it was fenced"
@@ -44,14 +45,19 @@ def _more_than(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _check_attempt(
-    step: int, attempted: Attempted, records: Sequence[ContributionRecord], expected: set[tuple[int, int]]
+    step: int,
+    attempted: Attempted,
+    records: Sequence[ContributionRecord],
+    expected: set[tuple[int, int]],
+    *,
+    is_told: bool,
 ) -> Iterator[Finding]:
     members = {group for record in records for group in record.members}
     senders = Counter(record.group for record in records)
     if any(set(record.members) != members or record.step != step for record in records):
         reason = f"step {step}: groups reduced attempt {attempted.attempt} as different sets"
         yield Finding(severity="invalid", reason=reason)
-    if any(tuple(record.kept) != attempted.kept for record in records):
+    if is_told and any(tuple(record.kept) != attempted.kept for record in records):
         reason = f"step {step}: a group reduced other buckets in attempt {attempted.attempt} than the log says"
         yield Finding(severity="invalid", reason=reason)
     if not records:

@@ -35,11 +35,11 @@ PEERS = {
     "torchft_1s": TorchftTimes(heartbeat_s=1.0, timeout_s=1.0),
     "torchft_5s": TorchftTimes(heartbeat_s=1.0, timeout_s=5.0),
     "torchft_5s_beat": TorchftTimes(heartbeat_s=5.0, timeout_s=5.0),
-    "nvrx_1s": NvrxTimes(interval_s=1.0, timeout_s=1.0),
+    "nvrx_1s": NvrxTimes(interval_s=1.0, timeout_s=2.0),
     "nvrx_100ms": NvrxTimes(interval_s=0.1, timeout_s=1.0),
 }
 """torchft: a heartbeat like ours and timeouts as short as these steps allow; the timeout of its example; its heartbeat.
-NVIDIA's extension: its default intervals, and a tenth of them, with a timeout as short as these steps allow."""
+NVIDIA's extension: its default intervals, and a tenth of them, with timeouts as short as these and the steps allow."""
 OURS = "ours"
 
 

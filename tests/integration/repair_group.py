@@ -2,17 +2,19 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.pieces import Piece
 from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.piece_server import PieceServer
+from spare_megatron.runtime.piece_server import PieceServer, Source
+from spare_megatron.runtime.piece_wire import NotOffered
 from spare_megatron.runtime.repair import SliceRepairs
 from spare_megatron.runtime.slice_content import slice_contents
 from spare_megatron.runtime.state_source import StateSource
@@ -21,6 +23,7 @@ from tests.integration.mcore_state_group import hand_over
 from tests.integration.stacked_groups import build_groups, first_hosts, gather, stacked, summed, updated
 
 TIMEOUT_S = 40.0
+PIECES_A_STEP = 5
 
 
 def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: float) -> dict[str, int]:
@@ -33,7 +36,8 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     trainers, hosts = build_groups(config), first_hosts(config).hosts
     donor, newcomer = trainers[1], GroupTrainer(config, CPU)
     source = StateSource({content.name: content for content in slice_contents(stacked(donor))})
-    server = PieceServer("127.0.0.1", source, TIMEOUT_S)
+    meter = _Meter(source)
+    server = PieceServer("127.0.0.1", meter, TIMEOUT_S)
     server.start()
     _advance(trainers, hosts, config, 0, source)
     hand_over(donor, newcomer)
@@ -55,6 +59,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     step, end_s = 1, time.monotonic() + TIMEOUT_S
     while not all(repairs.whole().values()):
         assert time.monotonic() < end_s, repairs.whole()
+        meter.give(PIECES_A_STEP, lambda: all(repairs.whole().values()) or time.monotonic() > end_s)
         _advance([*trainers, newcomer], hosts, config, step, source)
         step += 1
     _advance([*trainers, newcomer], hosts, config, step, source)
@@ -73,6 +78,31 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     assert not [thread for thread in threading.enumerate() if thread.name == "pieces"]
     num_pieces = sum(slices.num_pieces(number) for number in wanted)
     return {"slices": len(wanted), "pieces": num_pieces, "steps": step - 1}
+
+
+class _Meter:
+    """Gives so many pieces a step: steps this small, in this same process, would leave no time for any."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._num_left = 0
+        self._changed = threading.Condition()
+
+    def give(self, number: int, is_over: Callable[[], bool]) -> None:
+        """Returns when so many pieces more have been given, or it is over."""
+        with self._changed:
+            self._num_left += number
+            self._changed.notify_all()
+            while self._num_left and not is_over():
+                self._changed.wait(0.01)
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._num_left, TIMEOUT_S):
+                raise NotOffered("no step was made for too long")
+            self._num_left -= 1
+            self._changed.notify_all()
+        return self._source.read(name, step, piece)
 
 
 def _advance(

@@ -200,14 +200,7 @@ class _Rank:
             gather=self._build_gather(agreement, communicator),
             journal=self._journal,
             source=source,
-            transfer=StateTransfer(
-                trainer=self._trainer,
-                agreement=agreement,
-                source=source,
-                find_server=self._find_server,
-                timeout_s=config.reduce.timeout_s,
-                probe=self._probe,
-            ),
+            transfer=self._build_transfer(agreement, source),
             start_over=self._start_over,
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
@@ -215,6 +208,16 @@ class _Rank:
             digest=ParamsDigest(trainer=self._trainer, agreement=agreement, journal=self._journal, probe=self._probe),
             params_check_every_steps=config.train.params_check_every_steps,
             saver=self._build_saver() if config.checkpoint.is_wanted else None,
+        )
+
+    def _build_transfer(self, agreement: GroupAgreement, source: StateSource) -> StateTransfer:
+        return StateTransfer(
+            trainer=self._trainer,
+            agreement=agreement,
+            source=source,
+            find_server=self._find_server,
+            timeout_s=self._spec.config.reduce.timeout_s,
+            probe=self._probe,
         )
 
     def _build_saver(self) -> Saver:

@@ -9,7 +9,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.pieces import Piece
 from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import Repair
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -64,10 +64,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
         step += 1
     _advance([*trainers, newcomer], hosts, config, step, source)
     slices = stacked(donor).slices
-    for number in wanted:
-        for piece in range(slices.num_pieces(number)):
-            assert stacked(donor).read_piece(number, piece) == stacked(newcomer).read_piece(number, piece)
-    assert stacked(newcomer).hosted == stacked(donor).hosted
+    _assert_same_slices(donor, newcomer, wanted)
 
     # The log names it a host of the first, and wants no more of the others.
     as_host = tuple((*row, me) if number == wanted[0] else row for number, row in enumerate(everybody))
@@ -78,6 +75,13 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
     assert not [thread for thread in threading.enumerate() if thread.name == "pieces"]
     num_pieces = sum(slices.num_pieces(number) for number in wanted)
     return {"slices": len(wanted), "pieces": num_pieces, "steps": step - 1}
+
+
+def _assert_same_slices(donor: GroupTrainer, newcomer: GroupTrainer, numbers: Sequence[SliceId]) -> None:
+    for number in numbers:
+        for piece in range(stacked(donor).slices.num_pieces(number)):
+            assert stacked(donor).read_piece(number, piece) == stacked(newcomer).read_piece(number, piece)
+    assert stacked(newcomer).hosted == stacked(donor).hosted
 
 
 class _Meter:

@@ -161,15 +161,18 @@ class Group:
                         self._world.invariants.saved(self.name, step, self._params)
             case LoadCheckpoint(step=step):
                 yield None
-                self._params = self._world.invariants.checkpoints[step]
-                if self.held is not None:
-                    hosted = self._controller.ownership.hosted_by(self.member)
-                    self.held.load(step, self._world.invariants.slices.saved(self._generation, step, hosted))
-                self._lacks_params = False
-                self._has_params(step)
+                self._load(step)
             case _:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
+
+    def _load(self, step: int) -> None:
+        self._params = self._world.invariants.checkpoints[step]
+        if self.held is not None:
+            hosted = self._controller.ownership.hosted_by(self.member)
+            self.held.load(step, self._world.invariants.slices.saved(self._generation, step, hosted))
+        self._lacks_params = False
+        self._has_params(step)
 
     def _compute(self, plan: StepPlan, *, is_patch: bool) -> Steps:
         yield None

@@ -29,8 +29,9 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
 from spare_megatron.control.tcp_store import serve
-from spare_megatron.core.messages import Commit, Entry, Fence, Retry, Vote, encode_entry, encode_vote
+from spare_megatron.core.messages import Commit, Entry, Fence, Retry, encode_entry
 from spare_megatron.core.topology import GroupId
+from spare_megatron.core.votes import Vote, encode_vote
 from tests.integration.etcd_cluster import running_cluster
 
 STORES = ("embedded", "etcd")

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spare_megatron.core.messages import Commit, Entry, Fence, Finish, Halt, Retry, Vote, VotesRead
+from spare_megatron.core.messages import Commit, Entry, Fence, Finish, Halt, Retry, VotesRead
 from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

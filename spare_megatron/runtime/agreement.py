@@ -13,18 +13,10 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.core.messages import (
-    Entry,
-    Fence,
-    Vote,
-    VotesRead,
-    decode_entry,
-    decode_vote,
-    encode_entry,
-    encode_vote,
-)
+from spare_megatron.core.messages import Entry, Fence, VotesRead, decode_entry, encode_entry
 from spare_megatron.core.restart_messages import Waiting
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote, decode_vote, encode_vote
 
 
 class Fenced(Exception):

@@ -17,12 +17,13 @@ import torch
 from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
-from spare_megatron.core.messages import AttemptReduce, Event, Vote
+from spare_megatron.core.messages import AttemptReduce, Event
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.saves import SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, SliceId
+from spare_megatron.core.votes import Vote
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.mcore.trainer import GroupTrainer

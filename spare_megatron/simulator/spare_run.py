@@ -37,7 +37,6 @@ from spare_megatron.core.messages import (
     RunStarted,
     StopWipeOut,
     UpdateModel,
-    Vote,
     VotesRead,
 )
 from spare_megatron.core.placement import make_placement
@@ -47,6 +46,7 @@ from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, Start
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
 from spare_megatron.simulator.chronicle import Chronicle
 from spare_megatron.simulator.copies import Copies
 from spare_megatron.simulator.sharing import stacks_of

@@ -11,10 +11,11 @@ import torch
 
 from spare_megatron.core.buckets import MAX_STAGED, WINDOW, cut
 from spare_megatron.core.guard import Finding, UnsoundGradient
-from spare_megatron.core.messages import AttemptReduce, Vote
+from spare_megatron.core.messages import AttemptReduce
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member, ShardId
+from spare_megatron.core.votes import Vote
 from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.runtime.agreement import GroupOpinion

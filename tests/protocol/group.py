@@ -28,7 +28,6 @@ from spare_megatron.core.messages import (
     StopHalted,
     StopWipeOut,
     UpdateModel,
-    Vote,
     VotesRead,
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
@@ -37,6 +36,7 @@ from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, Start
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
 from spare_megatron.runtime.detect import fence
 from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Reduction

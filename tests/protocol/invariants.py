@@ -31,13 +31,13 @@ from spare_megatron.core.messages import (
     Retry,
     StopHalted,
     StopWipeOut,
-    Vote,
     decode_entry,
 )
 from spare_megatron.core.placement import Placement
 from spare_megatron.core.restart_messages import GiveUp
 from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.votes import Vote
 from tests.protocol.communicators import Sums
 from tests.protocol.slices import SliceObserver
 from tests.protocol.violation import Violation

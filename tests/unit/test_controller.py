@@ -24,7 +24,6 @@ from spare_megatron.core.messages import (
     StopHalted,
     StopWipeOut,
     UpdateModel,
-    Vote,
     VotesRead,
     decode_entry,
     encode_entry,
@@ -36,6 +35,7 @@ from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
 
 
 def make_controller(

@@ -11,14 +11,12 @@ from spare_megatron.core.messages import (
     ComputeStep,
     Retry,
     RunStarted,
-    Vote,
     VotesRead,
     decode_entry,
-    decode_vote,
     encode_entry,
-    encode_vote,
 )
 from spare_megatron.core.topology import GroupId
+from spare_megatron.core.votes import Vote, decode_vote, encode_vote
 from tests.unit.test_controller import fence, fold, make_controller
 
 

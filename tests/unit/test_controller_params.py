@@ -17,12 +17,12 @@ from spare_megatron.core.messages import (
     Restart,
     Retry,
     RunStarted,
-    Vote,
     VotesRead,
 )
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
 from tests.unit.test_controller import fence, fold, halted, make_controller, members
 
 AGAIN = Retry(step=0, attempt=0, recompute=True)

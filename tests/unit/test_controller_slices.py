@@ -24,12 +24,9 @@ from spare_megatron.core.messages import (
     RunStarted,
     StopWipeOut,
     UpdateModel,
-    Vote,
     VotesRead,
     decode_entry,
-    decode_vote,
     encode_entry,
-    encode_vote,
 )
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
@@ -37,6 +34,7 @@ from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy, Slicing
 from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.votes import Vote, decode_vote, encode_vote
 
 
 def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:

@@ -6,11 +6,11 @@ import pytest
 
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.experience import PRIOR_RESTART_S, PRIOR_SAVE_S, Experience
-from spare_megatron.core.messages import Vote, decode_vote, encode_vote
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.saves import SaveEnd, SavePolicy, Saves
 from spare_megatron.core.survival import time_to_wipe_out_s
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote, decode_vote, encode_vote
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec

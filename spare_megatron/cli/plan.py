@@ -161,7 +161,7 @@ def answer_to(question: Question) -> Answer:
     Raises:
         ValueError: Something asked is out of range or contradicts itself.
     """
-    from spare_megatron.planner.plan import optimize, predict
+    from spare_megatron.planner.plan import FRUGAL_TOLERANCE, optimize, predict
     from spare_megatron.planner.slices import plan_slices
 
     facts = facts_of(question)
@@ -186,6 +186,7 @@ def answer_to(question: Question) -> Answer:
     return Answer(
         facts=facts,
         plan=best,
+        frugal=optimize(facts, chosen, limits, FRUGAL_TOLERANCE),
         slices=plan_slices(facts, best, slice_copy_s_of(question)),
         alternatives=tuple(optimize(facts, policy, limits) for policy in policies_of(question)),
         limits=limits,

@@ -16,6 +16,7 @@ class Answer:
     Attributes:
         facts: The cluster.
         plan: The plan of the policy asked for.
+        frugal: That of the same policy with the least redundancy at which training hardly takes longer.
         slices: How many groups are to hold each slice of the optimizer state, where it is cut into slices.
         alternatives: The best plan of each policy that the facts allow.
         limits: What stacks cost and may cost; None when nothing was said about it.
@@ -24,6 +25,7 @@ class Answer:
 
     facts: "ClusterFacts"
     plan: "Plan"
+    frugal: "Plan"
     slices: "SlicePlan"
     alternatives: tuple["Plan", ...]
     limits: "HoldingLimits | None"
@@ -44,6 +46,7 @@ def as_figures(answer: Answer) -> dict[str, Any]:
         "policy": plan.policy,
         "stretch": plan.stretch,
         "time_to_wipe_out_s": plan.time_to_wipe_out_s,
+        "frugal": asdict(answer.frugal),
         "closed_form_redundancy": closed_form_redundancy(answer.facts.num_groups),
         "stack_bytes": None if limits is None else plan.redundancy * limits.shard_bytes,
         "read_s_per_step": read_s(answer),

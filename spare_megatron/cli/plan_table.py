@@ -38,7 +38,10 @@ def print_answer(answer: Answer) -> None:
 def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     plan, limits = answer.plan, answer.limits
     yield "policy", f"{plan.policy} ({_DESCRIPTIONS[plan.policy]})"
-    yield "redundancy", f"{plan.redundancy} {'host' if plan.redundancy == 1 else 'hosts'} per shard"
+    yield "redundancy", f"{_hosts(plan.redundancy)} per shard"
+    frugal = answer.frugal
+    if frugal.redundancy < plan.redundancy:
+        yield "hardly slower", f"{_hosts(frugal.redundancy)} per shard: {frugal.time_to_train_ratio:.2f} x"
     yield "save every", format_duration(plan.cadence_s)
     yield "time to train", f"{plan.time_to_train_ratio:.2f} x that without losses and saves"
     yield "mean step between wipe-outs", f"{plan.stretch:.2f} x that without losses"
@@ -58,7 +61,7 @@ def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:
 def _slice_rows(answer: Answer) -> Iterator[tuple[str, str]]:
     slices = answer.slices
     copy = format_duration(slices.copy_s) + (" (assumed)" if "slice_copy" in answer.assumed else "")
-    yield "redundancy", f"{slices.redundancy} {'host' if slices.redundancy == 1 else 'hosts'} per slice"
+    yield "redundancy", f"{_hosts(slices.redundancy)} per slice"
     yield "state wipe-out every", f"{format_duration(slices.time_to_wipe_out_s)}, a copy of a slice taking {copy}"
     yield "without copies", format_duration(slices.time_to_wipe_out_without_copies_s)
     yield "time to train", f"{slices.time_to_train_ratio:.2f} x"
@@ -105,6 +108,10 @@ def _alternatives(answer: Answer) -> Table:
     table.caption = f"SPARe's closed form for stack: redundancy floor(log2 N + 0.833) = {closed}"
     table.caption_justify = "left"
     return table
+
+
+def _hosts(number: int) -> str:
+    return f"{number} {'host' if number == 1 else 'hosts'}"
 
 
 def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:

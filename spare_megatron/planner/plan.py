@@ -12,6 +12,9 @@ from spare_megatron.planner.outlook import Outlook, outlook, outlook_with_rejoin
 TOLERANCE = 1e-3
 """A higher redundancy has to shorten the time to train by more than this share: holding shards is not free."""
 
+FRUGAL_TOLERANCE = 0.02
+"""What a user who is short of memory may give up of the time to train for fewer shards."""
+
 MAX_CANDIDATE = 48
 """No higher redundancy is tried: the best one grows with log2 N."""
 
@@ -91,8 +94,10 @@ def candidates(facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None
     return tuple(predict(facts, policy, r) for r in range(1, min(largest, MAX_CANDIDATE) + 1))
 
 
-def optimize(facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None = None) -> Plan:
-    """The plan of least redundancy whose time to train is within TOLERANCE of the least.
+def optimize(
+    facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None = None, tolerance: float = TOLERANCE
+) -> Plan:
+    """The plan of least redundancy whose time to train is within the tolerance of the least.
 
     The best cadence for each r is known in closed form, so the joint optimum over (r, T_c) is a search over r.
 
@@ -100,6 +105,7 @@ def optimize(facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None =
         facts: The cluster.
         policy: Granularity, and whether groups come back.
         limits: What stacks may cost.
+        tolerance: Share of the least time to train.
 
     Raises:
         ValueError: As for `candidates`.
@@ -119,7 +125,7 @@ def optimize(facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None =
     """
     plans = candidates(facts, policy, limits)
     least = min(plan.time_to_train_ratio for plan in plans)
-    return next(plan for plan in plans if plan.time_to_train_ratio <= least * (1 + TOLERANCE))
+    return next(plan for plan in plans if plan.time_to_train_ratio <= least * (1 + tolerance))
 
 
 def _outlook(facts: ClusterFacts, policy: Policy, redundancy: int) -> Outlook:

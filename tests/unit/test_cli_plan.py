@@ -76,6 +76,12 @@ def test_every_policy_has_its_figures_in_one_place() -> None:
         assert found["alternatives"]["stack"]["redundancy"] == figures()["redundancy"]
 
 
+def test_fewer_hosts_are_named_where_training_hardly_takes_longer() -> None:
+    found = figures("--repair", "10m", "--microbatches", "16")
+    assert found["frugal"]["redundancy"] < found["redundancy"]
+    assert 1 < found["frugal"]["time_to_train_ratio"] / found["time_to_train_ratio"] <= 1.02
+
+
 def test_pauses_spares_domains_and_a_last_resort_change_the_plan() -> None:
     repair = ("--repair", "10m", "--redundancy", "8")
     ratios = [

@@ -1,4 +1,8 @@
-"""What redundancy costs while nothing fails: ours beside plain Megatron DDP, in turn, on the same model and data."""
+"""What redundancy costs while nothing fails: ours beside plain Megatron, in turn, on the same model and data.
+
+Plain Megatron's optimizer is its DistributedOptimizer where ours is stacked, and its gradients are reduced during the
+backward pass where ours are.
+"""
 
 import argparse
 import json

@@ -35,6 +35,8 @@ from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedul
 from spare_megatron.mcore.transformer import transformer_config
 
 _TIMEOUT = timedelta(seconds=120)
+_ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize
+"""Of a gradient."""
 
 
 def train_plain(config: RunConfig, rank: int, spec: StoreSpec, answer: Connection) -> None:
@@ -49,7 +51,8 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, answer: Connectio
         tensor_model_parallel_size=config.layout.tensor_parallel,
         pipeline_model_parallel_size=config.layout.pipeline_parallel,
     )
-    answer.send([time.time() for _ in train_steps(config, device, is_sharded=False)])
+    is_sharded = config.optimizer.sharding == "stacked"
+    answer.send([time.time() for _ in train_steps(config, device, is_sharded=is_sharded)])
     dist.barrier()
 
 
@@ -112,9 +115,16 @@ def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded
     )
     if transformer.bf16:
         model = Float16Module(transformer, model)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_sharded)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=is_sharded,
+        overlap_grad_reduce=config.reduce.overlap,
+        bucket_size=round(config.reduce.bucket_mib * _ELEMENTS_PER_MIB) if config.reduce.overlap else None,
+    )
     module = DistributedDataParallel(transformer, ddp, model)
     module.broadcast_params()
+    if config.reduce.overlap:
+        transformer.no_sync_func = module.no_sync
     return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 
 

@@ -22,6 +22,7 @@ from spare_megatron.runtime.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
+    MetricsLost,
     RanksReady,
     RunEvent,
     RunStopped,
@@ -81,6 +82,8 @@ class RunProgress:
                 self._tell(_describe_save(record))
             case CheckpointRejected(reason=reason):
                 self._tell(f"checkpoint rejected: {reason}; trying the one before")
+            case MetricsLost(reason=reason):
+                self._tell(f"{reason}; metrics.jsonl has all of them, and training goes on")
             case GroupLost(group=group, rank=rank, cause=cause, traceback=text, is_given_up=is_given_up):
                 self._absent[group] = "given up" if is_given_up else "lost"
                 end = f"; given up after spare.rejoins={self._config.spare.rejoins}" if is_given_up else ""

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many of them each pipeline stage holds."""
+"""How many parameters a model has, how many of them each pipeline stage holds, and what a token costs."""
 
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ class ModelShape:
         embedding: The embedding table.
         positions: The learned positions; 0 if positions are rotated.
         layer: One transformer layer.
+        layer_matrices: Those of a layer that each token is multiplied with.
         final_norm: The norm behind the last layer.
         num_layers: Layers over all stages.
         is_tied: The output layer shares the embedding table.
@@ -34,6 +35,7 @@ class ModelShape:
     embedding: int
     positions: int
     layer: int
+    layer_matrices: int
     final_norm: int
     num_layers: int
     is_tied: bool
@@ -65,18 +67,36 @@ def model_shape(config: RunConfig) -> ModelShape:
     wide = ffn * (2 if megatron.get("gated_linear_unit") else 1)
     per_value = 1 if megatron.get("normalization") == "RMSNorm" else 2
     norm = hidden * per_value
-    attention = hidden * (heads + 2 * keys) + heads * hidden
+    norms = 2 * norm
+    matrices = hidden * (heads + 2 * keys) + heads * hidden + hidden * wide + ffn * hidden
+    biases = 0
     if has_bias or megatron.get("add_qkv_bias"):
-        attention += heads + 2 * keys
+        biases += heads + 2 * keys
     if megatron.get("qk_layernorm"):
-        attention += 2 * head * per_value
-    feed_forward = hidden * wide + ffn * hidden
-    biases = hidden + wide + hidden if has_bias else 0
+        norms += 2 * head * per_value
+    if has_bias:
+        biases += hidden + wide + hidden
     return ModelShape(
         embedding=padded_vocab_size(model.vocab_size, config.layout.tensor_parallel) * hidden,
         positions=model.seq_length * hidden if model.position_embedding == "learned_absolute" else 0,
-        layer=attention + feed_forward + biases + 2 * norm,
+        layer=matrices + biases + norms,
+        layer_matrices=matrices,
         final_norm=norm,
         num_layers=model.num_layers,
         is_tied=model.tie_embeddings,
     )
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """Floating-point operations that training on one token takes: forward pass, and twice as many backward.
+
+    Two for each element of a matrix that the token is multiplied with, the output layer's among them, and 4 s h a
+    layer for the scores of attention and what they weigh, over whole sequences of s tokens, h being the width of all
+    heads (Narayanan et al., arXiv 2104.04473, appendix, without what is computed again; nor are redundant microbatches
+    counted). The rest (norms, activations, softmax) is left out, as is usual.
+    """
+    shape, model = model_shape(config), config.model
+    head = config.megatron.get("kv_channels") or model.hidden_size // model.num_attention_heads
+    scores = 4 * model.seq_length * head * model.num_attention_heads
+    forward = 2 * (shape.num_layers * shape.layer_matrices + shape.embedding) + shape.num_layers * scores
+    return 3.0 * forward

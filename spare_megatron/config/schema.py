@@ -294,6 +294,20 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """Where numbers go while the run trains, beside `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Writes event files for TensorBoard into the run's directory."""
+    wandb_project: str = ""
+    """Project at Weights & Biases; not told there when empty."""
+    run_id: str = ""
+    """Id of the training there, the same for all runs that continue it; that of the loaded checkpoint when empty."""
+    peak_tflops: float | None = None
+    """Peak of one rank's device in 10^12 operations a second, for `perf/mfu`; none is told when absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A whole run."""
 
@@ -310,6 +324,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, in Megatron's own spelling."""
 

@@ -10,6 +10,7 @@ from typing import Literal
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
 from spare_megatron.config.validate_faults import fault_problems
+from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
 from spare_megatron.config.validate_store import store_problems, store_warnings
@@ -92,6 +93,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *fault_problems(config),
         *rate_problems(config),
         *checkpoint_problems(config),
+        *metrics_problems(config.metrics),
         *_isolation(config, machine),
         *_device(config, machine),
         *_data(config, machine),

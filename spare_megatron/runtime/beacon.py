@@ -74,6 +74,7 @@ class Beacon:
         self._index = 0
         self._at_s = time.monotonic()
         self._num_steps = 0
+        self._spent_s = [0.0] * len(OPERATIONS)
 
     def start_beating(self, interval_s: float) -> None:
         """Beats from a thread of its own until the process ends."""
@@ -106,8 +107,16 @@ class Beacon:
         finally:
             self._note(before)
 
+    def take_split(self) -> dict[Operation, float]:
+        """Seconds that the main thread has spent in each operation since this was last asked, without those inside."""
+        self._note(self._index)
+        split = {operation: spent_s for operation, spent_s in zip(OPERATIONS, self._spent_s, strict=True) if spent_s}
+        self._spent_s = [0.0] * len(OPERATIONS)
+        return split
+
     def _note(self, index: int) -> None:
         now_s = time.monotonic()
+        self._spent_s[self._index] += now_s - self._at_s
         if self._num_steps > 1:
             slowest_s = self._page.slowest_s
             slowest_s[self._index] = max(now_s - self._at_s, slowest_s[self._index] * _DECAY)

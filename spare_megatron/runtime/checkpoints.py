@@ -60,6 +60,7 @@ class Manifest:
         epoch: Number of the set of groups then.
         log_head: Entries of the decision log that had been folded.
         version: Of spare_megatron.
+        run_id: Under which the training goes where its metrics go.
         files: All files but the manifest, by name.
     """
 
@@ -73,6 +74,7 @@ class Manifest:
     epoch: int
     log_head: int
     version: str
+    run_id: str
     files: Mapping[str, StoredFile]
 
     @property
@@ -130,6 +132,7 @@ def manifest_of(config: RunConfig, action: SaveCheckpoint, head: int, files: Map
         epoch=action.epoch,
         log_head=head,
         version=__version__,
+        run_id=config.metrics.run_id,
         files=dict(sorted(files.items())),
     )
 

@@ -313,9 +313,11 @@ class GroupExecutor:
                 step=step,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
+                learning_rate=result.learning_rate,
                 num_alive=self._now.num_alive,
                 makespan=self._now.makespan,
                 step_s=step_s,
+                split_s=self._probe.take_split(),
                 head=self._head,
             )
         )

@@ -1,6 +1,7 @@
 """Which checkpoint a run begins with. Before any rank starts; loads without torch."""
 
 import dataclasses
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,13 @@ from spare_megatron.runtime.checkpoints import (
     visible_steps,
 )
 
+_ID_BYTES = 4
+
 
 def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], None]) -> RunConfig:
     """The configuration whose `checkpoint.load` is the very checkpoint that the run begins with, if with any.
+
+    The run goes on under the id of that checkpoint where `metrics.run_id` gives none, or under a new one.
 
     Args:
         config: A configuration without problems.
@@ -33,6 +38,7 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
     """
     rejected: list[Rejected] = []
     first_step = 0
+    run_id = secrets.token_hex(_ID_BYTES)
     if config.checkpoint.load:
         checkpoint = _find(Path(config.checkpoint.load), rejected)
         for item in rejected:
@@ -41,6 +47,7 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
         first_step = checkpoint.manifest.step
         load = str(checkpoint.path.absolute())
         config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
+        run_id = checkpoint.manifest.run_id
     damaged = {item.path.absolute() for item in rejected}
     later = [
         step
@@ -52,7 +59,8 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
             f"{folder} holds checkpoints after {max(later)} steps, and the run begins after {first_step}: set "
             f"checkpoint.load={folder} to go on from the newest, or choose another checkpoint.folder"
         )
-    return config
+    metrics = dataclasses.replace(config.metrics, run_id=config.metrics.run_id or run_id)
+    return dataclasses.replace(config, metrics=metrics)
 
 
 def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:

@@ -41,3 +41,6 @@ class RankProbe:
 
     def during(self, operation: Operation) -> AbstractContextManager[None]:
         return self._beacon.during(operation)
+
+    def take_split(self) -> dict[Operation, float]:
+        return self._beacon.take_split()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.records import CheckpointRecord
@@ -79,9 +80,12 @@ class StepCommitted:
     step: int
     loss: float
     grad_norm: float
+    learning_rate: float
     num_alive: int
     makespan: int
     step_s: float
+    split_s: Mapping[Operation, float]
+    """What the leader's main thread spent its time on since it last told."""
     head: int
     """Log entries the group has folded."""
 
@@ -241,4 +245,11 @@ class CheckpointRejected:
     reason: str
 
 
-RunEvent = NodeReport | Starting | CheckpointRejected
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsLost:
+    """Something that takes metrics takes no more, or has not taken all."""
+
+    reason: str
+
+
+RunEvent = NodeReport | Starting | CheckpointRejected | MetricsLost

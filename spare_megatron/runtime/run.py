@@ -27,7 +27,7 @@ from spare_megatron.runtime.lock import LOCK, locked
 from spare_megatron.runtime.preflight import preflight
 from spare_megatron.runtime.reports import CheckpointRejected, RunEvent, Starting
 from spare_megatron.runtime.spec import RankMain, RankSpec
-from spare_megatron.runtime.telemetry import MetricsWriter
+from spare_megatron.runtime.telemetry import Telemetry, open_sinks
 
 _DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
 
@@ -102,7 +102,7 @@ def _run(
 ) -> Summary:
     (run_dir / "config.toml").write_text(dump_run_config(config))
     (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
-    journal, metrics = JournalWriter(run_dir, "driver"), MetricsWriter(run_dir)
+    journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
     journal.write(_run_record(config, faults))
 
     def tell(event: RunEvent) -> None:

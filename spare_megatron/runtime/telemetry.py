@@ -1,44 +1,155 @@
-"""Metrics of a run: one JSON line a step in `RUN_DIR/metrics.jsonl`."""
+"""The metrics of a run: what happens in it becomes numbers, one set a step, for every sink."""
 
-import json
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
-from spare_megatron.journal.files import AppendingFile
+from spare_megatron.config.implications import implications
+from spare_megatron.config.model_shape import flops_per_token
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.records import CheckpointRecord
-from spare_megatron.runtime.reports import CheckpointTold, GroupRestarted, StepCommitted
+from spare_megatron.metrics.jsonl import JsonlSink
+from spare_megatron.metrics.sink import DetachedSink, Sink, Value
+from spare_megatron.metrics.tensorboard import TensorBoardSink
+from spare_megatron.metrics.wandb import WandbSink
+from spare_megatron.runtime.reports import (
+    CheckpointTold,
+    GroupLost,
+    GroupRejoined,
+    GroupRestarted,
+    MetricsLost,
+    StepCommitted,
+)
+
+_QUIET_STEPS = 101
+"""Of so many of the last steps with all groups the median is what a step takes when nothing happens."""
 
 
-class MetricsWriter:
-    """Writes each committed step once, as the first group reports it; again if it is computed again after a restart."""
+def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost], None]) -> list[Sink]:
+    """Everything that is to take the metrics of a run."""
+    metrics = config.metrics
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = AppendingFile(run_dir / "metrics.jsonl")
+    def failed(reason: str) -> None:
+        on_event(MetricsLost(reason=reason))
+
+    def open_wandb() -> Sink:
+        return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, dataclasses.asdict(config))
+
+    sinks: list[Sink] = [JsonlSink(run_dir)]
+    if metrics.tensorboard:
+        sinks.append(DetachedSink("TensorBoard", lambda: TensorBoardSink(run_dir), failed))
+    if metrics.wandb_project:
+        sinks.append(DetachedSink("Weights & Biases", open_wandb, failed))
+    return sinks
+
+
+class Telemetry:
+    """Tells the sinks of each committed step once, as the first group reports it; again if it is computed again.
+
+    Args:
+        config: The resolved configuration.
+        sinks: Who takes them.
+    """
+
+    def __init__(self, config: RunConfig, sinks: Sequence[Sink]) -> None:
+        self._config = config
+        self._sinks = sinks
+        self._tokens = implications(config).tokens_per_step
+        self._flops = flops_per_token(config) * self._tokens
+        spare = config.spare
+        groups = config.layout.num_groups
+        self._placement = make_placement(spare.placement, groups, spare.redundancy, spare.groups_per_domain)
+        self._absent: set[GroupId] = set()
+        self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._next_step = 0
+        self._quiet_s: deque[float] = deque(maxlen=_QUIET_STEPS)
+        self._useful_s = 0.0
+        self._began_s = time.monotonic()
 
     def take(self, event: object) -> None:
-        """Writes the event if it is the first word of a step, or tells of a checkpoint."""
-        if isinstance(event, CheckpointTold):
-            self._file.append(json.dumps(_metrics_of(event.record)) + "\n")
-        if isinstance(event, GroupRestarted):
-            self._next_step = min(event.step, self._next_step)
-        if not isinstance(event, StepCommitted) or event.step < self._next_step:
-            return
-        self._next_step = event.step + 1
-        metrics = {
-            "step": event.step,
-            "train/loss": event.loss,
-            "train/grad_norm": event.grad_norm,
-            "spare/groups_alive": event.num_alive,
-            "spare/makespan": event.makespan,
-            "perf/step_s": round(event.step_s, 6),
-        }
-        self._file.append(json.dumps(metrics) + "\n")
+        """What happened."""
+        match event:
+            case CheckpointTold(record=record):
+                self._write(_of_checkpoint(record))
+            case GroupLost(group=group):
+                self._absent.add(group)
+                self._counts["fault/groups_lost"] += 1
+            case GroupRejoined(member=member):
+                self._absent.discard(member.group)
+                self._counts["fault/groups_rejoined"] += 1
+            case GroupRestarted(member=member, step=step):
+                self._absent.discard(member.group)
+                if step < self._next_step:  # the first to say so
+                    self._counts["fault/restarts"] += 1
+                self._next_step = min(step, self._next_step)
+            case StepCommitted(step=step) if step >= self._next_step:
+                self._next_step = step + 1
+                self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
-        self._file.close()
+        """Lets the sinks end."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _write(self, values: Mapping[str, Value]) -> None:
+        for sink in self._sinks:
+            sink.write(values)
+
+    def _of_step(self, event: StepCommitted) -> dict[str, Value]:
+        step_s = event.step_s
+        if event.num_alive == self._config.layout.num_groups or not self._quiet_s:
+            self._quiet_s.append(step_s)
+        self._useful_s += min(step_s, median(self._quiet_s))
+        values: dict[str, Value] = {
+            "train/loss": event.loss,
+            "train/grad_norm": event.grad_norm,
+            "train/learning_rate": event.learning_rate,
+            "train/tokens": (event.step + 1) * self._tokens,
+            "spare/groups_alive": event.num_alive,
+            "spare/makespan": event.makespan,
+            "perf/step_s": round(step_s, 6),
+            "perf/tokens_per_s": round(self._tokens / step_s, 3),
+            "perf/goodput": round(self._useful_s / (time.monotonic() - self._began_s), 6),
+            **self._counts,
+        }
+        if self._config.data.access == "stacked":
+            values["spare/fewest_hosts"] = self._fewest_hosts()
+        values |= self._speed(step_s, event.num_alive * self._config.parallel.ranks_per_group)
+        return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in _split(event.split_s).items()}
+
+    def _speed(self, step_s: float, num_ranks: int) -> dict[str, Value]:
+        """What a rank's device does of the model's operations; redundant ones are not counted."""
+        tflops = self._flops / step_s / num_ranks / 1e12
+        values: dict[str, Value] = {"perf/tflops_per_rank": round(tflops, 6)}
+        if self._config.metrics.peak_tflops is not None:
+            values["perf/mfu"] = round(tflops / self._config.metrics.peak_tflops, 6)
+        return values
+
+    def _fewest_hosts(self) -> int:
+        """Hosts of the shard that has the fewest: so many losses can wipe the run out, one less cannot."""
+        return min(len(set(hosts) - self._absent) for hosts in self._placement.hosts)
 
 
-def _metrics_of(record: CheckpointRecord) -> dict[str, object]:
+def _split(split_s: Mapping[Operation, float]) -> dict[str, float]:
+    """The names that users know; what is none of these waited for something else."""
+    named = {
+        "compute": (Operation.COMPUTE,),
+        "transfer": (Operation.TRANSFER,),
+        "reduce": (Operation.REDUCE,),
+        "vote": (Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY),
+        "optimizer": (Operation.UPDATE,),
+        "stall": (Operation.SAVE, Operation.JOIN, Operation.CHECK),
+    }
+    return {name: sum(split_s.get(operation, 0.0) for operation in parts) for name, parts in named.items()}
+
+
+def _of_checkpoint(record: CheckpointRecord) -> dict[str, Value]:
     return {
         "step": record.step - 1,  # the last that it holds
         "ckpt/outcome": record.outcome,

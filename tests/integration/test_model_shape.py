@@ -4,13 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model_shape import model_shape
-from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig
+from spare_megatron.config.model_shape import flops_per_token, model_shape
+from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, TrainConfig
 from spare_megatron.mcore.data import prepare_index
 from spare_megatron.mcore.trainer import GroupTrainer
-from tests.integration.mcore_group import CPU, run_group
+from tests.integration.mcore_group import CPU, run_group, work_of
 
 LLAMA_LIKE = {
     "normalization": "RMSNorm",
@@ -49,6 +51,26 @@ def test_each_stage_holds_as_many_parameters_as_the_shape_says(
     )
     prepare_index(config)
     assert run_group(count_parameters, config) == model_shape(config).of_stages(stages)
+
+
+def count_flops(config: RunConfig) -> int:
+    """Of one microbatch, forward and backward."""
+    trainer = GroupTrainer(config, CPU)
+    # torch counts no operations of the fused attention on CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        trainer.begin_step(0)
+        trainer.compute(work_of((0, 0)))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("megatron", [{}, LLAMA_LIKE])
+def test_a_token_costs_what_torch_counts(text_corpus: Path, megatron: dict[str, object]) -> None:
+    model = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=160, vocab_size=200, seq_length=32)
+    config = RunConfig(model=model, data=DataConfig(corpus=str(text_corpus)), megatron=megatron)
+    config = replace(config, layout=LayoutConfig(num_groups=1), train=TrainConfig(micro_batch_size=2))
+    prepare_index(config)
+    (counted,) = run_group(count_flops, config)
+    assert flops_per_token(config) * 2 * 32 == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize(

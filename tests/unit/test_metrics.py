@@ -1,0 +1,180 @@
+"""What the metrics of a run say, and where they go: read back by those who show them."""
+
+import json
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from spare_megatron.config.model_shape import flops_per_token
+from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig, SpareConfig
+from spare_megatron.config.validate_metrics import metrics_problems
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.metrics.sink import DetachedSink, Sink, Value
+from spare_megatron.metrics.wandb import WandbSink
+from spare_megatron.runtime.reports import GroupLost, GroupRejoined, GroupRestarted, MetricsLost, StepCommitted
+from spare_megatron.runtime.telemetry import Telemetry, open_sinks
+
+CONFIG = RunConfig(layout=LayoutConfig(num_groups=4), spare=SpareConfig(redundancy=3, microbatches_per_shard=4))
+
+
+class ListSink:
+    """Keeps everything."""
+
+    def __init__(self) -> None:
+        self.taken: list[Mapping[str, Value]] = []
+        self.is_closed = False
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        self.taken.append(values)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class BrokenSink(ListSink):
+    def write(self, values: Mapping[str, Value]) -> None:
+        raise OSError("no route to it")
+
+
+def committed(step: int, group: int = 0, num_alive: int = 4, step_s: float = 0.5) -> StepCommitted:
+    return StepCommitted(
+        group=GroupId(group),
+        step=step,
+        loss=5.0 - step,
+        grad_norm=1.5,
+        learning_rate=1e-3,
+        num_alive=num_alive,
+        makespan=4,
+        step_s=step_s,
+        split_s={Operation.COMPUTE: 0.3, Operation.VOTE: 0.05, Operation.AWAIT_ENTRY: 0.05, Operation.UPDATE: 0.01},
+        head=step,
+    )
+
+
+def lost(group: int) -> GroupLost:
+    return GroupLost(group=GroupId(group), rank=0, cause="killed", traceback="")
+
+
+def told(*events: Any, config: RunConfig = CONFIG) -> list[Mapping[str, Value]]:
+    sink = ListSink()
+    telemetry = Telemetry(config, [sink])
+    for event in events:
+        telemetry.take(event)
+    telemetry.close()
+    assert sink.is_closed
+    return sink.taken
+
+
+def test_each_step_is_told_once_and_again_after_a_restart() -> None:
+    restarts = [GroupRestarted(member=Member(GroupId(group), 1), step=1) for group in (0, 1)]
+    steps = [committed(0), committed(0, group=1), committed(1), committed(2), *restarts, committed(1), committed(2)]
+    found = told(*steps)
+    assert [values["step"] for values in found] == [0, 1, 2, 1, 2]
+    assert [values["fault/restarts"] for values in found] == [0, 0, 0, 1, 1]
+
+
+def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:
+    back = GroupRejoined(member=Member(GroupId(1), 1), step=2)
+    first, second, third = told(committed(0), lost(1), committed(1, num_alive=3), back, committed(2))
+    assert [values["spare/fewest_hosts"] for values in (first, second, third)] == [3, 2, 3]
+    assert [values["fault/groups_lost"] for values in (first, second, third)] == [0, 1, 1]
+    assert third["fault/groups_rejoined"] == 1
+
+
+def test_speed_is_that_of_the_models_own_operations() -> None:
+    config = replace(CONFIG, metrics=MetricsConfig(peak_tflops=2.0))
+    (values,) = told(committed(0, step_s=2.0), config=config)
+    tokens = 4 * 4 * config.train.micro_batch_size * config.model.seq_length
+    assert values["train/tokens"] == tokens
+    assert values["perf/tokens_per_s"] == pytest.approx(tokens / 2.0)
+    tflops = flops_per_token(config) * tokens / 2.0 / 4 / 1e12
+    assert values["perf/tflops_per_rank"] == pytest.approx(tflops, abs=1e-6)
+    assert values["perf/mfu"] == pytest.approx(tflops / 2.0, abs=1e-6)
+    assert values["perf/vote_s"] == pytest.approx(0.1)
+    assert "perf/mfu" not in told(committed(0))[0]
+
+
+def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Path) -> None:
+    reasons: list[str] = []
+    whole = ListSink()
+    sinks: list[Sink] = [DetachedSink("broken", BrokenSink, reasons.append), whole]
+    telemetry = Telemetry(CONFIG, sinks)
+    for step in range(10):
+        telemetry.take(committed(step))
+    telemetry.close()
+    assert reasons == ["broken takes no more metrics: OSError: no route to it"]
+    assert len(whole.taken) == 10
+
+
+def test_a_sink_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spare_megatron.metrics.sink.CLOSE_TIMEOUT_S", 0.01)
+    goes_on = threading.Event()
+    reasons: list[str] = []
+
+    class Hanging(ListSink):
+        def write(self, values: Mapping[str, Value]) -> None:
+            goes_on.wait()
+
+    sink = DetachedSink("slow", Hanging, reasons.append)
+    for step in range(5000):
+        sink.write({"step": step})
+    sink.close()
+    goes_on.set()
+    left, lacks = reasons
+    assert left.startswith("slow has not taken everything within 0.01 s")
+    assert lacks.startswith("slow was too slow for ")
+
+
+def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
+    failures: list[MetricsLost] = []
+    config = replace(CONFIG, metrics=MetricsConfig(tensorboard=True))
+    telemetry = Telemetry(config, open_sinks(config, tmp_path, failures.append))
+    for step in range(3):
+        telemetry.take(committed(step))
+    telemetry.close()
+    assert not failures
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    read = [(item.step, float(make_ndarray(item.tensor_proto))) for item in events.Tensors("train/loss")]
+    assert read == [(0, 5.0), (1, 4.0), (2, 3.0)]
+    assert events.SummaryMetadata("train/loss").plugin_data.plugin_name == "scalars"
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/loss"] for line in lines] == [5.0, 4.0, 3.0]
+
+
+def test_without_a_key_wandb_stays_offline_under_the_id_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no key of whoever runs the tests
+    sink = WandbSink(tmp_path, "project", "abcd1234", "name", {"setting": 1})
+    sink.write({"step": 0, "train/loss": math.nan, "ckpt/outcome": "saved"})
+    sink.close()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-abcd1234")
+    assert list(folder.glob("run-abcd1234.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        (MetricsConfig(run_id="a b"), "metrics.run_id='a b' is no id"),
+        (MetricsConfig(peak_tflops=0.0), "metrics.peak_tflops=0.0 must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be(metrics: MetricsConfig, problem: str) -> None:
+    (found,) = metrics_problems(metrics)
+    assert found.startswith(problem)
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = list(metrics_problems(MetricsConfig(tensorboard=True, wandb_project="gpt")))
+    assert [text.partition(" needs")[0] for text in found] == ["metrics.tensorboard=True", "metrics.wandb_project=gpt"]
+    assert all("pip install 'spare_megatron[metrics]'" in text for text in found)

@@ -229,7 +229,7 @@ class Controller:
         actions += self._own(self.ownership and self.ownership.with_copies(commit.restored))
         actions += self._gather_params()
         if commit.save:
-            actions.append(self._saves.take(self.step, commit.at_s, self.voters, self.epoch))
+            actions.append(self._saves.take(self.step, commit.at_s, self.voters, self.epoch, self.ownership))
         if commit.is_last or self.step == self._setup.num_steps:
             self._is_over = True
             if self.ownership is None:
@@ -256,7 +256,10 @@ class Controller:
         self._change_voters(self._not_fenced(members))
         self.restarts.restarted(self._clock.at_s)
         self._last_error = ""
-        load = LoadCheckpoint(step=step, rework_steps=self.step - step)
+        slices = self._setup.slices
+        ownership = first_ownership(slices, self.voters) if slices and self.voters else None
+        hosts = ownership.hosts if ownership else ()
+        load = LoadCheckpoint(step=step, rework_steps=self.step - step, hosts=hosts)
         self.step = step
         self.attempt += 1
         self._is_discarded = False
@@ -265,9 +268,7 @@ class Controller:
         self._order = self._first_order
         self._ordered_for = self._everybody
         self._is_over = step == self._setup.num_steps  # only with slices: the last step is saved before the run ends
-        slices = self._setup.slices
-        repairs = self._own(first_ownership(slices, self.voters) if slices and self.voters else None)
-        actions = (load, self._build_communicator(), *repairs)
+        actions = (load, self._build_communicator(), *self._own(ownership))
         if self._is_over and self.voters:
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
         return (*actions, *self._begin_step())

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from spare_megatron.core.slices import Hosts
 from spare_megatron.core.topology import Member
 
 
@@ -46,7 +47,9 @@ class LoadCheckpoint:
     Attributes:
         step: The steps.
         rework_steps: Steps that were committed after it and are computed again.
+        hosts: For each slice of the optimizer's state, who takes it over; none where everybody takes all state.
     """
 
     step: int
     rework_steps: int
+    hosts: Hosts = ()

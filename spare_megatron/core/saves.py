@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from spare_megatron.core.experience import Cadence, Experience
 from spare_megatron.core.placement import Placement
+from spare_megatron.core.slices import Hosts, Ownership
 from spare_megatron.core.topology import GroupId, Member
 
 _FIRST_RETRY = 1 / 8
@@ -34,10 +35,12 @@ class SaveCheckpoint:
 
     Attributes:
         step: The committed steps.
-        member: Who saves.
+        member: Who saves: everything, or all but slices.
         voters: Who takes part then, and may be writing an earlier checkpoint.
         epoch: Number of the set of groups.
         cadence: Why now, where the run decides by what it has measured.
+        hosts: For each slice of the optimizer's state, who holds it; none where everybody has all state.
+        owners: For each slice, the host that is to write it (`core.slice_saves`).
     """
 
     step: int
@@ -45,6 +48,8 @@ class SaveCheckpoint:
     voters: tuple[Member, ...]
     epoch: int
     cadence: Cadence | None = None
+    hosts: Hosts = ()
+    owners: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +156,9 @@ class Saves:
         if self._experience is not None:
             self._experience.restarted()
 
-    def take(self, step: int, at_s: float, voters: tuple[Member, ...], epoch: int) -> SaveCheckpoint:
+    def take(
+        self, step: int, at_s: float, voters: tuple[Member, ...], epoch: int, slices: Ownership | None = None
+    ) -> SaveCheckpoint:
         """The save that a commit asks for: by the groups in turn, for where one cannot write, the next may."""
         cadence = None
         if self._experience is not None:
@@ -160,7 +167,15 @@ class Saves:
         member = voters[self._num_saves % len(voters)]
         self._num_saves += 1
         self._under_way = (step, member)
-        return SaveCheckpoint(step=step, member=member, voters=voters, epoch=epoch, cadence=cadence)
+        return SaveCheckpoint(
+            step=step,
+            member=member,
+            voters=voters,
+            epoch=epoch,
+            cadence=cadence,
+            hosts=slices.hosts if slices else (),
+            owners=slices.owners if slices else (),
+        )
 
     def _begin(self, step: int, at_s: float) -> None:
         self._last_at_s, self._last_step, self._share = at_s, step, 1.0

@@ -7,7 +7,7 @@ elsewhere, or the process may die.
 import hashlib
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spare_megatron.control.store import ControlStore
@@ -159,17 +159,16 @@ class Group:
                     self._has_params(step)
                     if member == self.member:
                         self._world.invariants.saved(self.name, step, self._params)
-            case LoadCheckpoint(step=step):
+            case LoadCheckpoint(step=step, hosts=hosts):
                 yield None
-                self._load(step)
+                self._load(step, [index for index, row in enumerate(hosts) if self.member in row])
             case _:
                 raise AssertionError(f"nothing asks for {action}")
         return ()
 
-    def _load(self, step: int) -> None:
+    def _load(self, step: int, hosted: Sequence[int]) -> None:
         self._params = self._world.invariants.checkpoints[step]
         if self.held is not None:
-            hosted = self._controller.ownership.hosted_by(self.member)
             self.held.load(step, self._world.invariants.slices.saved(self._generation, step, hosted))
         self._lacks_params = False
         self._has_params(step)

@@ -83,10 +83,11 @@ def test_every_update_is_followed_by_a_gather_from_the_owners() -> None:
     controller = make_controller()
     update, gather, save, compute, reduce, read = fold(controller, Commit(step=0, attempt=0, save=True))
     assert isinstance(update, UpdateModel)
-    assert gather == GatherParams(step=1, owners=tuple(Member(GroupId(g)) for g in range(4)))
     everybody = tuple(Member(GroupId(g)) for g in range(4))
+    assert gather == GatherParams(step=1, owners=everybody)
     # What is saved is whole.
-    assert save == SaveCheckpoint(step=1, member=everybody[0], voters=everybody, epoch=0)
+    hosts = controller.ownership and controller.ownership.hosts
+    assert save == SaveCheckpoint(step=1, member=everybody[0], voters=everybody, epoch=0, hosts=hosts, owners=everybody)
     assert kinds([compute, reduce, read]) == [ComputeStep, AttemptReduce, ReadEntry]
 
 
@@ -246,8 +247,9 @@ def test_a_restart_gives_every_slice_all_its_hosts() -> None:
     controller = make_controller()
     present = tuple(Member(GroupId(group), 1) for group in range(4))
     fold(controller, fence(0), fence(1))
-    fold(controller, Restart(step=0, members=present))
+    load, *_ = fold(controller, Restart(step=0, members=present))
     assert controller.ownership is not None
+    assert load == LoadCheckpoint(step=0, rework_steps=0, hosts=controller.ownership.hosts)
     assert {len(row) for row in controller.ownership.hosts} == {2}
     assert controller.ownership.repairs == ()
 

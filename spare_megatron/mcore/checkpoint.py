@@ -1,18 +1,21 @@
 """A group's state as a distributed checkpoint: megatron-core's torch_dist format, which loads at any layout.
 
 Every group is a whole model of its own, so one group writes a checkpoint and each of its ranks writes its part once.
-Tensors are addressed by their names and places in the whole model, which is why another tensor- or pipeline-parallel
-size can read them.
+Where the optimizer's state is cut into slices, each slice is written once by one of its hosts, into a folder of that
+group. Tensors are addressed by their names and places in the whole model, which is why another tensor- or
+pipeline-parallel size, another number of groups, and replicated state can read them.
 """
 
 import copy
 import hashlib
 import io
 import json
+import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,43 +34,81 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 
+from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
+from spare_megatron.mcore.sharded_slices import ShardedSlices
+from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
+
+METADATA_FNAME = ".metadata"
+"""What describes the tensors, and where they are."""
+Written = Mapping[str, tuple[int, str]]
+"""Of files, by name, the bytes and their SHA-256."""
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
+_Parts = dict[str, list[ShardedBase]]
+"""By their names; a part of a tensor has the name of the tensor."""
+
+
+class IncompleteSlices(Exception):
+    """Something is missing in what was written of slices."""
 
 
 class GroupState:
-    """What one rank contributes to a checkpoint of its group: its parts of parameters and optimizer state.
+    """What one rank contributes to a checkpoint: its parts of the parameters and all else, and whole slices."""
 
-    Attributes:
-        num_bytes: Of this rank's tensors.
-    """
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        optimizer: Optimizer | StackedOptimizer,
+        groups: ProcessGroupCollection,
+        slices: Collection[SliceId] = (),
+        *,
+        has_rest: bool = True,
+    ) -> None:
+        """Refers to the live tensors: valid until the next update unless `copy` comes before it.
 
-    def __init__(self, chunks: Sequence[Chunk], optimizer: Optimizer, groups: ProcessGroupCollection) -> None:
-        """Refers to the live tensors: valid until the next update unless `copy` comes before it."""
-        sharded, common = save_preprocess(
-            _sharded_state(chunks, optimizer, groups, is_loading=False), validate_access_integrity=False
-        )
-        self._common: dict[str, Any] = copy.deepcopy(common)
-        self._parts: dict[str, list[ShardedBase]] = {}
-        for part in flatten_state_dict(sharded)[0].values():
-            if is_main_replica(part.replica_id):
-                key = part.unique_key if isinstance(part, ShardedObject) else part.key
-                self._parts.setdefault(key, []).append(part)
+        Args:
+            chunks: The rank's part of the model.
+            optimizer: Its optimizer.
+            groups: The process groups inside the group.
+            slices: The slices whose state it contributes, of those whose whole state is here.
+            has_rest: Whether it contributes all but slices, too.
+        """
+        model = _model_state(chunks, groups)
+        self._slices: dict[SliceId, _Parts] = {}
+        if isinstance(optimizer, StackedOptimizer):
+            sharded, states = ShardedSlices(model, optimizer), optimizer.whole_slices()
+            for number in slices:
+                has_any = optimizer.slices.length(number) > 0
+                self._slices[number] = _by_key(sharded.parts(number, states[number]) if has_any else ())
+        self._rest: _Parts = {}
+        self._common: dict[str, Any] = {}
+        if has_rest:
+            state = {"model": model, "optimizer": _optimizer_state(model, optimizer, is_loading=False)}
+            rest, common = save_preprocess(state, validate_access_integrity=False)
+            self._common = copy.deepcopy(common)
+            self._rest = _by_key(flatten_state_dict(rest)[0].values())
+        self._is_copied = False
         device = chunks[0].module.buffers[0].grad_data.device
         # Copies wait for what has been asked of the device so far, and for nothing that is asked of it later.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self.num_bytes = sum(part.data.nbytes for part in self._tensors())
 
     def _tensors(self) -> Iterator[ShardedTensor]:
-        return (part for parts in self._parts.values() for part in parts if isinstance(part, ShardedTensor))
+        for parts in (self._rest, *self._slices.values()):
+            yield from (part for row in parts.values() for part in row if isinstance(part, ShardedTensor))
 
     def copy(self) -> None:
-        """Copies the tensors to host memory: from here on updates do not change them."""
+        """Copies the tensors to host memory: from here on updates do not change them. Once is enough."""
+        if self._is_copied:
+            return
+        self._is_copied = True
         with torch.no_grad():
             if self._stream is None:
                 for part in self._tensors():
@@ -80,9 +121,13 @@ class GroupState:
             self._stream.synchronize()
 
     def write(
-        self, folder: Path, ranks: dist.ProcessGroup, on_write: Callable[[], None]
-    ) -> Mapping[str, tuple[int, str]]:
-        """Writes the copied tensors below a folder, and on the first rank what describes them all.
+        self,
+        folder: Path,
+        ranks: dist.ProcessGroup,
+        on_write: Callable[[], None],
+        slices: Collection[SliceId] | None = None,
+    ) -> Written:
+        """Writes the copied tensors below a folder, and on the first rank what describes them.
 
         Collective over: ranks. Any thread may call it if nobody else uses them meanwhile.
 
@@ -90,29 +135,34 @@ class GroupState:
             folder: Where to; it exists and is empty.
             ranks: The group's ranks, with gloo.
             on_write: Called when the first bytes of this rank are on their way.
+            slices: Only these slices; None writes all but slices.
 
         Returns:
-            Of the files that this rank has written, by name, the bytes and their SHA-256. The files are on the disk,
-            their names perhaps not.
+            The files that this rank has written. They are on the disk, their names perhaps not.
 
         Raises:
             OSError: This rank could not write.
             CheckpointException: Another rank could not write.
         """
         files = _HashingFiles(on_write)
+        parts: _Parts = dict(self._rest) if slices is None else {}
+        for number in slices or ():
+            for key, row in self._slices[number].items():
+                parts[key] = [*parts.get(key, ()), *row]
         writer = torch_checkpoint.FileSystemWriter(folder, sync_files=False)  # the files do so when they are closed
         writer.fs = files
+        planner = MCoreSavePlanner if slices is None else _SlicesPlanner
         try:
             torch_checkpoint.save(
-                mcore_to_pyt_state_dict(dict(self._parts)),
+                mcore_to_pyt_state_dict(parts),
                 storage_writer=writer,
-                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                planner=planner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=ranks,
             )
         except CheckpointException as error:
             # A full disk makes torch complain of its archive, which hides why.
             raise files.error or error from None
-        if ranks.rank() == 0:
+        if ranks.rank() == 0 and slices is None:
             with files.create_stream(folder / COMMON_STATE_FNAME, "wb") as file:
                 torch.save(self._common, file)
             with files.create_stream(folder / CONFIG_FNAME, "wb") as file:
@@ -120,31 +170,114 @@ class GroupState:
         return files.written
 
 
+def join_slices(folder: Path, names: Iterable[str]) -> Written:
+    """Makes a checkpoint of one that has all but slices, and of folders below it that have slices.
+
+    Args:
+        folder: What `GroupState.write` has written without slices.
+        names: The folders with slices. What two of them have is read from the first.
+
+    Returns:
+        The file that describes everything. Those that described parts are gone.
+
+    Raises:
+        IncompleteSlices: Some tensor is there only in part.
+    """
+    whole = torch_checkpoint.FileSystemReader(folder).read_metadata()
+    tensors, places = whole.state_dict_metadata, whole.storage_data
+    for name in names:
+        part = torch_checkpoint.FileSystemReader(folder / name).read_metadata()
+        for key, tensor in part.state_dict_metadata.items():
+            known = tensors.setdefault(key, replace(tensor, chunks=[]))
+            for chunk in tensor.chunks:
+                index = MetadataIndex(key, chunk.offsets)
+                if index not in places:
+                    place = part.storage_data[index]
+                    places[index] = replace(place, relative_path=f"{name}/{place.relative_path}")
+                    known.chunks.append(chunk)
+        (folder / name / METADATA_FNAME).unlink()
+    for key, tensor in tensors.items():
+        if isinstance(tensor, torch_checkpoint.TensorStorageMetadata):
+            num_here = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if num_here != math.prod(tensor.size):
+                raise IncompleteSlices(f"{key}: {num_here} of {math.prod(tensor.size)} elements are there")
+    files = _HashingFiles(lambda: None)
+    with files.create_stream(folder / METADATA_FNAME, "wb") as file:
+        pickle.dump(whole, file)
+    return files.written
+
+
 def load_checkpoint(
-    folder: Path, chunks: Sequence[Chunk], optimizer: Optimizer, groups: ProcessGroupCollection
+    folder: Path,
+    chunks: Sequence[Chunk],
+    optimizer: Optimizer | StackedOptimizer,
+    groups: ProcessGroupCollection,
+    slices: Collection[SliceId] = (),
 ) -> None:
-    """Takes the whole state over from a checkpoint, whatever layout wrote it.
+    """Takes the state over from a checkpoint, whatever layout wrote it, with slices or without.
 
     Collective over: all ranks of the group.
+
+    Args:
+        folder: The checkpoint.
+        chunks: The rank's part of the model.
+        optimizer: Its optimizer.
+        groups: The process groups inside the group.
+        slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
 
     Raises:
         CheckpointingException: The checkpoint lacks what this model needs. The state is undefined then.
     """
-    state = dist_checkpointing.load(_sharded_state(chunks, optimizer, groups, is_loading=True), str(folder))
+    model = _model_state(chunks, groups)
+    if isinstance(optimizer, StackedOptimizer):
+        sharded = ShardedSlices(model, optimizer)
+        states = {number: optimizer.empty_state(number) for number in slices}
+        parts = {str(number): list(sharded.parts(number, state)) for number, state in states.items()}
+        # What nobody here asks for is not missing.
+        asked = {"model": model, "slices": parts}
+        state = dist_checkpointing.load(asked, str(folder), validate_access_integrity=False)
+        optimizer.restore(state["optimizer"], states)  # filled in place
+    else:
+        asked = {"model": model, "optimizer": _optimizer_state(model, optimizer, is_loading=True)}
+        state = dist_checkpointing.load(asked, str(folder))
+        optimizer.load_state_dict(state["optimizer"])
     for number, chunk in enumerate(chunks):
         chunk.module.module.load_state_dict(state["model"][str(number)])
-    optimizer.load_state_dict(state["optimizer"])
 
 
-def _sharded_state(
-    chunks: Sequence[Chunk], optimizer: Optimizer, groups: ProcessGroupCollection, *, is_loading: bool
-) -> dict[str, Any]:
-    """The live tensors with their places in the whole model, and what is the same on all ranks."""
-    model = {
+def _model_state(chunks: Sequence[Chunk], groups: ProcessGroupCollection) -> dict[str, Any]:
+    """The live parameters with their places in the whole model."""
+    return {
         str(number): chunk.module.module.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
         for number, chunk in enumerate(chunks)
     }
-    return {"model": model, "optimizer": optimizer.sharded_state(model, is_loading=is_loading)}
+
+
+def _optimizer_state(
+    model: dict[str, Any], optimizer: Optimizer | StackedOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
+    """The same of the optimizer's state but for slices, and what is the same on all ranks."""
+    if isinstance(optimizer, StackedOptimizer):
+        return optimizer.common_state()
+    return optimizer.sharded_state(model, is_loading=is_loading)
+
+
+def _by_key(parts: Iterable[ShardedBase]) -> _Parts:
+    """Those of the parts that this rank writes, by their names."""
+    found: _Parts = {}
+    for part in parts:
+        if is_main_replica(part.replica_id):
+            key = part.unique_key if isinstance(part, ShardedObject) else part.key
+            found.setdefault(key, []).append(part)
+    return found
+
+
+class _SlicesPlanner(MCoreSavePlanner):
+    """Plans what is only a part of its tensors, which the planner of whole checkpoints takes for an error."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], torch_checkpoint.Metadata]:
+        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
+        return self.global_plan, self.metadata
 
 
 class _HashingFiles(torch_checkpoint.filesystem.FileSystem):

@@ -6,7 +6,7 @@ come to the same bits. The other parameters are stale after an update until they
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,8 +90,8 @@ class StackedOptimizer:
         self.values_dtype, self.device = parameter.dtype, parameter.device
         self._clip_grad = config.optimizer.clip_grad
         self._groups = groups
-        self._has_main = config.model.precision == "bf16"
-        self._parameters, self._group_of, self._adam = _build_adam(config, chunks, groups)
+        self.has_main = config.model.precision == "bf16"
+        self.parameters, self._group_of, self._adam = _build_adam(config, chunks, groups)
         self.schedule = make_schedule(config, self._adam)
         self._lock = threading.Lock()
         self._hosted: dict[SliceId, _Hosted] = {}
@@ -122,7 +122,7 @@ class StackedOptimizer:
             if self._clip_grad > 0.0:
                 clip_grad_by_total_norm_fp32([updated.values for updated in self._updated], self._clip_grad, norm)
             self._adam.step()
-            if self._has_main:
+            if self.has_main:
                 for updated in self._updated:
                     updated.fragment.values.copy_(updated.values)
             self.schedule.step(increment=1)
@@ -130,7 +130,7 @@ class StackedOptimizer:
 
     def _gradients_for_norm(self) -> Iterator[Tensor]:
         """The gradients of this rank that Megatron counts: none that another rank of the group has, too."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, self._groups.tp):
                 yield parameter.main_grad
 
@@ -143,6 +143,12 @@ class StackedOptimizer:
         if self._hosted:
             raise ValueError(f"the place in the schedule is that of the slices held here: {sorted(self._hosted)}")
         self.schedule.load_state_dict(state["schedule"])
+
+    def common_state(self) -> dict[str, Any]:
+        """What all ranks of all groups have alike, in the form in which replicated state has it in checkpoints."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._adam.param_groups]
+        adam = {"state": {"common_step": torch.tensor(float(self.num_updates))}, "param_groups": groups}
+        return {"megatron": {"optimizer": adam} if self.has_main else adam, **self.state_dict()}
 
     # ---------------------------------------------------------------------------------------------------- gather
 
@@ -186,7 +192,7 @@ class StackedOptimizer:
     @property
     def element_bytes(self) -> int:
         """State of one element."""
-        return (_NUM_MOMENTS + self._has_main) * torch.float32.itemsize
+        return (_NUM_MOMENTS + self.has_main) * torch.float32.itemsize
 
     def read_piece(self, number: SliceId, piece: int) -> PieceState:
         """The state of a piece that is held here, as of one update."""
@@ -228,9 +234,26 @@ class StackedOptimizer:
             for number in numbers:
                 rows = self._rows_of(number)
                 for piece in range(self.slices.num_pieces(number)):
-                    if self._has_main:
+                    if self.has_main:
                         for fragment in self.slices.fragments(number, self.slices.place(number, piece)):
                             rows[0, fragment.place].copy_(fragment.values)
+                    self._update_from_now_on(number, piece)
+
+    def restore(self, state: dict[str, Any], slices: Mapping[SliceId, Tensor]) -> None:
+        """Take over what `state_dict` gave, and whole slices as of then, in the place of all that is held here.
+
+        Args:
+            state: The place in the schedule.
+            slices: The state of each slice, made by `empty_state` and filled.
+        """
+        for number in sorted(self._hosted):
+            self.drop(number)
+        self.schedule.num_steps = 0  # Megatron counts the steps that it loads onto those taken
+        self.load_state_dict(state)
+        with self._lock:
+            for number, rows in slices.items():
+                self._hosted[number] = _Hosted(state=rows)
+                for piece in range(self.slices.num_pieces(number)):
                     self._update_from_now_on(number, piece)
 
     def drop(self, number: SliceId) -> None:
@@ -248,10 +271,13 @@ class StackedOptimizer:
     def _rows_of(self, number: SliceId) -> Tensor:
         """The state of a slice, to be filled."""
         if number not in self._hosted:
-            num_rows = _NUM_MOMENTS + self._has_main
-            state = torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=self.device)
-            self._hosted[number] = _Hosted(state=state)
+            self._hosted[number] = _Hosted(state=self.empty_state(number))
         return self._hosted[number].state
+
+    def empty_state(self, number: SliceId) -> Tensor:
+        """Room for the state of a slice, as `whole_slices` has it: zeros."""
+        num_rows = _NUM_MOMENTS + self.has_main
+        return torch.zeros(num_rows, self.slices.length(number), dtype=torch.float32, device=self.device)
 
     def _update_from_now_on(self, number: SliceId, piece: int) -> None:
         hosted = self._hosted[number]

@@ -1,6 +1,6 @@
 """One rank's part of a group: compute microbatches into local sums, and apply the sums of all groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -210,23 +210,25 @@ class GroupTrainer:
         """
         return IncomingState(description, self.chunks, self._optimizer)
 
-    def checkpoint_state(self) -> GroupState:
-        """This rank's part of a checkpoint, between two updates."""
-        return GroupState(self.chunks, self._whole_optimizer, self.process_groups)
+    def checkpoint_state(self, slices: Collection[SliceId] = (), *, has_rest: bool = True) -> GroupState:
+        """This rank's part of a checkpoint, between two updates.
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """Take the whole state over from a checkpoint, whatever layout wrote it.
+        Args:
+            slices: The slices whose state it has, of those whose whole state is here.
+            has_rest: Whether it has all but slices.
+        """
+        return GroupState(self.chunks, self._optimizer, self.process_groups, slices, has_rest=has_rest)
+
+    def load_checkpoint(self, folder: Path, slices: Collection[SliceId] = ()) -> None:
+        """Take the state over from a checkpoint, whatever layout wrote it, with stacked state or without.
 
         Collective over: all ranks of the group.
-        """
-        load_checkpoint(folder, self.chunks, self._whole_optimizer, self.process_groups)
 
-    @property
-    def _whole_optimizer(self) -> Optimizer:
-        assert not isinstance(self._optimizer, StackedOptimizer), (
-            "validation refuses checkpoints of what no group holds whole"
-        )
-        return self._optimizer
+        Args:
+            folder: The checkpoint.
+            slices: Where `optimizer.sharding` is stacked, the slices to hold from here on.
+        """
+        load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, slices)
 
     def params_sha256(self) -> str:
         """The SHA-256 of this rank's parameters, bit for bit."""

@@ -1,0 +1,71 @@
+"""Checkpoints of optimizer state in slices: the same bits as those of replicated state, and each loads as the other."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.mcore.data import prepare_index
+from spare_megatron.mcore.sharded_slices import boxes
+from tests.integration import stacked_checkpoint_groups as checkpoints
+from tests.integration.mcore_group import run_group
+from tests.integration.whole_run import tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+BEFORE, AFTER = 2, 3
+
+
+def config_of(corpus: Path, layout: LayoutConfig, **model: object) -> RunConfig:
+    """A run of some microbatches a step, whose learning rate changes and whose gradients are clipped."""
+    num_microbatches = 8 // layout.num_groups
+    common = {"steps": BEFORE + AFTER, "num_microbatches": num_microbatches, "mode": "reproducible"}
+    optimizer = OptimizerConfig(sharding="stacked", learning_rate=5e-3, warmup_steps=2, clip_grad=0.5)
+    config = replace(tiny_config(corpus, layout, **common, **model), optimizer=optimizer)
+    prepare_index(config)
+    return config
+
+
+CASES = {
+    "groups_4_to_2_and_tensor_1_to_2": (LayoutConfig(num_groups=4), LayoutConfig(num_groups=2, tensor_parallel=2), {}),
+    "bf16_tensor_2_to_pipeline_2": (
+        LayoutConfig(num_groups=2, tensor_parallel=2),
+        LayoutConfig(num_groups=3, pipeline_parallel=2),
+        {"precision": "bf16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_slices_load_as_replicated_state_and_the_other_way_round(text_corpus: Path, tmp_path: Path, case: str) -> None:
+    saved, loaded, model = CASES[case]
+    curve = run_group(checkpoints.save_both_ways, config_of(text_corpus, saved, **model), tmp_path, BEFORE, AFTER)[0]
+    (sliced, common), (whole, expected) = (
+        checkpoints.contents(tmp_path / name) for name in (checkpoints.SLICED, checkpoints.WHOLE)
+    )
+    assert sliced.keys() == whole.keys()
+    assert all(torch.equal(sliced[key], whole[key]) for key in whole)
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in whole)
+    assert common == expected
+    there = config_of(text_corpus, loaded, **model)
+    answers = run_group(checkpoints.load_and_train_both_ways, there, tmp_path, BEFORE, AFTER)
+    for of_rank in answers:
+        assert all(answer == of_rank[0] for answer in of_rank)
+    if case.startswith("groups"):
+        np.testing.assert_allclose(answers[0][0][0], curve, rtol=2e-6)
+
+
+def test_boxes_are_the_range_in_its_order_and_few() -> None:
+    for shape in ((7,), (3, 5), (2, 3, 4), (1, 4, 1)):
+        flat = np.arange(math.prod(shape))
+        for start, stop in itertools.combinations(range(flat.size + 1), 2):
+            found = list(boxes(shape, start, stop))
+            places = [tuple(map(slice, offsets, np.add(offsets, sizes))) for offsets, sizes in found]
+            taken = [flat.reshape(shape)[place].ravel() for place in places]
+            assert np.array_equal(np.concatenate(taken), flat[start:stop])
+            assert len(found) <= 2 * len(shape) - 1

@@ -88,10 +88,18 @@ def show(path: _PATH, as_json: _JSON = False) -> None:
 
 def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
     writer = f"group {manifest.group}, incarnation {manifest.incarnation}, spare_megatron {manifest.version}"
+    optimizer = manifest.optimizer["sharding"]
+    if "writers" in manifest.optimizer:
+        writers = ", ".join(map(str, manifest.optimizer["writers"]))
+        optimizer += (
+            f": {manifest.optimizer['num_slices']} slices on {manifest.optimizer['redundancy']} groups each, "
+            f"written by groups {writers}"
+        )
     return [
         ("committed steps", str(manifest.step)),
         ("sequences read", str(manifest.num_samples)),
         ("written by", writer),
+        ("optimizer state", optimizer),
         ("epoch, entries of the log", f"{manifest.epoch}, {manifest.log_head}"),
         ("size", f"{manifest.num_bytes} bytes in {len(manifest.files)} files"),
         *((f"layout.{name}", str(value)) for name, value in manifest.layout.items()),

@@ -13,12 +13,6 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     """Every reason why no checkpoints can be taken, or training not start again, or the faults not strike a save."""
     yield from _settings(config.checkpoint)
     yield from _restarts(config)
-    if config.optimizer.sharding == "stacked" and (config.checkpoint.is_wanted or config.checkpoint.load):
-        yield (
-            "optimizer.sharding=stacked leaves no group with the whole optimizer state, which is what one group writes "
-            "and loads; set it to replicated, or remove checkpoint.interval_steps, checkpoint.interval_s and "
-            "checkpoint.load"
-        )
     for index, fault in enumerate(config.faults.trace):
         if fault.phase in PHASES_OF_A_SAVE:
             yield from _fault(config, f"faults.trace[{index}]", fault)

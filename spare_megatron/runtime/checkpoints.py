@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Manifest:
         version: Of spare_megatron.
         run_id: Under which the training goes where its metrics go.
         files: All files but the manifest, by name.
+        optimizer: How the optimizer's state was spread over the groups, and which of them wrote of it.
     """
 
     step: int
@@ -76,6 +77,7 @@ class Manifest:
     version: str
     run_id: str
     files: Mapping[str, StoredFile]
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: {"sharding": "replicated"})
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +108,13 @@ class Search:
     rejected: tuple[Rejected, ...]
 
 
-def manifest_of(config: RunConfig, action: SaveCheckpoint, head: int, files: Mapping[str, StoredFile]) -> Manifest:
+def manifest_of(
+    config: RunConfig,
+    action: SaveCheckpoint,
+    head: int,
+    files: Mapping[str, StoredFile],
+    writers: Iterable[Member] = (),
+) -> Manifest:
     """What a checkpoint of this run holds.
 
     Args:
@@ -114,8 +122,13 @@ def manifest_of(config: RunConfig, action: SaveCheckpoint, head: int, files: Map
         action: What was saved, and by whom.
         head: Entries of the decision log folded then.
         files: What was written.
+        writers: The groups that wrote slices, where there are any.
     """
     layout, spare = config.layout, config.spare
+    optimizer: dict[str, Any] = {"sharding": config.optimizer.sharding}
+    if action.hosts:
+        groups = sorted({member.group for member in writers})
+        optimizer |= {"num_slices": len(action.hosts), "redundancy": config.optimizer.redundancy, "writers": groups}
     return Manifest(
         step=action.step,
         num_samples=action.step * global_batch(config),
@@ -134,6 +147,7 @@ def manifest_of(config: RunConfig, action: SaveCheckpoint, head: int, files: Map
         version=__version__,
         run_id=config.metrics.run_id,
         files=dict(sorted(files.items())),
+        optimizer=optimizer,
     )
 
 
@@ -190,14 +204,17 @@ def checkpoints_at(path: Path) -> list[Path]:
 # ----------------------------------------------------------------------------------------------------------- write
 
 
-def clear_leftovers(folder: Path, writing: Collection[Member]) -> None:
+def clear_leftovers(folder: Path, writing: Collection[Member], keeping: Path | None = None) -> None:
     """Removes what interrupted saves have left.
 
     Args:
         folder: The folder of the checkpoints.
         writing: Whose unfinished checkpoints stay.
+        keeping: The one that is begun now, to which another group may have come first.
     """
     for name in os.listdir(folder) if folder.is_dir() else ():
+        if keeping is not None and name == keeping.name:
+            continue
         match = _ASIDE.fullmatch(name)
         is_left = (
             name.endswith(".tmp") if match is None else Member(GroupId(int(match[1])), int(match[2])) not in writing
@@ -239,7 +256,7 @@ def drop(folder: Path, steps: Iterable[int]) -> None:
 
 def _rename(path: Path, new: Path) -> None:
     path.rename(new)
-    _sync_folder(new.parent)
+    sync_folder(new.parent)
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -248,14 +265,15 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
         json.dump({**content, "sha256": _digest(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Has the names of the files in a folder written to the disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

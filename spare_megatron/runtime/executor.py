@@ -133,7 +133,7 @@ class GroupExecutor:
         """
         self._head = head
         with self._probe.during(Operation.JOIN):
-            self._start_over.load(action.step)
+            self._start_over.load(action, self._agreement.member)
         self._step = None
         self.num_steps = action.step
         self._digest.check(action.step, self.num_restarts)
@@ -327,7 +327,7 @@ class GroupExecutor:
         assert self._saver is not None, "only a run that takes checkpoints asks for one"
         if action.cadence is not None and action.member == self._agreement.member:
             self._write_if_leader(CadenceRecord(group=self._group, step=action.step, **asdict(action.cadence)))
-        self._saver.save(action, self._head)
+        self._saver.save(action, self._head, has_params=not self.lacks_params)
 
     def _tell_saves(self) -> None:
         for record in self._saver.take_finished() if self._saver is not None else ():
@@ -348,6 +348,8 @@ class GroupExecutor:
         self._gather.run(action, self._connected, lambda: self._agreement.is_written(self._head))
         if not self.lacks_params and self.num_steps < action.step:
             self._hold_params(action.step)
+            if self._saver is not None:
+                self._saver.go_on(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
         """Has missing copies made, and lets go of slices that this group is not to hold any more."""

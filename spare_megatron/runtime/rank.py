@@ -20,7 +20,7 @@ from spare_megatron.control.store import StoreLost
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import Action, FinishRun, StopHalted, StopWipeOut
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
@@ -228,18 +228,23 @@ class _Rank:
             trainer=self._trainer,
             agreement=self._agreement,
             ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
+            connect=lambda: open_store(self._spec.store),
             probe=self._probe,
         )
 
     def _build_trainer(self, device: torch.device) -> GroupTrainer:
         spec, config = self._spec, self._spec.config
-        # Whoever comes back has no state: its copies of slices are made anew.
-        ownership = None if spec.incarnation else self._controller.ownership
-        hosted = () if ownership is None else ownership.hosted_by(spec.member)
-        trainer = GroupTrainer(config, device, self._probe, hosted=hosted)
+        # Whoever comes back has no state: its copies of slices are made anew, or loaded.
+        begins = not spec.incarnation and not config.checkpoint.load
+        trainer = GroupTrainer(config, device, self._probe, hosted=self._hosted() if begins else ())
         if config.data.access == "shared":
             check_shared_data(trainer.corpus, spec.group, self._store)
         return trainer
+
+    def _hosted(self) -> tuple[SliceId, ...]:
+        """The slices that the group hosts at the start of the run."""
+        ownership = self._controller.ownership
+        return () if ownership is None else ownership.hosted_by(self._spec.member)
 
     def _build_gather(self, agreement: GroupAgreement, communicator: CrossGroupCommunicator) -> ParamsGather | None:
         """What brings parameters together, where each group updates some of them."""
@@ -287,7 +292,7 @@ class _Rank:
     def _start(self, executor: GroupExecutor) -> deque[Action]:
         """With all others, at the start of the run."""
         if self._spec.config.checkpoint.load:
-            self._trainer.load_checkpoint(Path(self._spec.config.checkpoint.load))
+            self._trainer.load_checkpoint(Path(self._spec.config.checkpoint.load), self._hosted())
         executor.start(self._controller.step)
         wait_for_all_groups(self._spec, self._store, self._ranks)
         self._report_ready()

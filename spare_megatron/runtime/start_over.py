@@ -5,7 +5,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.topology import Member
+from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.checkpoints import (
@@ -71,20 +71,21 @@ class StartOver:
         self.rejected = tuple(rejected)
         return tuple(valid)
 
-    def load(self, step: int) -> None:
-        """Takes over the checkpoint after this many steps, or what the run began with.
+    def load(self, action: LoadCheckpoint, member: Member) -> None:
+        """Takes over the checkpoint, or what the run began with, and the slices that the group is to host.
 
         Collective over: all ranks of the group.
 
         Raises:
             JoinFailed: The checkpoint is not there any more.
         """
-        path = checkpoint_path(self._folder, step)
+        path = checkpoint_path(self._folder, action.step)
+        slices = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         if path.exists():
-            self._trainer.load_checkpoint(path)
-        elif self._first is not None and step == step_of(self._first):
-            self._trainer.load_checkpoint(self._first)
-        elif step > 0:  # at 0 a new process has it
+            self._trainer.load_checkpoint(path, slices)
+        elif self._first is not None and action.step == step_of(self._first):
+            self._trainer.load_checkpoint(self._first, slices)
+        elif action.step > 0:  # at 0 a new process has it
             raise JoinFailed(f"the checkpoint {path} is gone")
 
     def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:

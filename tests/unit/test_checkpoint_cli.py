@@ -6,7 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from tests.unit.test_checkpoints import cut_short, save
+from tests.unit.test_checkpoints import MEMBERS, STACKED, cut_short, save
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
@@ -48,6 +48,13 @@ def test_the_newest_is_shown(tmp_path: Path) -> None:
     assert code == 0
     assert "committed steps           5" in output
     assert "group 0, incarnation 0" in output
+
+
+def test_slices_of_the_optimizer_state_are_shown_with_their_writers(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    assert "optimizer state           replicated" in invoke("show", tmp_path)[1]
+    save(tmp_path, 10, config=STACKED, writers=MEMBERS[:2])
+    assert "stacked: 3 slices on 1 groups each, written by groups 0, 1" in invoke("show", tmp_path)[1]
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:

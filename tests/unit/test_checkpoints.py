@@ -34,6 +34,7 @@ from spare_megatron.runtime.checkpoints import (
 from spare_megatron.runtime.loading import resolve_load
 
 CONFIG = RunConfig()
+STACKED = replace(CONFIG, optimizer=replace(CONFIG.optimizer, sharding="stacked", redundancy=1))
 MEMBERS = tuple(Member(GroupId(group)) for group in range(3))
 
 
@@ -49,9 +50,18 @@ def dying_at(stage: Phase | None) -> Callable[[Phase], None]:
     return probe
 
 
-def save(folder: Path, step: int, *, dies_at: Phase | None = None, config: RunConfig = CONFIG) -> Path:
-    """A checkpoint of two files, published."""
+def save(
+    folder: Path,
+    step: int,
+    *,
+    dies_at: Phase | None = None,
+    config: RunConfig = CONFIG,
+    writers: Sequence[Member] = (),
+) -> Path:
+    """A checkpoint of two files, published; with slices where there are writers of them."""
     action = SaveCheckpoint(step=step, member=MEMBERS[0], voters=MEMBERS, epoch=1)
+    if writers:
+        action = replace(action, hosts=tuple((member,) for member in MEMBERS), owners=MEMBERS)
     aside = aside_path(folder, step, MEMBERS[0])
     aside.mkdir(parents=True)
     files = {}
@@ -59,7 +69,7 @@ def save(folder: Path, step: int, *, dies_at: Phase | None = None, config: RunCo
         content = bytes([number, step]) * 1000
         (aside / f"{number}.distcp").write_bytes(content)
         files[f"{number}.distcp"] = StoredFile(num_bytes=2000, sha256=hashlib.sha256(content).hexdigest())
-    return publish(aside, manifest_of(config, action, 7, files), dying_at(dies_at)).path
+    return publish(aside, manifest_of(config, action, 7, files, writers), dying_at(dies_at)).path
 
 
 def test_a_checkpoint_is_what_was_published(tmp_path: Path) -> None:
@@ -70,6 +80,21 @@ def test_a_checkpoint_is_what_was_published(tmp_path: Path) -> None:
     assert manifest == read_manifest(path)
     assert (manifest.step, manifest.num_bytes, manifest.log_head, manifest.epoch) == (10, 4000, 7, 1)
     assert (manifest.num_samples, manifest.terms) == (10 * 4 * 4 * 2, terms_of(CONFIG))
+
+
+def test_a_manifest_says_who_wrote_slices_of_the_optimizer_state(tmp_path: Path) -> None:
+    assert verify(save(tmp_path, 1)).manifest.optimizer == {"sharding": "replicated"}
+    found = verify(save(tmp_path, 2, config=STACKED, writers=[MEMBERS[2], MEMBERS[0], MEMBERS[2]])).manifest
+    assert found.optimizer == {"sharding": "stacked", "num_slices": 3, "redundancy": 1, "writers": [0, 2]}
+
+
+def test_what_is_begun_now_is_no_leftover(tmp_path: Path) -> None:
+    """Other groups may have begun to write slices into it."""
+    asides = [aside_path(tmp_path, step, MEMBERS[0]) for step in (3, 4)]
+    for aside in asides:
+        (aside / "slices").mkdir(parents=True)
+    clear_leftovers(tmp_path, MEMBERS[1:], keeping=asides[1])
+    assert [aside.exists() for aside in asides] == [False, True]
 
 
 @pytest.mark.parametrize("stage", [Phase.SAVE_MANIFEST, Phase.SAVE_RENAME])

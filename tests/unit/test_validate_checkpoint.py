@@ -52,15 +52,6 @@ def test_a_fault_needs_a_save_to_strike() -> None:
     assert "is reached only when a checkpoint is taken" in only_problem(fault())
 
 
-@pytest.mark.parametrize("settings", [{"interval_s": 60.0}, {"load": "runs/a/checkpoints"}])
-def test_state_that_no_group_holds_whole_cannot_be_saved_or_loaded(settings: dict[str, Any]) -> None:
-    config = RunConfig(checkpoint=CheckpointConfig(**settings))
-    assert list(checkpoint_problems(config)) == []
-    config = replace(config, optimizer=replace(config.optimizer, sharding="stacked"))
-    (problem,) = checkpoint_problems(config)
-    assert "optimizer.sharding=stacked leaves no group with the whole optimizer state" in problem
-
-
 def test_a_save_may_be_struck_where_there_is_one() -> None:
     config = RunConfig(checkpoint=CheckpointConfig(interval_s=60.0))
     config = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=Phase.SAVE, rank=1))))

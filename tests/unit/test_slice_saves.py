@@ -1,0 +1,167 @@
+"""Saves whose slices several groups write: complete or abandoned, whoever is lost when."""
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from spare_megatron.core.messages import Commit, Fence, encode_entry
+from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.slice_saves import Abandon, Publish, Share, WriteSlices, next_move
+from spare_megatron.core.slices import Slicing, first_ownership
+from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.runtime.checkpoints import StoredFile
+from spare_megatron.runtime.save_board import SaveBoard, SaveFailed, WrittenShare
+
+HEAD = 5
+
+
+def save_of(num_groups: int, redundancy: int, saver: int = 0) -> SaveCheckpoint:
+    members = tuple(Member(GroupId(group)) for group in range(num_groups))
+    ownership = first_ownership(Slicing(num_groups=num_groups, redundancy=redundancy), members)
+    return SaveCheckpoint(
+        step=3, member=members[saver], voters=members, epoch=0, hosts=ownership.hosts, owners=ownership.owners
+    )
+
+
+def test_a_save_is_complete_or_abandoned_and_never_torn() -> None:
+    """Groups are lost at any moment, hear of losses at different times, and act in any order."""
+    ends = [type(end_of_a_save(random.Random(seed))) for seed in range(500)]
+    assert min(ends.count(kind) for kind in (Publish, Abandon, type(None))) > 10
+
+
+def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
+    """What the group that saves comes to, held against what must be so then; None where it is lost before."""
+    save = save_of(rng.randint(2, 6), 2, saver=0)
+    log: list[Member] = []
+    heard = dict.fromkeys(save.voters, 0)
+    shares: list[Share] = []
+    end: Publish | Abandon | None = None
+    for _ in range(400):
+        left = [member for member in save.voters if member not in log]
+        if len(left) > 1 and rng.random() < 0.15:
+            log.append(rng.choice(left))
+            continue
+        if not left:
+            break
+        member = rng.choice(left)
+        heard[member] = rng.randint(heard[member], len(log))
+        move = next_move(save, member, shares, log[: heard[member]])
+        match move:
+            case WriteSlices(slices=slices):
+                assert all(member in save.hosts[number] for number in slices)
+                shares.append(Share(member=member, slices=slices))
+            case Publish() if member == save.member:
+                end = move
+                break
+            case Abandon() if member == save.member:
+                end = move
+                break
+    written = {number for share in shares for number in share.slices}
+    everything = set(range(len(save.hosts)))
+    if isinstance(end, Publish):
+        assert written == everything
+    elif isinstance(end, Abandon):
+        assert any(set(save.hosts[number]) <= set(log) for number in everything - written)
+    else:
+        assert save.member in log
+    return end
+
+
+def test_without_losses_every_slice_is_written_once_by_its_owner() -> None:
+    save = save_of(5, 3)
+    moves = {member: next_move(save, member, [], []) for member in save.voters}
+    assert moves == {
+        member: WriteSlices(slices=tuple(SliceId(i) for i, owner in enumerate(save.owners) if owner == member))
+        for member in save.voters
+    }
+
+
+def test_nobody_writes_what_a_lost_group_has_written() -> None:
+    save = save_of(4, 2)
+    lost = save.owners[2]
+    (stand_in,) = set(save.hosts[2]) - {lost}
+    own = tuple(SliceId(number) for number, owner in enumerate(save.owners) if owner == stand_in)
+    assert next_move(save, stand_in, [], [lost]) == WriteSlices(slices=tuple(sorted((*own, SliceId(2)))))
+    told = [Share(member=lost, slices=(SliceId(2),))]
+    assert next_move(save, stand_in, told, [lost]) == WriteSlices(slices=own)
+
+
+def test_a_lost_saver_ends_the_save_for_all() -> None:
+    save = save_of(4, 2)
+    others = save.voters[1:]
+    assert {type(next_move(save, member, [], [save.member])) for member in others} == {Abandon}
+
+
+# ------------------------------------------------------------------------------------------------------- the board
+
+
+class DictStore:
+    """A `ControlStore` of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def put(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        return self.values.setdefault(key, value)
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.values.get(key) for key in keys]
+
+    def exists(self, key: str) -> bool:
+        return key in self.values
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        return self.values[key]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.values.pop(key, None)
+
+
+def board_of(store: DictStore, voters: Sequence[Member]) -> SaveBoard:
+    return SaveBoard(store, HEAD, voters)  # type: ignore[arg-type]
+
+
+def share_of(member: Member, *slices: int) -> WrittenShare:
+    files = {"__0_0.distcp": StoredFile(num_bytes=7, sha256="ab")}
+    numbers = tuple(SliceId(number) for number in slices)
+    return WrittenShare(member=member, slices=numbers, folder=f"slices-{member.group}", files=files)
+
+
+def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None:
+    store, voters = DictStore(), save_of(3, 2).voters
+    boards = [board_of(store, voters) for _ in voters]
+    boards[1].tell(voters[1], [share_of(voters[1], 1)])
+    boards[2].tell(voters[2], [share_of(voters[2], 2), share_of(voters[2], 0)])
+    assert boards[0].told() == [share_of(voters[1], 1), share_of(voters[2], 2), share_of(voters[2], 0)]
+    assert not boards[1].has_ended()
+    boards[0].end()
+    assert boards[1].has_ended()
+    for board, member in zip(boards, voters, strict=True):
+        board.forget(member)
+    assert boards[0].told() == []
+
+
+def test_who_cannot_write_says_why() -> None:
+    store, voters = DictStore(), save_of(3, 2).voters
+    board_of(store, voters).tell(voters[1], (), "no space left")
+    with pytest.raises(SaveFailed, match="group 1: no space left"):
+        board_of(store, voters).told()
+
+
+def test_losses_are_those_of_the_log_since_the_save_began() -> None:
+    store, voters = DictStore(), save_of(4, 2).voters
+    store.put(f"log/{HEAD - 1}", encode_entry(Fence(group=GroupId(0))))
+    board = board_of(store, voters)
+    assert board.lost() == frozenset()
+    entries = (Fence(group=GroupId(2)), Commit(step=3, attempt=3), Fence(group=GroupId(1), incarnation=0))
+    for index, entry in zip(itertools.count(HEAD), entries, strict=False):
+        store.put(f"log/{index}", encode_entry(entry))
+    assert board.lost() == {voters[1], voters[2]}
+    store.put(f"log/{HEAD + 3}", encode_entry(Fence(group=GroupId(3), incarnation=2)))
+    assert board.lost() == set(voters[1:])

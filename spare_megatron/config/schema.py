@@ -123,7 +123,7 @@ class ReduceConfig:
     overlap: bool = False
     """Whether a bucket is reduced as soon as the backward pass has finished it, while others are computed."""
     bucket_mib: float = 32.0
-    """Gradients that are reduced as one, in MiB; four times this much memory is needed beside the gradients."""
+    """Gradients that are reduced as one, in MiB; three times this much memory is needed beside the gradients."""
     timeout_s: float = 120.0
     """Longest wait for one bucket of a cross-group reduction, or for building its communicator."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.buckets import WINDOW
+from spare_megatron.core.buckets import MAX_STAGED
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.records import ContributionRecord, VoteRecord
 from tests.integration.reference import assert_exact
@@ -88,10 +88,10 @@ def assert_kept(run: Run) -> None:
     assert len(first) == 1
     num_buckets = max(vote.num_complete[1] for vote in run.journal.of(VoteRecord))
     middle = num_buckets // 2
-    assert middle > 2 * WINDOW
-    # It dies when it has posted the middle one. Then it has completed all those up to WINDOW before that, so the others
-    # have completed those up to 2 WINDOW before it, and nobody ever completes what comes after.
-    assert middle - 2 * WINDOW < first[0][1] <= middle + 1
+    assert middle > MAX_STAGED
+    # It dies when it has posted the middle one. Then at most that and MAX_STAGED - 1 before it are not complete on all,
+    # and nobody ever completes what comes after.
+    assert middle - MAX_STAGED < first[0][1] <= middle + 1
     assert len(second) == 2, "the first loss, and the one in its patch"
     assert 0 < second[0][0] <= second[1][0]
     assert patched_in(run.journal)[2] > patched_in(run.journal)[1] > 0

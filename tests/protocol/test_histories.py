@@ -33,7 +33,7 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "commit with the sum of a fenced group": 25,
         "discard": 20,
         "retry that keeps buckets": 25,
-        "step with buckets of several attempts": 15,
+        "step with buckets of several attempts": 8,
         "Finish": 50,
         "gather": 500,
         "broken gather": 50,

@@ -11,7 +11,7 @@ from tests.protocol.test_histories import scenes
 from tests.protocol.violation import Violation
 from tests.protocol.world import Scene, World
 
-MAX_SEEDS = 500
+MAX_SEEDS = 1500
 
 FOUND_AS = {
     "commits without all votes": "without the votes of groups|whose parameters are right|have different parameters",

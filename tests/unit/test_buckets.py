@@ -1,6 +1,6 @@
 """Buckets in flight: what a rank has written over its local sums, everybody holds, in every order of events."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
@@ -37,24 +37,28 @@ def test_more_buckets_cannot_be_kept_than_there_are() -> None:
         BucketWindow(3, 4)
 
 
+MayPost = Callable[[int, int], bool]
+"""Whether a rank that has posted and completed so many buckets may post the next."""
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """Of every rank, how many buckets it has posted, and how many are complete there.
 
-    A reference of its own: a rank posts while fewer than the window of its buckets are in flight, and bucket i
-    completes, in order, on a rank once every rank has posted i, dead ones included, if they did before they died.
+    Bucket i completes, in order, on a rank once every rank has posted i, dead ones included, if they did before they
+    died.
     """
 
     posted: tuple[int, ...]
     complete: tuple[int, ...]
     dead: frozenset[int] = frozenset()
 
-    def moves(self, num_buckets: int, window: int) -> Iterator["State"]:
+    def moves(self, num_buckets: int, may_post: MayPost) -> Iterator["State"]:
         for rank in range(len(self.posted)):
             if rank in self.dead:
                 continue
             posted, complete = self.posted[rank], self.complete[rank]
-            if posted < num_buckets and posted - complete < window:
+            if posted < num_buckets and may_post(posted, complete):
                 yield replace(self, posted=_with(self.posted, rank, posted + 1))
             if complete < min(self.posted):
                 yield replace(self, complete=_with(self.complete, rank, complete + 1))
@@ -66,13 +70,17 @@ def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
-def reachable(num_ranks: int, num_buckets: int, kept: int, window: int = WINDOW) -> set[State]:
+def reachable(num_ranks: int, num_buckets: int, kept: int, may_post: MayPost | None = None) -> set[State]:
     """All states, with a loss of any rank at any moment."""
+
+    def window_may_post(posted: int, complete: int) -> bool:
+        return window_at(num_buckets, kept, posted, complete).may_post(num_buckets)
+
     first = State((kept,) * num_ranks, (kept,) * num_ranks)
     seen, new = {first}, [first]
     while new:
         state = new.pop()
-        for after in state.moves(num_buckets, window):
+        for after in state.moves(num_buckets, may_post or window_may_post):
             if after not in seen:
                 seen.add(after)
                 new.append(after)
@@ -80,7 +88,7 @@ def reachable(num_ranks: int, num_buckets: int, kept: int, window: int = WINDOW)
 
 
 def window_at(num_buckets: int, kept: int, posted: int, complete: int) -> BucketWindow:
-    """The window of a rank that has come that far."""
+    """The window of a rank that has come that far; the order in which it did makes no difference."""
     window = BucketWindow(num_buckets, kept)
     written: list[int] = []
     while (window.num_posted, window.num_complete) != (posted, complete):
@@ -97,7 +105,7 @@ def test_whatever_happens_survivors_can_go_on_from_what_all_of_them_hold(
     num_ranks: int, num_buckets: int, kept: int
 ) -> None:
     states = reachable(num_ranks, num_buckets, kept)
-    num_kept, is_uneven, most_staged = 0, False, 0
+    num_kept, is_uneven, most_staged, most_in_flight = 0, False, 0, 0
     for state in states:
         windows = [
             window_at(num_buckets, kept, posted, complete)
@@ -111,16 +119,33 @@ def test_whatever_happens_survivors_can_go_on_from_what_all_of_them_hold(
             # And whatever is kept, everybody holds, be it staged or in its place.
             assert windows[rank].num_complete >= agreed
             most_staged = max(most_staged, windows[rank].num_posted - windows[rank].num_everywhere)
+            most_in_flight = max(most_in_flight, windows[rank].num_posted - windows[rank].num_complete)
         num_kept += agreed > kept
         is_uneven |= len({window.num_everywhere for window in windows}) > 1
     assert most_staged == min(MAX_STAGED, num_buckets - kept)
+    assert most_in_flight == min(WINDOW, num_buckets - kept)
     assert num_kept, "some losses leave something"
     assert is_uneven or num_buckets - kept <= WINDOW, "some ranks have written what others still hold staged"
 
 
-def test_ranks_that_post_one_bucket_more_than_the_window_are_found_to_write_too_early() -> None:
+@pytest.mark.parametrize(("num_ranks", "num_buckets", "kept"), [(2, 12, 0), (3, 9, 2)])
+def test_a_rank_counts_on_as_many_buckets_everywhere_as_are_certain_and_no_fewer(
+    num_ranks: int, num_buckets: int, kept: int
+) -> None:
+    states = [state for state in reachable(num_ranks, num_buckets, kept) if not state.dead]
+    for complete in range(kept, num_buckets + 1):
+        certain = min(min(state.complete) for state in states if state.complete[0] == complete)
+        assert window_at(num_buckets, kept, complete, complete).num_everywhere == certain
+
+
+@pytest.mark.parametrize(
+    "may_post",
+    [lambda posted, complete: posted - complete < WINDOW, lambda posted, complete: posted - complete < WINDOW + 1],
+    ids=["any number is staged", "one more is in flight"],
+)
+def test_ranks_that_post_more_than_the_window_lets_them_are_found_to_write_too_early(may_post: MayPost) -> None:
     too_early = 0
-    for state in reachable(2, 6, 0, window=WINDOW + 1):
+    for state in reachable(2, 6, 0, may_post):
         survivors = [rank for rank in range(2) if rank not in state.dead]
         for rank in survivors:
             window = BucketWindow(6, 0)

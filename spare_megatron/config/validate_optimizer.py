@@ -44,3 +44,10 @@ def _sharding(config: RunConfig) -> Iterator[str]:
             f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a slice cannot have more hosts "
             f"than there are groups; lower optimizer.redundancy or raise layout.num_groups"
         )
+    # A gather sends a number of each group at least in one staging buffer.
+    least = 4 * (num_groups + 1) / 2**20
+    if config.reduce.bucket_mib < least:
+        yield (
+            f"reduce.bucket_mib={config.reduce.bucket_mib} must be at least {least:.2g} with "
+            f"optimizer.sharding=stacked and layout.num_groups={num_groups}; raise it"
+        )

@@ -1,10 +1,12 @@
 """One rank's slices, and its part in gathering all parameters after each group has updated its own slices alone."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
+from spare_megatron.core.buckets import MAX_STAGED
 from spare_megatron.core.gather_rounds import Round, gather_rounds
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
@@ -14,9 +16,7 @@ from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.probe import RankProbe
-
-_IN_FLIGHT = 3
-"""Rounds under way at a time."""
+from spare_megatron.runtime.staging import Staging
 
 
 class ParamsGather:
@@ -27,7 +27,7 @@ class ParamsGather:
         agreement: The group's voice.
         communicator: The rank's cross-group communicator.
         probe: Told what the rank is about.
-        round_bytes: What all members send in a round, about.
+        staging: Each round takes place in one of its tensors.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class ParamsGather:
         agreement: GroupAgreement,
         communicator: CrossGroupCommunicator,
         probe: RankProbe,
-        round_bytes: int,
+        staging: Staging,
     ) -> None:
         self._optimizer = optimizer
         self._agreement = agreement
         self._communicator = communicator
         self._probe = probe
-        self._round_bytes = round_bytes
+        self._staging = staging
         self.is_lacking = False
         """Whether some rank of the group has parameters of an earlier step."""
         self.evidence = ""
@@ -79,44 +79,46 @@ class ParamsGather:
         self._communicator.begin()
         if not self._communicator.connect(is_decided):
             return False
-        most = max(1, self._round_bytes // (len(members) * self._optimizer.values_dtype.itemsize))
         slices = self._optimizer.slices
         lengths = [slices.length(SliceId(number)) for number in range(slices.num_slices)]
-        rounds = gather_rounds([owner.group for owner in action.owners], members, lengths, most)
+        # A row for what comes from each member and one for what goes out: receivers get a copy, for transfers that are
+        # given up may still write what they were to fill.
+        num_rows, itemsize = len(members) + 1, self._optimizer.values_dtype.itemsize
+        width = min(self._staging.num_bytes // (num_rows * itemsize), max(lengths))
+        rounds = gather_rounds([owner.group for owner in action.owners], members, lengths, width)
         mine = members.index(self._agreement.member.group)
-        free: list[torch.Tensor] = []
         posted: deque[tuple[Round, torch.Tensor]] = deque()
         for number, sent in enumerate(rounds):
-            if len(posted) == _IN_FLIGHT and not self._take(posted, free, is_decided):
+            if len(posted) == MAX_STAGED and not self._take(posted, (num_rows, width), is_decided):
                 return False
-            # Receivers get a copy: transfers that are given up may still write what they were to fill.
-            staging = free.pop() if free else self._new_staging(len(members) + 1, min(most, max(lengths)))
+            staging = self._staging.take()
+            rows = self._rows(staging, (num_rows, width))
             share = sent[mine]
             if share is not None:
-                self._optimizer.read_values(share.slice, share.start, staging[-1, : share.stop - share.start])
+                self._optimizer.read_values(share.slice, share.start, rows[-1, : share.stop - share.start])
             if number == len(rounds) - 1:
                 self._probe(Phase.IN_GATHER)
-            if not self._communicator.post_gather(staging[:-1], staging[-1]):
+            if not self._communicator.post_gather(rows[:-1], rows[-1]):
                 return False
             posted.append((sent, staging))
         while posted:
-            if not self._take(posted, free, is_decided):
+            if not self._take(posted, (num_rows, width), is_decided):
                 return False
         return True
 
     def _take(
-        self, posted: deque[tuple[Round, torch.Tensor]], free: list[torch.Tensor], is_decided: Callable[[], bool]
+        self, posted: deque[tuple[Round, torch.Tensor]], shape: tuple[int, int], is_decided: Callable[[], bool]
     ) -> bool:
         """Waits for the first round under way and takes over what it has brought."""
         if not self._communicator.wait(is_decided):
             return False
         for _ in range(num_come := self._communicator.poll()):
             sent, staging = posted.popleft()
-            for share, values in zip(sent, staging[:-1], strict=True):
+            for share, values in zip(sent, self._rows(staging, shape)[:-1], strict=True):
                 if share is not None and self.is_lacking:
                     self._optimizer.write_values(share.slice, share.start, values[: share.stop - share.start])
-            free.append(staging)
+            self._staging.give_back(staging)
         return bool(num_come)
 
-    def _new_staging(self, num_rows: int, length: int) -> torch.Tensor:
-        return torch.empty(num_rows, length, dtype=self._optimizer.values_dtype, device=self._optimizer.device)
+    def _rows(self, staging: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        return staging.view(self._optimizer.values_dtype)[: math.prod(shape)].view(shape)

@@ -64,6 +64,7 @@ from spare_megatron.runtime.saver import Saver
 from spare_megatron.runtime.shared_data import check_shared_data
 from spare_megatron.runtime.slice_content import slice_contents
 from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.staging import Staging
 from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
@@ -180,11 +181,13 @@ class _Rank:
             timeout_s=config.reduce.timeout_s,
             probe=self._probe,
         )
+        staging = Staging(self._trainer.gradients.new_staging)
         reduction = Reduction(
             position=spec.rank,
             trainer=self._trainer,
             agreement=agreement,
             communicator=communicator,
+            staging=staging,
             repairs=self._build_repairs(agreement),
             journal=self._journal,
             probe=self._probe,
@@ -197,7 +200,7 @@ class _Rank:
             trainer=self._trainer,
             agreement=agreement,
             reduction=reduction,
-            gather=self._build_gather(agreement, communicator),
+            gather=self._build_gather(agreement, communicator, staging),
             journal=self._journal,
             source=source,
             transfer=self._build_transfer(agreement, source),
@@ -246,7 +249,9 @@ class _Rank:
         ownership = self._controller.ownership
         return () if ownership is None else ownership.hosted_by(self._spec.member)
 
-    def _build_gather(self, agreement: GroupAgreement, communicator: CrossGroupCommunicator) -> ParamsGather | None:
+    def _build_gather(
+        self, agreement: GroupAgreement, communicator: CrossGroupCommunicator, staging: Staging
+    ) -> ParamsGather | None:
         """What brings parameters together, where each group updates some of them."""
         optimizer = self._trainer.stacked
         if optimizer is None:
@@ -256,7 +261,7 @@ class _Rank:
             agreement=agreement,
             communicator=communicator,
             probe=self._probe,
-            round_bytes=round(self._spec.config.reduce.bucket_mib * 2**20),
+            staging=staging,
         )
 
     def _build_repairs(self, agreement: GroupAgreement) -> GroupRepairs | None:

@@ -31,6 +31,7 @@ from spare_megatron.runtime.agreement import GroupAgreement, GroupOpinion
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.group_repairs import GroupRepairs
 from spare_megatron.runtime.probe import RankProbe
+from spare_megatron.runtime.staging import Staging
 
 
 class Reduction:
@@ -41,6 +42,7 @@ class Reduction:
         trainer: The rank's part of the model.
         agreement: The group's voice.
         communicator: The rank's cross-group communicator.
+        staging: Tensors that any bucket fits in.
         repairs: Makes missing copies of slices, where there are any. Votes tell of them.
         journal: The rank's journal; only leaders write here.
         probe: Told what the rank is about.
@@ -55,6 +57,7 @@ class Reduction:
         trainer: GroupTrainer,
         agreement: GroupAgreement,
         communicator: CrossGroupCommunicator,
+        staging: Staging,
         repairs: GroupRepairs | None,
         journal: JournalWriter,
         probe: RankProbe,
@@ -66,6 +69,7 @@ class Reduction:
         self._trainer = trainer
         self._agreement = agreement
         self._communicator = communicator
+        self._staging = staging
         self._repairs = repairs
         self._journal = journal
         self._probe = probe
@@ -77,7 +81,6 @@ class Reduction:
         self._window = BucketWindow(len(self._sums.buckets), 0)
         self._first, self._middle = 0, len(self._sums.buckets) // 2
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here and maybe not everywhere
-        self._free: list[torch.Tensor] = []
         self.save_ends: list[SaveEnd] = []
         """Saves of the group that have ended, for its votes until a commit has them."""
         self.loss_sum = math.nan
@@ -164,7 +167,7 @@ class Reduction:
     def _put(self, bucket: int) -> None:
         staged = self._staged.pop(bucket)
         self._sums.put(bucket, staged)
-        self._free.append(staged)
+        self._staging.give_back(staged)
 
     # ------------------------------------------------------------------------------------------------ an attempt
 
@@ -258,8 +261,7 @@ class Reduction:
     def _post(self) -> bool:
         """Sends the next bucket; False if the connection is broken."""
         bucket = self._window.post()
-        staging = self._free.pop() if self._free else self._sums.new_staging()
-        self._staged[bucket] = staging
+        self._staged[bucket] = staging = self._staging.take()
         return self._communicator.post(self._sums.stage(bucket, staging))
 
     def _take_in(self) -> int:

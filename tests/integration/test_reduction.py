@@ -20,6 +20,7 @@ from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.runtime.agreement import GroupOpinion
 from spare_megatron.runtime.reduction import Reduction
+from spare_megatron.runtime.staging import Staging
 
 NUM_BUCKETS = 12
 MEMBERS = (GroupId(0), GroupId(1))
@@ -153,6 +154,7 @@ class Rank:
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
             agreement=self.agreement,
             communicator=self.communicator,
+            staging=Staging(self.sums.new_staging),
             repairs=None,
             journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,

@@ -66,6 +66,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["optimizer.sharding=stacked", "optimizer.redundancy=5"],
             "optimizer.redundancy=5 exceeds layout.num_groups=4",
         ),
+        (
+            ["optimizer.sharding=stacked", "reduce.bucket_mib=1e-5"],
+            "reduce.bucket_mib=1e-05 must be at least 1.9e-05 with optimizer.sharding=stacked and layout.num_groups=4",
+        ),
         (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),
         (["control.store=etcd"], "control.store=etcd needs control.endpoints"),
         (['control.endpoints=["http://a:1"]'], "control.endpoints has no effect on control.store=embedded"),

@@ -1,0 +1,132 @@
+"""The parameters of one rank as they are gathered, in the staging buffers of its reductions."""
+
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spare_megatron.core.buckets import MAX_STAGED
+from spare_megatron.core.slice_actions import GatherParams
+from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.runtime.gather import ParamsGather
+from spare_megatron.runtime.staging import Staging
+
+LENGTHS = (40, 40, 23)
+OWNERS = (Member(GroupId(0)), Member(GroupId(3)), Member(GroupId(3)))
+MEMBERS = (GroupId(0), GroupId(3))
+
+
+class Optimizer:
+    """Slices that are full of numbers of their group."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, group: int, dtype: torch.dtype) -> None:
+        self.values_dtype = dtype
+        numbers = range(len(LENGTHS))
+        self.values = [100.0 * group + torch.arange(LENGTHS[number], dtype=dtype) for number in numbers]
+        self.slices = SimpleNamespace(num_slices=len(LENGTHS), length=LENGTHS.__getitem__)
+
+    def read_values(self, number: SliceId, start: int, out: torch.Tensor) -> None:
+        out.copy_(self.values[number][start : start + len(out)])
+
+    def write_values(self, number: SliceId, start: int, values: torch.Tensor) -> None:
+        self.values[number][start : start + len(values)] = values
+
+
+class Communicator:
+    """Fills the rows of the other member, round by round, when it is waited for; breaks where it has none."""
+
+    evidence = ""
+
+    def __init__(self, others: list[torch.Tensor], other: int) -> None:
+        self.others, self.other = deque(others), other
+        self.sent: list[torch.Tensor] = []
+        self.in_flight: deque[torch.Tensor] = deque()
+        self.most_in_flight = self.num_complete = 0
+
+    def begin(self) -> None:
+        pass
+
+    def connect(self, _is_decided: Callable[[], bool]) -> bool:
+        return True
+
+    def post_gather(self, received: torch.Tensor, mine: torch.Tensor) -> bool:
+        assert received.is_contiguous()
+        received.zero_()
+        received[1 - self.other].copy_(mine)
+        self.sent.append(mine.clone())
+        self.in_flight.append(received)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        return True
+
+    def wait(self, _is_decided: Callable[[], bool]) -> bool:
+        if not self.others:
+            return False
+        self.in_flight.popleft()[self.other].copy_(self.others.popleft())
+        self.num_complete += 1
+        return True
+
+    def poll(self) -> int:
+        num_complete, self.num_complete = self.num_complete, 0
+        return num_complete
+
+    def give_up(self) -> None:
+        self.in_flight.clear()
+
+
+class Rank:
+    """A gather and what it is made of here."""
+
+    def __init__(self, index: int, dtype: torch.dtype, others: list[torch.Tensor]) -> None:
+        self.stagings: list[torch.Tensor] = []
+        self.optimizer = Optimizer(MEMBERS[index], dtype)
+        self.communicator = Communicator(others, 1 - index)
+        agreement: Any = SimpleNamespace(highest=lambda value: value, member=Member(MEMBERS[index]))
+        self.staging = Staging(self._new_staging)
+        self.gather = ParamsGather(
+            optimizer=self.optimizer,
+            agreement=agreement,
+            communicator=self.communicator,
+            probe=SilentProbe(),
+            staging=self.staging,
+        )
+        self.gather.updated()
+
+    def run(self) -> None:
+        self.gather.run(GatherParams(step=0, owners=OWNERS), MEMBERS, lambda: False)
+
+    def _new_staging(self) -> torch.Tensor:
+        self.stagings.append(torch.full((13,), 7, dtype=torch.int64))
+        return self.stagings[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_parameters_come_through_three_staging_buffers_of_any_kind(dtype: torch.dtype) -> None:
+    nothing = [torch.zeros(())] * 100
+    sent_by_1 = Rank(1, dtype, nothing)
+    sent_by_1.run()
+    rank = Rank(0, dtype, sent_by_1.communicator.sent)
+    bucket = rank.staging.take()
+    rank.staging.give_back(bucket)
+    rank.run()
+    assert not rank.gather.is_lacking
+    expected = [
+        100.0 * owner.group + torch.arange(length, dtype=dtype) for owner, length in zip(OWNERS, LENGTHS, strict=True)
+    ]
+    assert all(map(torch.equal, rank.optimizer.values, expected))
+    assert rank.stagings[0] is bucket, "a buffer of the reduction"
+    assert len(rank.stagings) == rank.communicator.most_in_flight == MAX_STAGED
+
+
+def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
+    rank = Rank(0, torch.float32, [torch.zeros(())])
+    rank.run()
+    assert rank.gather.is_lacking
+    under_way = {staging.data_ptr() for staging in rank.stagings}
+    assert len(under_way) == MAX_STAGED
+    assert under_way.isdisjoint(rank.staging.take().data_ptr() for _ in range(MAX_STAGED))

@@ -146,6 +146,8 @@ class ControlConfig:
     """Key of the client certificate."""
     credentials_file: str = ""
     """File with user:password for etcd, its owner's alone; SPARE_ETCD_USER and SPARE_ETCD_PASSWORD when empty."""
+    vote_fan_in: int = 32
+    """Groups whose votes one of them casts for all; runs of no more groups vote directly."""
     startup_timeout_s: float = 300.0
     """Longest wait for all ranks to be up with their model built."""
     decision_timeout_s: float = 600.0

@@ -17,6 +17,8 @@ def store_problems(control: ControlConfig) -> Iterator[str]:
             )
     except ValueError:
         yield f"control.listen_address={control.listen_address} is no IP address; name one of this machine"
+    if control.vote_fan_in < 1:
+        yield f"control.vote_fan_in={control.vote_fan_in} must be at least 1, with which every group votes directly"
     if control.store == "embedded":
         for key in ("endpoints", "ca_file", "cert_file", "key_file", "credentials_file"):
             if getattr(control, key):

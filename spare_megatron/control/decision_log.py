@@ -1,17 +1,21 @@
 """The append-only log of decisions, and the votes that lead to one.
 
 Keys: `log/{index}` holds entry `index`, written once by compare-and-set. `vote/{attempt}/{group}/{incarnation}` holds
-a group's vote on an attempt, `votes/{attempt}` counts them. Nobody asks for the vote of an incarnation that is no
-member, so it cannot stand for that of another. Entries and votes are text here; their meaning belongs to
-`core.messages`.
+the votes on an attempt that this group has written: its own, and as a relay those of others. `votes/{attempt}` counts
+votes, one that several have written as often as that. Nobody asks for the vote of an incarnation that is no member, so
+it cannot stand for that of another. Entries and votes are text here; their meaning belongs to `core.messages` and
+`core.votes`.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from spare_megatron.control.store import ControlStore
 
 Voter = tuple[int, int]
 """A group and its incarnation."""
+_Voter = TypeVar("_Voter", bound=Voter)
 
 
 class DecisionLog:
@@ -37,8 +41,36 @@ class DecisionLog:
         return self._store.wait(f"log/{index}", timeout_s)
 
     def vote(self, attempt: int, voter: Voter, vote: str) -> int:
-        """Casts the voter's only vote on the attempt; returns how many votes have been cast on it so far."""
-        return self._store.put_counted(_vote_key(attempt, voter), vote, f"votes/{attempt}")
+        """Casts the voter's vote on the attempt; returns how many votes have been cast on it so far."""
+        return self.cast(attempt, voter, {voter: vote})
+
+    def cast(self, attempt: int, writer: Voter, votes: Mapping[_Voter, str], forget: Sequence[int] = ()) -> int:
+        """Casts some votes at once.
+
+        Args:
+            attempt: What they are about.
+            writer: Who casts them, only once in an attempt.
+            votes: By voter. One that is cast again, by whomever, is the same.
+            forget: Attempts of which nobody needs any more what this writer has written.
+
+        Returns:
+            How many votes have been cast on the attempt so far. It is never less than that, but more where some have
+            been cast again, so that whoever casts the last one finds that it may be the last.
+        """
+        voters: dict[str, list[_Voter]] = {}
+        for voter, vote in votes.items():
+            voters.setdefault(vote, []).append(voter)
+        num_votes = self._store.put_counted(
+            _vote_key(attempt, writer),
+            json.dumps(list(voters.items())),
+            _count_key(attempt),
+            weight=len(votes),
+            forget=[_vote_key(past, writer) for past in forget],
+        )
+        if num_votes == len(votes):
+            # The first. Everybody voted on the attempt before this one, so nobody counts those before that.
+            self._store.delete([_count_key(attempt - 2)])
+        return num_votes
 
     def announce(self, member: Voter) -> None:
         """Says that the member is up and waits to be admitted."""
@@ -69,16 +101,46 @@ class DecisionLog:
         """What these groups have told so far."""
         return self._store.get([f"digest/{index}/{group}" for group in groups])
 
-    def votes(self, attempt: int, voters: Sequence[Voter]) -> dict[int, str]:
-        """The votes that these voters have cast on the attempt so far, by group."""
-        found = self._store.get([_vote_key(attempt, voter) for voter in voters])
-        return {group: vote for (group, _), vote in zip(voters, found, strict=True) if vote is not None}
+    def votes(self, attempt: int, voters: Sequence[Voter], relays: Sequence[Voter] = ()) -> dict[int, str]:
+        """The votes that these voters have cast on the attempt so far, by group.
 
-    def forget_votes(self, attempt: int, voters: Sequence[Voter]) -> None:
-        """Removes the votes of these voters on an attempt that nobody will ask for again."""
-        self._store.delete([*(_vote_key(attempt, voter) for voter in voters), f"votes/{attempt}"])
+        Args:
+            attempt: The attempt.
+            voters: Whose votes are asked for.
+            relays: Who may have cast those of others. Who is not found there is looked for by itself.
+        """
+        found = self._written_by(attempt, relays)
+        found |= self._written_by(attempt, [voter for voter in voters if voter not in found])
+        return {voter[0]: found[voter] for voter in voters if voter in found}
+
+    def _written_by(self, attempt: int, writers: Sequence[Voter]) -> dict[Voter, str]:
+        found = self._store.get([_vote_key(attempt, writer) for writer in writers]) if writers else []
+        return {
+            (group, incarnation): vote
+            for text in found
+            if text is not None
+            for vote, voters in json.loads(text)
+            for group, incarnation in voters
+        }
+
+    def publish_relay(self, member: Voter, address: str) -> None:
+        """Says where the member takes votes of others."""
+        self._store.put(_relay_key(member), address)
+
+    def relay(self, member: Voter) -> str | None:
+        """Where the member takes votes of others, if it does."""
+        return self._store.get([_relay_key(member)])[0]
 
 
 def _vote_key(attempt: int, voter: Voter) -> str:
     group, incarnation = voter
     return f"vote/{attempt}/{group}/{incarnation}"
+
+
+def _count_key(attempt: int) -> str:
+    return f"votes/{attempt}"
+
+
+def _relay_key(member: Voter) -> str:
+    group, incarnation = member
+    return f"relay/{group}/{incarnation}"

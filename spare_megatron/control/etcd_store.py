@@ -2,7 +2,8 @@
 
 Every write can be sent twice without harm, which is what makes a lost answer harmless: a compare-and-set that was
 applied finds its own value standing, and a key that has been counted is there and is not counted again. A counter is
-etcd's own version of a key, which rises by one with every write, so that counting needs no read before it.
+made of etcd's own versions of keys, which rise by one with every write, so that counting needs no read before it: one
+key for each power of two, for a transaction may write a key only once.
 """
 
 import time
@@ -44,17 +45,20 @@ class EtcdControlStore:
     def put(self, key: str, value: str) -> None:
         self._transact([], [self._put(key, value)], [])
 
-    def put_counted(self, key: str, value: str, counter: str) -> int:
-        count = self._range(counter)
-        write = [self._put(key, value), self._put(counter, ""), count]
-        answer = self._transact(_is_absent(self._key(key)), write, [count])
+    def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
+        digits = [self._put(f"{counter}/{power}", "") for power in range(weight.bit_length()) if weight >> power & 1]
+        gone = [self._delete(old) for old in forget]
+        start, end = self._directory(f"{counter}/")
+        count = {"request_range": {"key": encoded(start), "range_end": encoded(end)}}
+        answer = self._transact(_is_absent(self._key(key)), [self._put(key, value), *digits, *gone, count], [count])
+        # No digits: asked again after the counter was removed.
         pairs = answer["responses"][-1]["response_range"].get("kvs", [])
-        return int(pairs[0]["version"]) if pairs else 0  # none: asked again after the counter was removed
+        return sum(int(pair["version"]) << int(decoded(pair["key"]).removeprefix(start)) for pair in pairs)
 
     def delete(self, keys: Sequence[str]) -> None:
-        for start in range(0, len(keys), _OPERATIONS):
-            some = keys[start : start + _OPERATIONS]
-            self._transact([], [{"request_delete_range": {"key": encoded(self._key(key))}} for key in some], [])
+        for start in range(0, len(keys), _OPERATIONS // 2):
+            some = keys[start : start + _OPERATIONS // 2]
+            self._transact([], [*map(self._delete, some), *map(self._delete_counter, some)], [])
 
     def beat(self, key: str, value: str, ttl_s: int) -> None:
         lease = self._leases.get(key)
@@ -120,6 +124,13 @@ class EtcdControlStore:
 
     def _put(self, key: str, value: str) -> Message:
         return {"request_put": {"key": encoded(self._key(key)), "value": encoded(value)}}
+
+    def _delete(self, key: str) -> Message:
+        return {"request_delete_range": {"key": encoded(self._key(key))}}
+
+    def _delete_counter(self, counter: str) -> Message:
+        start, end = self._directory(f"{counter}/")
+        return {"request_delete_range": {"key": encoded(start), "range_end": encoded(end)}}
 
     def _range(self, key: str) -> Message:
         return {"request_range": {"key": encoded(self._key(key))}}

@@ -25,16 +25,18 @@ class ControlStore(Protocol):
     def put(self, key: str, value: str) -> None:
         """Writes the value."""
 
-    def put_counted(self, key: str, value: str, counter: str) -> int:
+    def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
         """Writes the value of a key that nobody else writes, and counts it.
 
         Args:
             key: It has no value so far.
             value: The value.
             counter: Name of the counter; an absent one is 0.
+            weight: What is added to the counter, at least 1.
+            forget: Keys to remove in the same go.
 
         Returns:
-            The counter: how many keys have been counted in it.
+            The counter: the sum of what has been counted in it.
         """
 
     def delete(self, keys: Sequence[str]) -> None:

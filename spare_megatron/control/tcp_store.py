@@ -71,7 +71,10 @@ class TcpControlStore:
             # multi_get would wait for a key that is not there.
             if self._client.check(list(keys)):
                 return [bytes(value).decode() for value in self._client.multi_get(list(keys))]
-            return [bytes(self._client.get(key)).decode() if self._client.check([key]) else None for key in keys]
+        if len(keys) == 1:
+            return [None]
+        middle = len(keys) // 2  # few are absent, or there are few
+        return [*self.get(keys[:middle]), *self.get(keys[middle:])]
 
     def exists(self, key: str) -> bool:
         with _lost_when_unreachable():
@@ -87,10 +90,12 @@ class TcpControlStore:
             except dist.DistStoreError as error:
                 raise StoreTimeout(f"{key} was not written within {timeout_s:g} s") from error
 
-    def put_counted(self, key: str, value: str, counter: str) -> int:
+    def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
         with _lost_when_unreachable():
             self._client.set(key, value)
-            return int(self._client.add(counter, 1))
+            count = int(self._client.add(counter, weight))
+        self.delete(forget)
+        return count
 
     def delete(self, keys: Sequence[str]) -> None:
         with _lost_when_unreachable():

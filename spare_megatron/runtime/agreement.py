@@ -6,7 +6,7 @@ entries from it. Every rank may ask whether an entry is written, which is what e
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Entry, Fence, VotesRead, decode_entry, encode_entry
+from spare_megatron.core.relays import Blocks
 from spare_megatron.core.restart_messages import Waiting
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.core.votes import Vote, decode_vote, encode_vote
+from spare_megatron.core.votes import decode_vote
 
 
 class Fenced(Exception):
@@ -52,6 +53,7 @@ class GroupAgreement:
         log: The decision log, on this rank's own connection.
         decision_timeout_s: Longest wait for an entry.
         may_come_back: Groups that may ask to be admitted after a loss.
+        fan_in: Most groups whose votes one of them casts.
     """
 
     def __init__(
@@ -61,13 +63,19 @@ class GroupAgreement:
         log: DecisionLog,
         decision_timeout_s: float,
         may_come_back: Sequence[GroupId] = (),
+        fan_in: int = 1,
     ) -> None:
         self.member = member
         self._may_come_back = tuple(may_come_back)
+        self._fan_in = fan_in
+        self._voters: Sequence[Member] = ()
+        self._blocks = Blocks((), fan_in)
         self._ranks = ranks
         self._log = log
         self._decision_timeout_s = decision_timeout_s
         self.is_leader = ranks.rank() == 0
+        self.head = 0
+        """Entries of the log read so far."""
 
     def is_written(self, index: int) -> bool:
         """Whether the log entry is written, asked of the store by this rank alone."""
@@ -137,18 +145,42 @@ class GroupAgreement:
         self._collective(lambda: dist.all_gather(all_digests, mine, group=self._ranks))
         return hashlib.sha256(b"".join(bytes(part.tolist()) for part in all_digests)).hexdigest()
 
-    def vote(self, attempt: int, vote: Vote, voters: Sequence[Member]) -> VotesRead | None:
-        """Leader: casts the group's vote. Returns all votes if it was the last one, for the leader to decide."""
-        num_votes = self._log.vote(attempt, self.member, encode_vote(vote))
-        if num_votes == 1:
-            # Everybody voted on the attempt before this one, so nobody is still reading the votes before that.
-            self._log.forget_votes(attempt - 2, voters)
+    def blocks(self, voters: Sequence[Member]) -> Blocks:
+        """Who votes by way of whom."""
+        if voters is not self._voters:
+            self._voters, self._blocks = voters, Blocks(voters, self._fan_in)
+        return self._blocks
+
+    def cast(
+        self, attempt: int, votes: Mapping[Member, str], voters: Sequence[Member], forget: Sequence[int] = ()
+    ) -> VotesRead | None:
+        """Leader: casts votes. Returns all votes if the last one may be among them, for the leader to decide.
+
+        Args:
+            attempt: The attempt.
+            votes: Encoded, of the group, and of those whose relay it is.
+            voters: All who vote on the attempt.
+            forget: Earlier attempts of which nobody needs what this group has cast.
+        """
+        num_votes = self._log.cast(attempt, self.member, votes, forget)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
 
-    def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
-        """Leader: the votes that these have cast so far."""
-        votes = self._log.votes(attempt, voters)
-        counted = {GroupId(g): decode_vote(text) for g, text in votes.items()}
+    def read_votes(self, attempt: int, voters: Sequence[Member], mine: str = "") -> VotesRead:
+        """Leader: the votes that these have cast so far.
+
+        Args:
+            attempt: The attempt.
+            voters: Whose votes are read.
+            mine: This group's own, if it went to a relay: where it is not found it is cast first. So whoever reads last
+                finds those of all others who read.
+        """
+        relays = self.blocks(voters).relays
+        votes = self._log.votes(attempt, voters, relays)
+        if mine and self.member.group not in votes:
+            self._log.vote(attempt, self.member, mine)
+            votes = self._log.votes(attempt, voters, relays)
+        decoded = {text: decode_vote(text) for text in set(votes.values())}
+        counted = {GroupId(g): decoded[text] for g, text in votes.items()}
         return VotesRead(attempt=attempt, votes=counted, waiting=self._waiting(voters))
 
     def _waiting(self, voters: Sequence[Member]) -> tuple[Member, ...]:
@@ -207,21 +239,34 @@ class GroupAgreement:
         """Leader: writes the entry unless another stands at the index."""
         self._log.append(index, encode_entry(entry))
 
-    def read_entry(self, index: int) -> Entry:
+    def await_entry(self, index: int) -> str:
+        """Leader: the entry at the index, encoded, as soon as it is written.
+
+        Raises:
+            StoreTimeout: The entry was not written within the decision timeout.
+        """
+        return self._log.wait(index, self._decision_timeout_s)
+
+    def read_entry(self, index: int, told: str = "") -> Entry:
         """The entry at the index, as soon as it is written.
 
         Collective over: all ranks of the group. Only the leader waits on the store, so that the store serves one
         connection per group here.
 
+        Args:
+            index: The index.
+            told: The entry, encoded, where the leader has it already.
+
         Raises:
             GroupBroken: Another rank of the group is gone.
             StoreTimeout: The entry was not written within the decision timeout.
         """
-        text = self._log.wait(index, self._decision_timeout_s).encode() if self.is_leader else b""
+        text = (told or self.await_entry(index)).encode() if self.is_leader else b""
         length = torch.tensor([len(text)])
         self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))
         message = torch.tensor(list(text) or [0] * int(length), dtype=torch.uint8)
         self._collective(lambda: dist.broadcast(message, group=self._ranks, group_src=0))
+        self.head = index + 1
         return decode_entry(bytes(message.tolist()).decode())
 
     def _collective(self, run: Callable[[], object]) -> None:

@@ -25,7 +25,7 @@ from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import CadenceRecord, EntryRecord, Record, UpdateRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.agreement import Fenced, GroupAgreement
+from spare_megatron.runtime.agreement import Fenced
 from spare_megatron.runtime.gather import ParamsGather
 from spare_megatron.runtime.join import NO_DIGEST, confirm
 from spare_megatron.runtime.params_digest import ParamsDigest
@@ -37,6 +37,7 @@ from spare_megatron.runtime.saver import Saver
 from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
+from spare_megatron.runtime.voting import Voting
 
 
 @dataclass(slots=True)
@@ -56,9 +57,8 @@ class GroupExecutor:
     """One rank's hands. It decides nothing.
 
     Args:
-        group: The rank's group.
         trainer: The rank's part of the model.
-        agreement: The group's voice.
+        voting: The group's voice.
         reduction: The rank's part in the sums over all groups.
         gather: Brings parameters together where the optimizer's state is cut into slices.
         journal: The rank's journal; only leaders write here.
@@ -77,9 +77,8 @@ class GroupExecutor:
     def __init__(
         self,
         *,
-        group: GroupId,
         trainer: GroupTrainer,
-        agreement: GroupAgreement,
+        voting: Voting,
         reduction: Reduction,
         gather: ParamsGather | None,
         journal: JournalWriter,
@@ -93,9 +92,9 @@ class GroupExecutor:
         params_check_every_steps: int,
         saver: Saver | None,
     ) -> None:
-        self._group = group
         self._trainer = trainer
-        self._agreement = agreement
+        self._agreement, self._voting = voting.agreement, voting
+        self._group = voting.agreement.member.group
         self._reduction = reduction
         self._gather = gather
         self._connected: Sequence[GroupId] = ()
@@ -109,7 +108,7 @@ class GroupExecutor:
         self._digest = digest
         self._params_check_every_steps = params_check_every_steps
         self._saver = saver
-        self._clock = RecoveryClock(group)
+        self._clock = RecoveryClock(self._group)
         self._step: _Step | None = None
         self._head = 0
         self._has_lost = False  # a group, in the step under way
@@ -247,7 +246,7 @@ class GroupExecutor:
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> list[Event]:
         """On the leader, the votes cast so far."""
         with self._probe.during(Operation.VOTE):
-            return [self._agreement.read_votes(attempt, voters)] if self._agreement.is_leader else []
+            return [self._voting.read_votes(attempt, voters)] if self._agreement.is_leader else []
 
     def append_entry(self, index: int, entry: Entry) -> None:
         """On the leader, writes the entry unless another stands there."""
@@ -262,10 +261,9 @@ class GroupExecutor:
             Fenced: It fences this group.
         """
         with self._probe.during(Operation.AWAIT_ENTRY):
-            entry = self._agreement.read_entry(index)
+            entry = self._voting.read_entry(index)
         self._head = index + 1
-        if self._agreement.is_leader:
-            self._journal.write(EntryRecord(group=self._group, index=index, entry=entry_fields(entry)))
+        self._write_if_leader(EntryRecord(group=self._group, index=index, entry=entry_fields(entry)))
         if isinstance(entry, Fence):
             if entry.hits(self._agreement.member):
                 raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")

@@ -69,6 +69,7 @@ from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
 from spare_megatron.runtime.train import start, train
+from spare_megatron.runtime.voting import Voting, open_relay
 
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
@@ -172,7 +173,10 @@ class _Rank:
             self._log,
             config.control.decision_timeout_s,
             may_come_back=_all_groups(config) if config.spare.rejoins or config.checkpoint.max_restarts else (),
+            fan_in=config.control.vote_fan_in,
         )
+        relay = open_relay(spec.member, self._store, config) if agreement.is_leader else None
+        voting = Voting(agreement, relay)
         communicator = CrossGroupCommunicator(
             group=spec.group,
             position=spec.rank,
@@ -185,7 +189,7 @@ class _Rank:
         reduction = Reduction(
             position=spec.rank,
             trainer=self._trainer,
-            agreement=agreement,
+            voting=voting,
             communicator=communicator,
             staging=staging,
             repairs=self._build_repairs(agreement),
@@ -196,9 +200,8 @@ class _Rank:
         )
         source = self._serve_state()
         return GroupExecutor(
-            group=spec.group,
             trainer=self._trainer,
-            agreement=agreement,
+            voting=voting,
             reduction=reduction,
             gather=self._build_gather(agreement, communicator, staging),
             journal=self._journal,

@@ -17,7 +17,7 @@ import torch
 from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.guard import Finding, GradientGuard
 from spare_megatron.core.liveness import Operation
-from spare_megatron.core.messages import AttemptReduce, Event
+from spare_megatron.core.messages import AttemptReduce, Event, VotesRead
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.saves import SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
@@ -27,11 +27,12 @@ from spare_megatron.core.votes import Vote
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.agreement import GroupAgreement, GroupOpinion
+from spare_megatron.runtime.agreement import GroupOpinion
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.group_repairs import GroupRepairs
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.staging import Staging
+from spare_megatron.runtime.voting import Voting
 
 
 class Reduction:
@@ -40,7 +41,7 @@ class Reduction:
     Args:
         position: The rank's index inside its group.
         trainer: The rank's part of the model.
-        agreement: The group's voice.
+        voting: The group's voice.
         communicator: The rank's cross-group communicator.
         staging: Tensors that any bucket fits in.
         repairs: Makes missing copies of slices, where there are any. Votes tell of them.
@@ -55,7 +56,7 @@ class Reduction:
         *,
         position: int,
         trainer: GroupTrainer,
-        agreement: GroupAgreement,
+        voting: Voting,
         communicator: CrossGroupCommunicator,
         staging: Staging,
         repairs: GroupRepairs | None,
@@ -67,7 +68,7 @@ class Reduction:
         self._position = position
         self._sums = trainer.gradients
         self._trainer = trainer
-        self._agreement = agreement
+        self._agreement, self._voting = voting.agreement, voting
         self._communicator = communicator
         self._staging = staging
         self._repairs = repairs
@@ -315,8 +316,8 @@ class Reduction:
             lacks_params=lacks_params,
         )
         with self._probe.during(Operation.VOTE):
-            last_votes = self._agreement.vote(action.attempt, vote, action.voters)
-        return [] if last_votes is None else [last_votes]
+            cast = self._voting.vote(action.attempt, vote, action.voters)
+            return [votes for votes in (cast, self._voting.confirm()) if votes is not None]
 
     def _cast(
         self,
@@ -328,7 +329,7 @@ class Reduction:
         lacks_params: bool = False,
         restored: tuple[SliceId, ...] = (),
     ) -> list[Event]:
-        last_votes = None
+        all_votes: list[VotesRead | None] = []
         if self._agreement.is_leader:
             record = VoteRecord(
                 group=self._agreement.member.group,
@@ -351,9 +352,11 @@ class Reduction:
                 save_ends=tuple(self.save_ends),
             )
             with self._probe.during(Operation.VOTE):
-                last_votes = self._agreement.vote(action.attempt, vote, action.voters)
+                all_votes.append(self._voting.vote(action.attempt, vote, action.voters))
         self._probe(Phase.AFTER_VOTE)
-        return [] if last_votes is None else [last_votes]
+        with self._probe.during(Operation.VOTE):
+            all_votes.append(self._voting.confirm())
+        return [votes for votes in all_votes if votes is not None]
 
     def _write_contribution(self, action: AttemptReduce, computed: Sequence[Microbatch]) -> None:
         if not self._agreement.is_leader:

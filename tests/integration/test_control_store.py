@@ -111,18 +111,28 @@ def test_votes_are_counted_and_read_without_waiting_for_those_not_cast(store: Co
     assert log.votes(4, []) == {}
 
 
+def test_votes_that_others_have_cast_are_found_and_counted(store: ControlStore) -> None:
+    log = DecisionLog(store)
+    voters = [(group, 0) for group in range(5)]
+    assert log.cast(0, (0, 0), {(0, 0): "yes", (1, 0): "no", (2, 0): "yes"}) == 3
+    assert log.vote(0, (3, 0), "yes") == 4
+    assert log.votes(0, voters, [(0, 0), (3, 0)]) == {0: "yes", 1: "no", 2: "yes", 3: "yes"}
+    assert log.cast(0, (4, 0), dict.fromkeys([(4, 0), (5, 0), (6, 1), (7, 0), (8, 0)], "no")) == 9
+    assert log.vote(0, (1, 0), "no") == 10  # again: never fewer than there are
+    assert log.votes(0, voters, [(0, 0), (4, 0)]) == {0: "yes", 1: "no", 2: "yes", 3: "yes", 4: "no"}
+    assert log.votes(0, [(6, 0)], [(4, 0)]) == {}
+
+
 def test_votes_that_are_forgotten_are_gone_and_no_others(store: ControlStore) -> None:
     log = DecisionLog(store)
-    voters = [(group, 0) for group in range(200)]
-    for voter in voters:
-        log.vote(0, voter, "ok")
-    assert log.vote(1, (0, 0), "ok") == 1
-    log.forget_votes(0, voters)
-    log.forget_votes(-1, voters)
-    assert log.votes(0, voters) == {}
-    assert store.get(["votes/0"]) == [None]
-    assert log.votes(1, [(0, 0)]) == {0: "ok"}
-    assert log.vote(1, (1, 0), "ok") == 2
+    voters = [(group, 0) for group in range(20)]
+    for attempt in range(3):
+        for voter in voters:
+            log.cast(attempt, voter, {voter: "ok"}, [attempt - 2, attempt - 3] if voter[0] else [])
+    assert log.votes(0, voters) == {0: "ok"}
+    assert len(log.votes(1, voters)) == len(log.votes(2, voters)) == 20
+    assert log.vote(2, (20, 0), "ok") == 21
+    assert log.vote(0, (20, 0), "ok") == 1
 
 
 def test_as_many_votes_are_counted_as_groups_vote_at_once(spec: StoreSpec) -> None:

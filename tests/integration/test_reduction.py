@@ -152,7 +152,7 @@ class Rank:
         self.reduction = Reduction(
             position=0,
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
-            agreement=self.agreement,
+            voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
             communicator=self.communicator,
             staging=Staging(self.sums.new_staging),
             repairs=None,

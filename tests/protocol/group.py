@@ -42,6 +42,7 @@ from tests.protocol.buckets import Buckets
 from tests.protocol.communicators import Reduction
 from tests.protocol.invariants import AT_FIRST
 from tests.protocol.links import Fenced, Links
+from tests.protocol.relaying import Relaying
 from tests.protocol.slices import NUM_PIECES, SliceStates
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
@@ -84,6 +85,7 @@ class Group:
         self._params = AT_FIRST
         self._lacks_params = False
         self._links = Links(member, self.name, controller, world)
+        self._relaying = Relaying(member, self._links, world)
         self._is_replacing = is_replacing
 
     def run(self) -> Steps:
@@ -132,13 +134,13 @@ class Group:
             case AttemptReduce() | AttemptFinish():
                 return (yield from self._attempt(action))
             case ReadVotes(attempt=attempt, voters=voters):
-                votes = yield from self._links.speak(lambda voice: voice.read_votes(attempt, voters))
+                votes = yield from self._relaying.read_votes(attempt, voters)
                 return [(yield from self._with_waiting(votes))]
             case AppendEntry(index=index, entry=entry):
                 self._world.invariants.counts["decisions"] += 1
                 yield from self._links.speak(lambda voice: voice.append(index, entry))
             case ReadEntry(index=index):
-                return (yield from self._links.read_entry(index))
+                return (yield from self._relaying.read_entry(index))
             case UpdateModel(step=step, attempt=attempt):
                 yield None
                 self._update(step, attempt)
@@ -345,7 +347,7 @@ class Group:
             self._world.invariants.slices.voted(self.name, self._generation, vote.restored, self.held)
         yield None
         self._world.invariants.voted(self.name, action.attempt, vote)
-        last_votes = yield from self._links.speak(lambda voice: voice.vote(action.attempt, vote, action.voters))
+        last_votes = yield from self._relaying.vote(action, vote)
         return [] if last_votes is None else [(yield from self._with_waiting(last_votes))]
 
     def _reduce(self, action: AttemptReduce) -> Steps:

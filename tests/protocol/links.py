@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import EntryRead, Fence, decode_entry
 from spare_megatron.core.topology import Member
@@ -102,17 +103,28 @@ class Links:
     def speak(self, call: Callable[[GroupAgreement], Any]) -> Steps:
         """A call of the group's voice, with a log of the world's kind."""
         log_type = self._world.log_type
-        return (
-            yield from conversation(lambda store: call(GroupAgreement(self._member, _LoneRank(), log_type(store), 1.0)))
-        )
+        return (yield from conversation(lambda store: call(self._voice(log_type(store)))))
 
     def is_decided(self) -> Steps:
         return (yield from self.speak(lambda voice: voice.is_written(self.head)))
 
     def read_entry(self, index: int) -> Steps:
-        log_type = self._world.log_type
-        entry = decode_entry((yield from conversation(lambda store: log_type(store).wait(index, 1.0))))
+        return self.take_entry(index, (yield from self.await_entry(index)))
+
+    def await_entry(self, index: int) -> Steps:
+        return (yield from self.speak(lambda voice: voice.await_entry(index)))
+
+    def take_entry(self, index: int, text: str) -> list[EntryRead]:
+        """Goes on after this entry.
+
+        Raises:
+            Fenced: It ends this life.
+        """
+        entry = decode_entry(text)
         self.head = index + 1
         if isinstance(entry, Fence) and entry.hits(self._member):
             raise Fenced
         return [EntryRead(index=index, entry=entry)]
+
+    def _voice(self, log: DecisionLog) -> GroupAgreement:
+        return self._world.voice_type(self._member, _LoneRank(), log, 1.0, fan_in=self._world.fan_in)

@@ -17,11 +17,13 @@ from spare_megatron.core.messages import (
     Retry,
     VotesRead,
 )
+from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import WaitingRead
 from spare_megatron.core.slices import Ownership, SliceCopy
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import Member
+from spare_megatron.runtime.agreement import GroupAgreement
 from tests.protocol.slices import SliceStates
 
 NO_LIFE_IS_LATER = 10**6
@@ -112,8 +114,22 @@ class RestartsWithoutHosts(Controller):
 class CountsOldVotes(DecisionLog):
     """Takes a group's vote on an earlier attempt where it has not voted on this one."""
 
-    def votes(self, attempt: int, voters: Sequence[Voter]) -> dict[int, str]:
-        return {**super().votes(attempt - 1, voters), **super().votes(attempt, voters)}
+    def votes(self, attempt: int, voters: Sequence[Voter], relays: Sequence[Voter] = ()) -> dict[int, str]:
+        return {**super().votes(attempt - 1, voters, relays), **super().votes(attempt, voters, relays)}
+
+
+class TakesOldVotes(BlockVotes):
+    """A relay that casts whatever its block has sent, as votes on the attempt that it casts its own on."""
+
+    def take(self, attempt: int, voter: Member, vote: str) -> bool:
+        return super().take(self.attempt, voter, vote)
+
+
+class LeavesVotesToRelays(GroupAgreement):
+    """Relies on its relay's having cast its vote after a loss."""
+
+    def read_votes(self, attempt: int, voters: Sequence[Member], mine: str = "") -> VotesRead:
+        return super().read_votes(attempt, voters)
 
 
 class GathersFromTheLost(Controller):
@@ -191,6 +207,8 @@ class Protocol:
     log_type: type[DecisionLog] = DecisionLog
     slices_type: type[SliceStates] = SliceStates
     window_type: type[BucketWindow] = BucketWindow
+    votes_type: type[BlockVotes] = BlockVotes
+    voice_type: type[GroupAgreement] = GroupAgreement
 
 
 CORRECT = Protocol()
@@ -211,6 +229,8 @@ MUTATIONS = {
     "keeps buckets that only some hold": Protocol(controller_type=KeepsWhatSomebodyHolds),
     "patches a step that was discarded": Protocol(controller_type=PatchesDiscardedSteps),
     "writes sums over local sums at once": Protocol(window_type=WritesSumsAtOnce),
+    "casts votes on an earlier attempt for a block": Protocol(votes_type=TakesOldVotes),
+    "leaves votes to relays after a loss": Protocol(voice_type=LeavesVotesToRelays),
     "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
 }
 MUTATIONS_OF_RESTARTS = {

@@ -54,10 +54,12 @@ class _Connection:
     def wait(self, key: str, timeout_s: float) -> str:
         return self._ask("wait", key)
 
-    def put_counted(self, key: str, value: str, counter: str) -> int:
+    def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
         # One request after another, as in the embedded store: its caller may die between any two of them.
         self._ask("put", key, value)
-        return self._ask("count_up", counter)
+        count = self._ask("count_up", counter, weight)
+        self.delete(forget)
+        return count
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -107,7 +109,7 @@ class Store:
             case "wait":
                 return self.data[key]
             case "count_up":
-                self.data[key] = str(int(self.data.get(key, "0")) + 1)
+                self.data[key] = str(int(self.data.get(key, "0")) + arguments[1])
                 return int(self.data[key])
             case "delete":
                 self.data.pop(key, None)

@@ -6,9 +6,12 @@ from typing import Any, Protocol
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.buckets import BucketWindow
+from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.runtime.agreement import GroupAgreement
 from tests.protocol.communicators import Communicators
 from tests.protocol.invariants import Invariants
+from tests.protocol.post import Post
 from tests.protocol.slices import SliceStates
 from tests.protocol.store import Request
 
@@ -27,6 +30,10 @@ class Surroundings(Protocol):
     """What a group needs of the world."""
 
     log_type: type[DecisionLog]
+    voice_type: type[GroupAgreement]
+    votes_type: type[BlockVotes]
+    fan_in: int
+    post: Post
     communicators: Communicators
     invariants: Invariants
     groups: tuple[GroupId, ...]

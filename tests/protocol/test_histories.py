@@ -32,6 +32,8 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "vote of a fenced group": 100,
         "commit with the sum of a fenced group": 25,
         "discard": 20,
+        "vote of a block": 60,
+        "vote without its relay": 100,
         "retry that keeps buckets": 25,
         "step with buckets of several attempts": 8,
         "Finish": 50,
@@ -56,7 +58,7 @@ def test_no_history_of_wipe_outs_violates_an_invariant() -> None:
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def scenes(draw: st.DrawFn, most_fan_in: int = 3) -> Scene:
     """Scenes that shrink to few groups, few steps and few faults."""
     num_groups = draw(st.integers(2, 7))
     num_steps = draw(st.integers(1, 6))
@@ -72,6 +74,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         slice_redundancy=draw(st.integers(0, min(num_groups, 3))),
         max_restarts=draw(st.integers(0, 2)),
         num_buckets=draw(st.integers(1, 5)),
+        fan_in=draw(st.integers(1, most_fan_in)),
     )
 
 

@@ -23,6 +23,7 @@ from tests.protocol.communicators import Communicators
 from tests.protocol.group import Group
 from tests.protocol.invariants import Invariants
 from tests.protocol.mutations import Protocol
+from tests.protocol.post import Post
 from tests.protocol.slices import SliceObserver, SliceStates
 from tests.protocol.store import Request, Store, conversation
 from tests.protocol.surroundings import Steps, Until
@@ -79,6 +80,8 @@ class Scene:
     """Of the gradients of a group."""
     max_restarts: int = 0
     """After a wipe-out."""
+    fan_in: int = 1
+    """Most groups whose votes one of them casts."""
 
     @classmethod
     def draw(cls, random: Random) -> "Scene":
@@ -105,6 +108,7 @@ class Scene:
             },
             slice_redundancy=min(num_groups, random.choice((0, 0, 0, 1, 2, 3, 3))),
             num_buckets=random.choice((1, 1, 5)),
+            fan_in=random.choice((1, 1, 2, 3)),
         )
 
     @classmethod
@@ -131,6 +135,7 @@ class Scene:
             },
             max_restarts=random.randint(1, 4),
             slice_redundancy=min(num_groups, random.choice((0, 0, 1, 2))),
+            fan_in=random.choice((1, 1, 2)),
         )
 
 
@@ -146,7 +151,10 @@ class World:
     def __init__(self, scene: Scene, random: Random, protocol: Protocol) -> None:
         placement = make_placement("golomb", scene.num_groups, scene.redundancy)
         self.log_type = protocol.log_type
+        self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
         self.window_type = protocol.window_type
+        self.fan_in = scene.fan_in
+        self.post = Post(random)
         self.num_buckets = scene.num_buckets
         self.communicators = Communicators()
         r_o = scene.slice_redundancy

@@ -72,6 +72,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),
         (["control.store=etcd"], "control.store=etcd needs control.endpoints"),
+        (["control.vote_fan_in=0"], "control.vote_fan_in=0 must be at least 1"),
         (['control.endpoints=["http://a:1"]'], "control.endpoints has no effect on control.store=embedded"),
         (["control.store=etcd", 'control.endpoints=["etcd-0:2379"]'], "'etcd-0:2379' is not of the form https://host"),
         (["control.store=etcd", 'control.endpoints=["https://etcd-0"]'], "is not of the form https://host:port"),

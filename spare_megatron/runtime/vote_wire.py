@@ -1,0 +1,113 @@
+"""What goes over the wire between a leader and the relay of its block.
+
+A message is a head, a text and an HMAC-SHA-256 of both under the relay's token, which stands in the control store
+beside its address: so nobody is heard who does not read the run's store, and no damaged byte is taken for a good one.
+No greeting comes first, for a message that is told again says nothing new: votes and entries are written once.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+_HEAD = struct.Struct("!BqiiI")
+_MAC_BYTES = 32
+_MOST_TEXT_BYTES = 16 * 2**20
+_READ_BYTES = 2**16
+
+
+class RelayBroken(Exception):
+    """The other side is gone, takes nothing, is a stranger, or what came is damaged."""
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    VOTE = 0
+    """To the relay: a vote on the attempt of this number, of the group and the incarnation."""
+    CLOSED = 1
+    """From it: votes on the attempt of this number are not taken any more, or never were."""
+    ENTRY = 2
+    """From it: the log entry of this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message."""
+
+    kind: Kind
+    number: int
+    text: str = ""
+    group: int = 0
+    incarnation: int = 0
+
+
+def pack(message: Message, token: str) -> bytes:
+    """The message as it goes over the wire."""
+    text = message.text.encode()
+    signed = _HEAD.pack(message.kind, message.number, message.group, message.incarnation, len(text)) + text
+    return signed + hmac.digest(bytes.fromhex(token), signed, hashlib.sha256)
+
+
+class Inbox:
+    """Puts the bytes that come over one connection together.
+
+    Args:
+        token: The relay's.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._key = bytes.fromhex(token)
+        self._bytes = b""
+
+    def receive(self, connection: socket.socket) -> Iterator[Message]:
+        """The messages that are whole by now, after one read that does not wait on a connection that never waits.
+
+        Raises:
+            RelayBroken: Nothing will come any more, or what has come is not to be believed.
+        """
+        with _broken_connection(), contextlib.suppress(BlockingIOError):
+            some = connection.recv(_READ_BYTES)
+            if not some:
+                raise RelayBroken("the other side has closed the connection")
+            self._bytes += some
+        while (message := self._take()) is not None:
+            yield message
+
+    def _take(self) -> Message | None:
+        if len(self._bytes) < _HEAD.size:
+            return None
+        kind, number, group, incarnation, num_bytes = _HEAD.unpack_from(self._bytes)
+        if num_bytes > _MOST_TEXT_BYTES or kind not in iter(Kind):
+            raise RelayBroken("a stranger's message")
+        end = _HEAD.size + num_bytes
+        if len(self._bytes) < end + _MAC_BYTES:
+            return None
+        signed, mac = self._bytes[:end], self._bytes[end : end + _MAC_BYTES]
+        self._bytes = self._bytes[end + _MAC_BYTES :]
+        if not hmac.compare_digest(mac, hmac.digest(self._key, signed, hashlib.sha256)):
+            raise RelayBroken("a message is damaged, or a stranger's")
+        return Message(Kind(kind), number, signed[_HEAD.size :].decode(), group, incarnation)
+
+
+def send(connection: socket.socket, data: bytes) -> None:
+    """Sends without waiting, over a connection that never waits.
+
+    Raises:
+        RelayBroken: The other side is gone, or has taken nothing for long.
+    """
+    with _broken_connection():
+        if connection.send(data) < len(data):
+            raise RelayBroken("the other side takes nothing")
+
+
+@contextlib.contextmanager
+def _broken_connection() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RelayBroken(str(error)) from error

@@ -1,0 +1,350 @@
+"""Votes by way of relays over real sockets, all leaders in one thread: what is sent waits in the sockets."""
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.messages import Commit, encode_entry
+from spare_megatron.core.relays import BlockVotes
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
+from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.piece_wire import Address
+from spare_megatron.runtime.relay_link import RETRY_ATTEMPTS, RelayLink
+from spare_megatron.runtime.vote_relay import VoteRelay
+from spare_megatron.runtime.vote_wire import Kind, Message, pack
+from spare_megatron.runtime.voting import RelayParts, Voting
+
+pytestmark = pytest.mark.timeout(60)
+
+LONG_S = 50.0
+"""A wait of this length is a failure."""
+SHORT_S = 0.05
+"""Nothing is to come in this time."""
+BLOCK = tuple(Member(GroupId(group)) for group in range(3))
+FIRST, SECOND, THIRD = BLOCK
+
+
+@pytest.fixture
+def relay() -> VoteRelay:
+    return VoteRelay("127.0.0.1", len(BLOCK))
+
+
+def link_to(relay: VoteRelay, member: Member, timeout_s: float = LONG_S) -> RelayLink:
+    return RelayLink(member, lambda _: relay.address, timeout_s)
+
+
+def votes_on(attempt: int) -> BlockVotes:
+    return BlockVotes(attempt, BLOCK, FIRST, "of the relay")
+
+
+def undecided() -> bool:
+    return False
+
+
+def collected(relay: VoteRelay, attempt: int, timeout_s: float = LONG_S) -> set[Member]:
+    votes = votes_on(attempt)
+    relay.collect(votes, timeout_s, undecided)
+    return set(votes.votes)
+
+
+# ---------------------------------------------------------------------------------------------- a relay and its block
+
+
+def test_a_relay_has_the_votes_of_its_block_and_the_block_hears_of_the_entry(relay: VoteRelay) -> None:
+    links = [link_to(relay, member) for member in (SECOND, THIRD)]
+    for attempt in range(3):
+        for link in links:
+            assert link.send(FIRST, attempt, f"vote on {attempt}", attempt)
+        votes = votes_on(attempt)
+        relay.collect(votes, LONG_S, undecided)
+        assert votes.votes == {FIRST: "of the relay", SECOND: f"vote on {attempt}", THIRD: f"vote on {attempt}"}
+        relay.pass_on(attempt, f"entry {attempt}")
+        for link in links:
+            assert link.await_entry(attempt, attempt) == f"entry {attempt}"
+
+
+def test_entries_of_any_length_come_through(relay: VoteRelay) -> None:
+    link = link_to(relay, SECOND)
+    assert link.send(FIRST, 0, "v" * 30_000, 0)
+    votes = votes_on(0)
+    relay.collect(votes, SHORT_S, undecided)
+    assert votes.votes[SECOND] == "v" * 30_000
+    relay.pass_on(0, "e" * 200_000)
+    assert link.await_entry(0, 0) == "e" * 200_000
+
+
+def test_a_relay_waits_once_for_who_is_missing_and_never_for_who_has_left(relay: VoteRelay) -> None:
+    second, third = link_to(relay, SECOND), link_to(relay, THIRD)
+    assert second.send(FIRST, 0, "vote", 0)
+    assert collected(relay, 0, SHORT_S) == {FIRST, SECOND}
+    assert second.send(FIRST, 1, "vote", 1)
+    assert collected(relay, 1) == {FIRST, SECOND}
+    assert third.send(FIRST, 2, "vote", 2)
+    assert second.send(FIRST, 2, "vote", 2)
+    assert collected(relay, 2, SHORT_S) >= {FIRST, SECOND}
+    for link in (second, third):
+        assert link.send(FIRST, 3, "vote", 3)
+    assert collected(relay, 3) == {FIRST, SECOND, THIRD}
+    second.close()
+    third.close()
+    assert collected(relay, 4) == {FIRST}
+
+
+def test_who_comes_too_late_is_told_to_vote_directly(relay: VoteRelay) -> None:
+    second, third = link_to(relay, SECOND), link_to(relay, THIRD)
+    for link in (second, third):
+        assert link.send(FIRST, 0, "vote", 0)
+    assert collected(relay, 0) == {FIRST, SECOND, THIRD}
+    assert second.send(FIRST, 1, "vote", 1)
+    assert collected(relay, 1, SHORT_S) == {FIRST, SECOND}
+    assert not third.send(FIRST, 1, "vote", 1)
+    relay.close_attempt(2)
+    assert not second.send(FIRST, 2, "vote", 2)
+    for link in (second, third):
+        assert link.send(FIRST, 3, "vote", 3)
+    assert collected(relay, 3) == {FIRST, SECOND, THIRD}
+
+
+def test_who_waits_is_told_that_the_relay_passes_nothing_on(relay: VoteRelay) -> None:
+    link = link_to(relay, SECOND)
+    assert link.send(FIRST, 0, "vote", 0)
+    assert collected(relay, 0, SHORT_S) == {FIRST, SECOND}
+    assert link.send(FIRST, 1, "vote", 1)
+    relay.close_attempt(1)
+    assert link.await_entry(0, 1) == ""
+
+
+def test_a_relay_does_not_wait_once_the_log_says_something(relay: VoteRelay) -> None:
+    votes = votes_on(0)
+    relay.collect(votes, LONG_S, lambda: True)
+    assert set(votes.votes) == {FIRST}
+
+
+def test_nobody_waits_for_a_relay_that_is_gone(relay: VoteRelay) -> None:
+    link = link_to(relay, SECOND)
+    assert link.send(FIRST, 0, "vote", 0)
+    relay.close()
+    assert link.await_entry(0, 0) == ""
+    assert not link.send(FIRST, 1, "vote", 0)
+
+
+def test_nobody_waits_for_a_relay_that_has_not_said_where_it_is() -> None:
+    assert not RelayLink(SECOND, lambda _: None, LONG_S).send(FIRST, 0, "vote", 0)
+
+
+def test_a_silent_relay_is_waited_for_once_in_many_attempts(relay: VoteRelay) -> None:
+    link = link_to(relay, SECOND, SHORT_S)
+    assert link.send(FIRST, 0, "vote", 0)
+    assert link.await_entry(0, 0) == ""
+    assert not any(link.send(FIRST, attempt, "vote", attempt) for attempt in range(1, RETRY_ATTEMPTS))
+    assert link.send(FIRST, 1 + RETRY_ATTEMPTS, "vote", 1)
+
+
+def test_a_relay_that_was_late_is_not_given_up(relay: VoteRelay) -> None:
+    link = link_to(relay, SECOND, SHORT_S)
+    assert link.send(FIRST, 0, "vote", 0)
+    assert link.await_entry(0, 0) == ""
+    assert collected(relay, 0, SHORT_S) == {FIRST, SECOND}
+    relay.pass_on(0, "entry")
+    assert link.send(FIRST, 1, "vote", 1)
+    assert collected(relay, 1) == {FIRST, SECOND}
+
+
+def test_another_relay_is_asked_when_it_takes_the_place_of_the_first(relay: VoteRelay) -> None:
+    relays = {FIRST: relay, THIRD: VoteRelay("127.0.0.1", 3)}
+    link = RelayLink(SECOND, lambda member: relays[member].address, LONG_S)
+    for attempt, at in enumerate((FIRST, THIRD)):
+        assert link.send(at, attempt, "vote", 0)
+        votes = BlockVotes(attempt, (at, SECOND), at, "mine")
+        relays[at].collect(votes, LONG_S, undecided)
+        assert set(votes.votes) == {at, SECOND}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pack(Message(Kind.VOTE, 0, "forged", 1), "00" * 32),
+        struct.pack("!BqiiI", 0, 0, 1, 0, 2**31) + b"x" * 100,
+        struct.pack("!BqiiI", 77, 0, 1, 0, 0) + b"x" * 100,
+        b"GET / HTTP/1.1\r\nHost: relay\r\n\r\n" * 10,
+    ],
+    ids=["without the secret", "endless", "of no kind", "of another program"],
+)
+def test_a_stranger_is_not_heard(relay: VoteRelay, data: bytes) -> None:
+    with socket.create_connection((relay.address.host, relay.address.port), timeout=LONG_S) as stranger:
+        stranger.sendall(data)
+        assert collected(relay, 0, SHORT_S) == {FIRST}
+        stranger.settimeout(LONG_S)
+        assert not received(stranger)
+    link = link_to(relay, SECOND)
+    assert link.send(FIRST, 1, "vote", 0)
+    assert collected(relay, 1, SHORT_S) == {FIRST, SECOND}
+
+
+def test_a_damaged_vote_is_not_counted(relay: VoteRelay) -> None:
+    data = bytearray(pack(Message(Kind.VOTE, 0, "yes", 1), relay.address.token))
+    data[-33] ^= 1
+    with socket.create_connection((relay.address.host, relay.address.port), timeout=LONG_S) as member:
+        member.sendall(bytes(data))
+        assert collected(relay, 0, SHORT_S) == {FIRST}
+
+
+def received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1)
+    except ConnectionError:
+        return b""
+
+
+# ------------------------------------------------------------------------------------------------------ whole attempts
+
+
+class MemoryStore:
+    """A control store for one thread. It knows who has asked for what."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self.num_casts = self.num_waits = 0
+
+    def put_counted(self, key: str, value: str, counter: str, weight: int, forget: Sequence[str]) -> int:
+        self.num_casts += 1
+        self.data[key] = value
+        self.data[counter] = self.data.get(counter, 0) + weight
+        self.delete(forget)
+        return int(self.data[counter])
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.data.pop(key, None)
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.data.get(key) for key in keys]
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        return str(self.data.setdefault(key, value))
+
+    def exists(self, key: str) -> bool:
+        return key in self.data
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        self.num_waits += 1
+        return str(self.data[key])
+
+
+class _LoneAgreement(GroupAgreement):
+    """Of a group of one rank, without process groups."""
+
+    def _collective(self, run: Any) -> None:
+        pass
+
+
+class Leader:
+    """One leader with its store connection."""
+
+    def __init__(
+        self, member: Member, data: dict[str, Any], addresses: dict[Member, Address], collect_s: float
+    ) -> None:
+        self.member, self.store = member, MemoryStore(data)
+        log = DecisionLog(self.store)  # type: ignore[arg-type]
+        rank = SimpleNamespace(rank=lambda: 0)
+        self.agreement = _LoneAgreement(member, rank, log, LONG_S, fan_in=2)  # type: ignore[arg-type]
+        relay = VoteRelay("127.0.0.1", 2)
+        addresses[member] = relay.address
+        link = RelayLink(member, addresses.get, LONG_S)
+        self.parts = RelayParts(relay=relay, link=link, collect_s=collect_s)
+        self.voting = Voting(self.agreement, self.parts)
+
+    def vote(self, attempt: int, *, is_complete: bool = True) -> Any:
+        return self.voting.vote(attempt, Vote(is_complete=is_complete, plan_digest="p"), VOTERS)
+
+
+VOTERS = tuple(Member(GroupId(group)) for group in range(4))
+
+
+def leaders(collect_s: float = LONG_S) -> tuple[list[Leader], dict[str, Any]]:
+    data: dict[str, Any] = {}
+    addresses: dict[Member, Address] = {}
+    return [Leader(member, data, addresses, collect_s) for member in VOTERS], data
+
+
+def test_a_round_costs_the_store_a_few_operations_for_each_block_and_none_for_others() -> None:
+    everybody, data = leaders()
+    for attempt in range(4):
+        assert everybody[1].vote(attempt) is None
+        assert everybody[3].vote(attempt) is None
+        assert everybody[0].vote(attempt) is None
+        all_votes = everybody[2].vote(attempt)
+        assert set(all_votes.votes) == {voter.group for voter in VOTERS}
+        assert all(leader.voting.confirm() is None for leader in (everybody[0], everybody[2]))
+        entry = Commit(step=attempt, attempt=attempt)
+        everybody[2].agreement.append(attempt, entry)
+        for leader in (everybody[0], everybody[2], everybody[1], everybody[3]):
+            assert leader.voting.confirm() is None
+            assert leader.voting.read_entry(attempt) == entry
+    assert [leader.store.num_casts for leader in everybody] == [4, 0, 4, 0]
+    assert [leader.store.num_waits for leader in everybody] == [4, 0, 4, 0]
+    # Of the attempts before the last two nothing is left.
+    assert {key.split("/")[1] for key in data if key.startswith("vote")} == {"2", "3"}
+
+
+def test_a_vote_whose_relay_dies_with_it_is_cast_directly() -> None:
+    everybody, _ = leaders(SHORT_S)
+    for number in (1, 3, 0):
+        assert everybody[number].vote(0) is None
+    everybody[2].parts.relay.close()
+    assert everybody[3].voting.confirm() is None  # one vote is missing
+    assert everybody[3].store.num_casts == 1
+    assert set(everybody[0].voting.read_votes(0, VOTERS).votes) == {0, 1, 3}
+
+
+def test_who_votes_again_after_its_relay_has_died_decides_in_its_place() -> None:
+    everybody, data = leaders()
+    for number in (1, 3, 0):
+        assert everybody[number].vote(0) is None
+    assert everybody[2].vote(0) is not None
+    everybody[2].parts.relay.close()  # it has the votes, and dies before it decides
+    found = everybody[3].voting.confirm()
+    assert found is not None
+    assert set(found.votes) == {0, 1, 2, 3}
+    assert data["votes/0"] == 5  # one of them twice
+
+
+def test_after_a_loss_every_survivor_finds_its_vote_cast_whoever_was_to_do_it() -> None:
+    """The relay of group 3 has its vote and is stopped; the entry that fences it comes to group 3 another way."""
+    everybody, _ = leaders(SHORT_S)
+    assert everybody[1].vote(0) is None
+    assert everybody[0].vote(0) is None
+    assert everybody[3].vote(0) is None
+    assert everybody[3].store.num_casts == 0
+    assert set(everybody[0].voting.read_votes(0, VOTERS).votes) == {0, 1}
+    assert set(everybody[3].voting.read_votes(0, VOTERS).votes) == {0, 1, 3}
+    assert everybody[3].store.num_casts == 1
+    assert set(everybody[0].voting.read_votes(0, VOTERS).votes) == {0, 1, 3}
+
+
+def test_a_vote_for_less_than_the_whole_sum_waits_for_nobody() -> None:
+    everybody, _ = leaders()
+    began_s = time.monotonic()
+    counted = [leader.vote(0, is_complete=False) for leader in everybody]
+    assert [votes is not None for votes in counted] == [False, False, False, True]
+    assert [leader.store.num_casts for leader in everybody] == [1, 1, 1, 1]
+    assert time.monotonic() - began_s < LONG_S
+
+
+def test_a_relay_whose_own_sum_is_not_whole_sends_its_block_to_the_store() -> None:
+    everybody, data = leaders()
+    for attempt in range(2):
+        assert everybody[1].vote(attempt) is None
+        assert everybody[0].vote(attempt, is_complete=not attempt) is None
+        if not attempt:
+            data["log/0"] = encode_entry(Commit(step=0, attempt=0))
+            assert everybody[0].voting.read_entry(0) == everybody[1].voting.read_entry(0)
+    assert everybody[1].voting.confirm() is None
+    assert everybody[1].store.num_casts == 1

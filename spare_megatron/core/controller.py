@@ -69,6 +69,7 @@ from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, Waiting
 from spare_megatron.core.saves import SavePolicy, Saves
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Ownership, Slicing, StateWipeOut, first_ownership
+from spare_megatron.core.snapshots import SnapshotPolicy
 from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
 from spare_megatron.core.topology import GroupId, Member, ShardId
 
@@ -98,6 +99,7 @@ class ControllerSetup:
     """How the optimizer state is spread over the groups; None: each has all of it."""
     restarts: RestartLimits | None = None
     """When training starts again after a wipe-out; None leaves that to the driver."""
+    snapshots: SnapshotPolicy | None = None
 
 
 class Controller:
@@ -131,7 +133,7 @@ class Controller:
         self._saves = Saves(setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=last_resort)
         self._num_admitted = 0
         self._clock = LogClock()
-        self.restarts = Restarts(setup.restarts, setup.placement, last_resort=last_resort, first_step=setup.first_step)
+        self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         """The actions that follow from an event.
@@ -176,8 +178,8 @@ class Controller:
             case Finish(step=step, attempt=attempt):
                 self._expect(entry, step, attempt)
                 return (FinishRun(step=step),)
-            case Restart(step=step, members=members):
-                return self._restart(step, members, now_s)
+            case Restart():
+                return self._restart(entry, now_s)
             case GiveUp(step=step, reason=reason):
                 return self.restarts.wiped_out(replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason))
             case Halt(step=step, reason=reason):
@@ -235,6 +237,7 @@ class Controller:
             if self.ownership is None:
                 return (*actions, FinishRun(step=self.step))
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
+        actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members)
         # Whoever wrote the commit may have heard of two for one group, of one lost meanwhile, or of one too early.
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
@@ -250,16 +253,18 @@ class Controller:
             actions += self._own(self.ownership and self.ownership.for_members(self.voters))
         return (*actions, *self._begin_step())
 
-    def _restart(self, step: int, members: tuple[Member, ...], now_s: float) -> tuple[Action, ...]:
-        for voter in set(self.voters) - set(members):
+    def _restart(self, restart: Restart, now_s: float) -> tuple[Action, ...]:
+        step = restart.step
+        for voter in set(self.voters) - set(restart.members):
             self._last_fenced[voter.group] = max(voter.incarnation, self._last_fenced.get(voter.group, -1))
-        self._change_voters(self._not_fenced(members))
-        self.restarts.restarted(self._clock.at_s)
+        self._change_voters(self._not_fenced(restart.members))
+        self.restarts.restarted(step, self._clock.at_s)
         self._last_error = ""
         slices = self._setup.slices
         ownership = first_ownership(slices, self.voters) if slices and self.voters else None
         hosts = ownership.hosts if ownership else ()
-        load = LoadCheckpoint(step=step, rework_steps=self.step - step, hosts=hosts)
+        rework_steps = self.step - step
+        load = LoadCheckpoint(step=step, rework_steps=rework_steps, hosts=hosts, snapshot=restart.snapshot)
         self.step = step
         self.attempt += 1
         self._is_discarded = False

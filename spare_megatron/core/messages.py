@@ -13,6 +13,7 @@ from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, Waiting
 from spare_megatron.core.saves import SaveCheckpoint, SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy
+from spare_megatron.core.snapshots import TakeSnapshot
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member, ShardId, SliceId
 from spare_megatron.core.votes import Vote
@@ -108,11 +109,13 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Training starts again from a checkpoint, with these members alone but for those who are fenced."""
+    """Training starts again from a checkpoint or a snapshot, with these members alone but for those who are fenced."""
 
     step: int
-    """Committed steps that the checkpoint holds: the next step to train. 0 is the beginning, which needs none."""
+    """Committed steps that it holds: the next step to train. 0 is the beginning, which needs none."""
     members: tuple[Member, ...]
+    snapshot: int | None = None
+    """The attempt whose commit the snapshot was taken after; None: it is a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +356,7 @@ Action = (
     | GatherParams
     | StartRepairs
     | SaveCheckpoint
+    | TakeSnapshot
     | LoadCheckpoint
     | AdmitGroups
     | FinishRun

@@ -1,7 +1,8 @@
 """When training starts again after a wipe-out, with whom, and from where; and when it does not.
 
-All processes of the run have ended by then, or hold nothing. Every group that is started again says which checkpoints
-it finds valid; whoever sees that enough groups wait writes the entry.
+All ranks of the run have ended by then, or hold nothing. Every group that is started again says which checkpoints it
+finds valid, and which snapshots are whole in the memory of its nodes; whoever sees that enough groups wait writes the
+entry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from spare_megatron.core.messages import AppendEntry, Restart, StopWipeOut
 from spare_megatron.core.placement import Placement
 from spare_megatron.core.restart_messages import GiveUp, Waiting, WaitingRead
+from spare_megatron.core.snapshots import SnapshotPolicy, Snapshots, WholeSnapshot
 from spare_megatron.core.topology import GroupId
 
 
@@ -35,16 +37,24 @@ class Restarts:
     Args:
         limits: None leaves it to the driver when training starts again.
         placement: Who hosts what.
-        last_resort: Every group can compute every shard.
+        snapshots: When they are taken, and who keeps them; None: they are not.
         first_step: Committed steps with which the run begins, whether or not there is a checkpoint.
+        last_resort: Every group can compute every shard.
 
     Attributes:
         wipe_out: That under way.
         num_restarts: Times that training has started again.
+        snapshots: Those taken so far.
     """
 
     def __init__(
-        self, limits: RestartLimits | None, placement: Placement, *, last_resort: bool = False, first_step: int = 0
+        self,
+        limits: RestartLimits | None,
+        placement: Placement,
+        snapshots: SnapshotPolicy | None = None,
+        first_step: int = 0,
+        *,
+        last_resort: bool = False,
     ) -> None:
         self._limits = limits
         self._placement = placement
@@ -52,6 +62,7 @@ class Restarts:
         self._first_step = first_step
         self._restarted_at_s: list[float] = []
         self.wipe_out: StopWipeOut | None = None
+        self.snapshots = Snapshots(snapshots)
 
     @property
     def num_restarts(self) -> int:
@@ -62,10 +73,11 @@ class Restarts:
         self.wipe_out = stop
         return (stop,)
 
-    def restarted(self, at_s: float) -> None:
-        """Training starts again, at this time on the clock of the log."""
+    def restarted(self, step: int, at_s: float) -> None:
+        """Training starts again after this many committed steps, at this time on the clock of the log."""
         self.wipe_out = None
         self._restarted_at_s.append(at_s)
+        self.snapshots.restarted(step)
 
     def decide(
         self, event: WaitingRead, over: Mapping[GroupId, int], at_s: float, head: int
@@ -80,15 +92,17 @@ class Restarts:
         """
         if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
             return ()
+        waiting = [item for item in event.waiting if item.member.incarnation > over.get(item.member.group, -1)]
         entry = decide_restart(
             self.wipe_out.step,
             self._placement,
-            [item for item in event.waiting if item.member.incarnation > over.get(item.member.group, -1)],
+            waiting,
             event.waited_s,
             sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s),
             self._limits,
             last_resort=self._last_resort,
             first_step=self._first_step,
+            snapshot=self.snapshots.newest_whole(held for item in waiting for held in item.held),
         )
         return () if entry is None else (AppendEntry(index=head, entry=entry),)
 
@@ -103,10 +117,12 @@ def decide_restart(
     *,
     last_resort: bool = False,
     first_step: int = 0,
+    snapshot: WholeSnapshot | None = None,
 ) -> Restart | GiveUp | None:
     """The entry that ends a wipe-out; None while it is better to wait for more groups.
 
-    The newest checkpoint counts that all who wait find valid: every one of them has to load it.
+    The newest checkpoint counts that all who wait find valid: every one of them has to load it. A snapshot that is not
+    older is there sooner.
 
     Args:
         step: The step that was wiped out.
@@ -117,13 +133,14 @@ def decide_restart(
         limits: When to give up.
         last_resort: Every group can compute every shard.
         first_step: Committed steps with which the run begins: there is always that.
+        snapshot: The newest that those who wait have whole.
 
     >>> from spare_megatron.core.placement import make_placement
     >>> from spare_megatron.core.topology import Member
     >>> ring, limits = make_placement("golomb", 2, 1), RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
     >>> both = [Waiting(member=Member(0, 1), steps=(8, 4)), Waiting(member=Member(1, 1), steps=(4,))]
     >>> decide_restart(9, ring, both, 0.0, 0, limits)
-    Restart(step=4, members=(Member(group=0, incarnation=1), Member(group=1, incarnation=1)))
+    Restart(step=4, members=(Member(group=0, incarnation=1), Member(group=1, incarnation=1)), snapshot=None)
     >>> decide_restart(9, ring, both[:1], 4.9, 0, limits) is None
     True
     """
@@ -140,8 +157,11 @@ def decide_restart(
             f"group hosts shards {[int(shard) for shard in uncovered]}"
         )
         return GiveUp(step=step, reason=reason)
-    valid = set.intersection(*(set(item.steps) for item in waiting))
-    return Restart(step=max(valid | {first_step}), members=tuple(sorted(item.member for item in waiting)))
+    members = tuple(sorted(item.member for item in waiting))
+    step = max(set.intersection(*(set(item.steps) for item in waiting)) | {first_step})
+    if snapshot is not None and snapshot.step >= step:
+        return Restart(step=snapshot.step, members=members, snapshot=snapshot.attempt)
+    return Restart(step=step, members=members)
 
 
 def _too_many(num_recent: int, limits: RestartLimits) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from spare_megatron.core.slices import Hosts
+from spare_megatron.core.snapshots import Held
 from spare_megatron.core.topology import Member
 
 
@@ -21,10 +22,12 @@ class Waiting:
     Attributes:
         member: The group in its new life.
         steps: Committed steps of the checkpoints that it finds valid.
+        held: Snapshots of its rank positions that are whole on its nodes.
     """
 
     member: Member
     steps: tuple[int, ...]
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +51,10 @@ class LoadCheckpoint:
         step: The steps.
         rework_steps: Steps that were committed after it and are computed again.
         hosts: For each slice of the optimizer's state, who takes it over; none where everybody takes all state.
+        snapshot: Instead of a checkpoint the snapshot of this attempt, from the memory of nodes.
     """
 
     step: int
     rework_steps: int
     hosts: Hosts = ()
+    snapshot: int | None = None

@@ -197,6 +197,16 @@ class CheckpointConfig:
         return self.cadence == "optimal" or self.interval_steps is not None or self.interval_s is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotConfig:
+    """Copies of the state in the memory of the nodes, for restarts after a wipe-out."""
+
+    every_steps: int = 0
+    """Steps from one snapshot of the state in host memory to the next, at least 2; 0 takes none."""
+    redundancy: int = 1
+    """Nodes that may be lost with a snapshot left whole: one more keep each rank's state."""
+
+
 FaultKind = Literal[
     "kill",
     "raise",
@@ -324,6 +334,7 @@ class RunConfig:
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

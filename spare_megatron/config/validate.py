@@ -13,6 +13,7 @@ from spare_megatron.config.validate_faults import fault_problems
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
+from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_warnings
 from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
 
@@ -94,6 +95,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *rate_problems(config),
         *checkpoint_problems(config),
         *metrics_problems(config.metrics),
+        *snapshot_problems(config),
         *_isolation(config, machine),
         *_device(config, machine),
         *_data(config, machine),
@@ -102,7 +104,12 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
 
 def warnings(config: RunConfig, machine: Machine) -> list[str]:
     """What will run and may not be what was meant. Only for a configuration without problems."""
-    return [*_oversubscribed(config, machine), *_weak_redundancy(config), *store_warnings(config.control)]
+    return [
+        *_oversubscribed(config, machine),
+        *_weak_redundancy(config),
+        *store_warnings(config.control),
+        *snapshot_warnings(config),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- sizes

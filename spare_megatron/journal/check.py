@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.journal.check_restarts import check_restored
 from spare_megatron.journal.check_slices import check_slices, has_lost_state
 from spare_megatron.journal.check_sums import check_contributions, check_kept, microbatches_of, was_fenced
 from spare_megatron.journal.due import is_due
@@ -52,7 +53,7 @@ def check_journal(journal: Journal) -> Verdict:
     fold = fold_journal(journal, run)
     for rule in (_check_log, _check_fold, check_contributions, check_kept, _check_hosts, _check_votes, _check_updates):
         findings += rule(journal, run, fold)
-    for rule in (check_slices, _check_params, _check_faults, _check_end):
+    for rule in (check_slices, check_restored, _check_params, _check_faults, _check_end):
         findings += rule(journal, run, fold)
     return _verdict(findings, len(fold.kept))
 

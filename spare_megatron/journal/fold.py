@@ -191,7 +191,12 @@ class _Folding:
     def _restart(self, entry: Mapping[str, Any]) -> None:
         kept = [commit for commit in self.commits if commit.index not in self.undone]
         saved = {self.run.first_step} | {commit.step + 1 for commit in kept if commit.saved}
-        if entry["step"] not in saved:
+        snapshot = entry.get("snapshot")
+        if snapshot is not None:
+            if (entry["step"], snapshot) not in {(commit.step + 1, commit.attempt) for commit in kept}:
+                what = f"a snapshot after {entry['step']} steps"
+                self.errors.append(f"a restart takes over {what}, which attempt {snapshot} did not commit")
+        elif entry["step"] not in saved:
             self.errors.append(f"a restart loads a checkpoint after {entry['step']} steps, which was never saved")
         self.undone |= {commit.index for commit in kept if commit.step >= entry["step"]}
         named = {(group, number) for group, number in entry["members"]}

@@ -13,6 +13,8 @@ from typing import Any, Literal
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 SaveOutcome = Literal["saved", "failed", "skipped"]
 """A save is skipped while the group is still writing an earlier one."""
+StateSource = Literal["storage", "memory"]
+"""A checkpoint, or the parameters with which the run began; or a snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,10 @@ class RestartRecord:
     restart_s: float
     """From when its supervisor knew of the wipe-out to when it had loaded them."""
     rejected: list[str] = field(default_factory=list)
-    """The newer checkpoints that it could not use, and why."""
+    """The checkpoints and snapshots that it could not use, and why."""
+    source: StateSource = "storage"
+    load_s: float = 0.0
+    """Of that, loading itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +232,27 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRecord:
+    """How a rank's copy of its state to its node's memory ended. A rank that is lost before leaves none."""
+
+    group: int
+    rank: int
+    step: int
+    """Committed steps that it holds."""
+    attempt: int
+    """Of the last one's commit."""
+    is_kept: bool
+    reason: str
+    """Why it is not."""
+    num_bytes: int
+    stall_s: float
+    """How long it kept the rank from training."""
+    copy_s: float
+    """From its beginning to its being whole, or to its failure."""
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyRecord:
     """How many copies of slices are missing, as a group folded it: whenever slices have lost or won a host."""
 
@@ -272,6 +298,7 @@ Record = (
     | LossRecord
     | CadenceRecord
     | CheckpointRecord
+    | SnapshotRecord
     | RedundancyRecord
     | RepairRecord
     | EndRecord
@@ -290,6 +317,7 @@ _KINDS: dict[str, type[Record]] = {
     "loss": LossRecord,
     "cadence": CadenceRecord,
     "checkpoint": CheckpointRecord,
+    "snapshot": SnapshotRecord,
     "redundancy": RedundancyRecord,
     "repair": RepairRecord,
     "end": EndRecord,

@@ -7,6 +7,7 @@ where they are and written where they belong, so that no second copy of the stat
 import hashlib
 import io
 import json
+import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,37 @@ class OutgoingState:
 
     description: bytes
     tensors: TensorBytes
+
+
+class StateCopy:
+    """A rank's state to be copied to host memory by another thread, before the next update.
+
+    Args:
+        state: The state.
+        device: Where it is.
+
+    Attributes:
+        num_bytes: Of the copy: length of the description (8 bytes, big-endian), the description, the tensors.
+    """
+
+    def __init__(self, state: OutgoingState, device: torch.device) -> None:
+        self._head = len(state.description).to_bytes(8) + state.description
+        self._tensors = state.tensors
+        # Copies wait for what has been asked of the device so far, and for nothing that is asked of it later.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self.num_bytes = len(self._head) + self._tensors.num_bytes
+
+    def write(self, memory: mmap.mmap) -> None:
+        """Fills memory of so many bytes."""
+        out = torch.frombuffer(memory, dtype=torch.uint8)
+        start = len(self._head)
+        out[:start].copy_(torch.frombuffer(bytearray(self._head), dtype=torch.uint8))
+        with torch.cuda.stream(self._stream):  # of none it does nothing
+            self._tensors.copy_to(out[start:])
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class IncomingState:

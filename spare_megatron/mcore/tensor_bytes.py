@@ -34,6 +34,12 @@ class TensorBytes:
             some.copy_(torch.frombuffer(data, dtype=torch.uint8, count=some.numel(), offset=start))
             start += some.numel()
 
+    def copy_to(self, out: Tensor) -> None:
+        """Copies all bytes, in their order, into as many in host memory."""
+        ends = [0, *self._ends]
+        for part, start, stop in zip(self._parts, ends, ends[1:], strict=False):
+            out[start:stop].copy_(part)
+
     def _within(self, piece: Piece) -> Iterator[Tensor]:
         for index in range(bisect_right(self._ends, piece.start), len(self._parts)):
             begin = self._ends[index] - self._parts[index].numel()

@@ -29,7 +29,7 @@ from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.ready import ReadyBuckets, Tell
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.mcore.state import IncomingState, OutgoingState, dump_state, outgoing_state
+from spare_megatron.mcore.state import IncomingState, OutgoingState, StateCopy, dump_state, outgoing_state
 from spare_megatron.mcore.transformer import transformer_config
 
 
@@ -201,6 +201,10 @@ class GroupTrainer:
     def outgoing_state(self) -> OutgoingState:
         """The same for others to read, until the next update."""
         return outgoing_state(self.chunks, self._optimizer)
+
+    def state_copy(self) -> StateCopy:
+        """The same to be copied to host memory, until the next update."""
+        return StateCopy(self.outgoing_state(), self._device)
 
     def incoming_state(self, description: bytes) -> IncomingState:
         """For taking over the state of the rank of the same position in another group, which has this description.

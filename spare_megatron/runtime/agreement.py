@@ -5,9 +5,11 @@ entries from it. Every rank may ask whether an entry is written, which is what e
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +18,11 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Entry, Fence, VotesRead, decode_entry, encode_entry
 from spare_megatron.core.relays import Blocks
 from spare_megatron.core.restart_messages import Waiting
+from spare_megatron.core.snapshots import Held
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import decode_vote
+
+T = TypeVar("T")
 
 
 class Fenced(Exception):
@@ -135,6 +140,18 @@ class GroupAgreement:
         self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._ranks))
         return [bool(value) for value in values.tolist()]
 
+    def gathered(self, value: T) -> list[T]:
+        """The values of the group's ranks in the order of the ranks.
+
+        Collective over: all ranks of the group.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+        """
+        values: list[Any] = [None] * self._ranks.size()
+        self._collective(lambda: dist.all_gather_object(values, value, group=self._ranks))
+        return values
+
     def combine_digests(self, digest: str) -> str:
         """SHA-256 over the digests of the group's ranks in the order of the ranks.
 
@@ -204,17 +221,23 @@ class GroupAgreement:
         if self.is_leader:
             self._log.announce(self.member)
 
-    def announce_restart(self, steps: Sequence[int]) -> None:
-        """Leader: says that the group waits for training to start again, and the checkpoints that it finds valid."""
-        self._log.announce_restart(self.member, ",".join(map(str, steps)))
+    def announce_restart(self, steps: Sequence[int], held: Sequence[Held] = ()) -> None:
+        """Leader: says that the group waits for training to start again, and what there is to start from.
+
+        Args:
+            steps: Of the checkpoints that it finds valid.
+            held: Snapshots that are whole on its nodes.
+        """
+        self._log.announce_restart(self.member, json.dumps([steps, held]))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[Waiting, ...]:
-        """Leader: those of the groups that have ever said so."""
-        found = self._log.waiting_to_restart(groups)
-        return tuple(
-            Waiting(member=Member(GroupId(group), incarnation), steps=tuple(map(int, text.split(",") if text else ())))
-            for (group, incarnation), text in found
-        )
+        """Those of the groups that have ever said so, asked of the store by this rank alone."""
+        waiting: list[Waiting] = []
+        for (group, incarnation), text in self._log.waiting_to_restart(groups):
+            steps, held = json.loads(text)
+            member = Member(GroupId(group), incarnation)
+            waiting.append(Waiting(member=member, steps=tuple(steps), held=tuple(Held(*one) for one in held)))
+        return tuple(waiting)
 
     def is_lost(self, other: Member, from_index: int) -> bool:
         """Whether an entry from this index on fences the other, asked of the store by this rank alone."""

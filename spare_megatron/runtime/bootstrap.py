@@ -1,6 +1,5 @@
 """A rank's process from its first line to its group being ready to train."""
 
-import ctypes
 import os
 import signal
 from datetime import timedelta
@@ -9,19 +8,16 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.control.store import ControlStore
-from spare_megatron.runtime.processes import log_to_file
+from spare_megatron.runtime.processes import die_with, log_to_file
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, RankSpec
 
-_PR_SET_PDEATHSIG = 1
 _MARGIN_S = 30.0
 """Ranks wait this much longer for their leader than the leader waits for the store."""
 
 
 def prepare_process(spec: RankSpec) -> None:
     """Makes this process a rank: it dies with its supervisor, leaves Ctrl-C to the driver, and logs to a file."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != spec.supervisor_pid:  # it died before it was asked for
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_with(spec.supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log_to_file(spec.run_dir, spec.name)

@@ -116,8 +116,10 @@ class CatchUp:
     def _announce(self, is_wiped_out: bool) -> None:
         if is_wiped_out:
             self._waits_since_s = time.monotonic()
+            steps = self._start_over.valid_steps() if self._agreement.is_leader else ()
+            held = self._start_over.held()
             if self._agreement.is_leader:
-                self._agreement.announce_restart(self._start_over.valid_steps())
+                self._agreement.announce_restart(steps, held)
         else:
             self._agreement.announce()
         self._has_announced = is_wiped_out

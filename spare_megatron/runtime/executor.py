@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import (
@@ -18,22 +18,23 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.saves import SaveCheckpoint, SaveEnd
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
+from spare_megatron.core.snapshots import TakeSnapshot
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import CadenceRecord, EntryRecord, Record, UpdateRecord
+from spare_megatron.journal.records import EntryRecord, Record, UpdateRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced
 from spare_megatron.runtime.gather import ParamsGather
+from spare_megatron.runtime.group_saves import GroupSaves
 from spare_megatron.runtime.join import NO_DIGEST, confirm
 from spare_megatron.runtime.params_digest import ParamsDigest
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
 from spare_megatron.runtime.reduction import Reduction
-from spare_megatron.runtime.reports import CheckpointTold, GroupRejoined, GroupRestarted, StepCommitted
-from spare_megatron.runtime.saver import Saver
+from spare_megatron.runtime.reports import GroupRejoined, GroupRestarted, StepCommitted
 from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
@@ -71,7 +72,7 @@ class GroupExecutor:
         digest: Of the group's parameters, for comparisons.
         params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for those after a
             recovery and at the end only.
-        saver: Saves checkpoints; None where none are taken.
+        saves: Checkpoints and snapshots.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class GroupExecutor:
         transfer: StateTransfer,
         start_over: StartOver,
         join_timeout_s: float,
-        report: Callable[[StepCommitted | GroupRejoined | GroupRestarted | CheckpointTold], None],
+        report: Callable[[StepCommitted | GroupRejoined | GroupRestarted], None],
         probe: RankProbe,
         digest: ParamsDigest,
         params_check_every_steps: int,
-        saver: Saver | None,
+        saves: GroupSaves,
     ) -> None:
         self._trainer = trainer
         self._agreement, self._voting = voting.agreement, voting
@@ -107,7 +108,7 @@ class GroupExecutor:
         self._probe = probe
         self._digest = digest
         self._params_check_every_steps = params_check_every_steps
-        self._saver = saver
+        self._saves = saves
         self._clock = RecoveryClock(self._group)
         self._step: _Step | None = None
         self._head = 0
@@ -281,8 +282,7 @@ class GroupExecutor:
         self._reduction.commit()
         self._write_recoveries()
         self._probe(Phase.AFTER_COMMIT)
-        if self._saver is not None:
-            self._saver.await_copy()
+        self._saves.await_copies(step + 1)
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.loss_sum)
         if self._gather is not None:
@@ -302,7 +302,7 @@ class GroupExecutor:
                 step_s=round(step_s, 6),
             )
         )
-        self._tell_saves()
+        self._saves.tell()
         if not self.lacks_params:
             self._hold_params(step + 1)
         self._report_if_leader(
@@ -322,16 +322,11 @@ class GroupExecutor:
 
     def save_checkpoint(self, action: SaveCheckpoint) -> None:
         """Begins a checkpoint of the present state, where it is this group's turn."""
-        assert self._saver is not None, "only a run that takes checkpoints asks for one"
-        if action.cadence is not None and action.member == self._agreement.member:
-            self._write_if_leader(CadenceRecord(group=self._group, step=action.step, **asdict(action.cadence)))
-        self._saver.save(action, self._head, has_params=not self.lacks_params)
+        self._saves.save(action, self._head, has_params=not self.lacks_params)
 
-    def _tell_saves(self) -> None:
-        for record in self._saver.take_finished() if self._saver is not None else ():
-            self._write_if_leader(record)
-            self._report_if_leader(CheckpointTold(record=record))
-            self._reduction.save_ends.append(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
+    def take_snapshot(self, action: TakeSnapshot) -> None:
+        """Begins a snapshot of the present state, where this rank is to keep it."""
+        self._saves.take_snapshot(action)
 
     # ---------------------------------------------------------------------------------------------------- slices
 
@@ -375,9 +370,8 @@ class GroupExecutor:
         self._write_recoveries()
         if not self._digest.value and not self.lacks_params:
             self._digest.check(step, self.num_restarts)
-        if self._saver is not None:
-            self._saver.finish()
-        self._tell_saves()
+        self._saves.finish()
+        self._saves.tell()
 
     # --------------------------------------------------------------------------------------------------- helpers
 
@@ -390,7 +384,7 @@ class GroupExecutor:
         for record in self._clock.take_finished():
             self._write_if_leader(replace(record, num_restarts=self.num_restarts))
 
-    def _report_if_leader(self, report: StepCommitted | GroupRejoined | GroupRestarted | CheckpointTold) -> None:
+    def _report_if_leader(self, report: StepCommitted | GroupRejoined | GroupRestarted) -> None:
         if self._agreement.is_leader:
             self._report(report)
 

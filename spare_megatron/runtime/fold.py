@@ -18,6 +18,7 @@ from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.saves import SavePolicy
 from spare_megatron.core.slices import Slicing
+from spare_megatron.core.snapshots import SnapshotPolicy
 from spare_megatron.runtime.checkpoints import step_of
 
 Stop = FinishRun | StopWipeOut | StopHalted
@@ -52,6 +53,18 @@ def controller_setup(config: RunConfig) -> ControllerSetup:
         ),
         first_step=step_of(Path(checkpoint.load)) if checkpoint.load else 0,
         slices=slices,
+        snapshots=_snapshots(config),
+    )
+
+
+def _snapshots(config: RunConfig) -> SnapshotPolicy | None:
+    if not config.snapshot.every_steps:
+        return None
+    return SnapshotPolicy(
+        every_steps=config.snapshot.every_steps,
+        redundancy=config.snapshot.redundancy,
+        layout=config.parallel,
+        groups_per_domain=config.spare.groups_per_domain,
     )
 
 

@@ -5,6 +5,7 @@ has not touched a GPU, which is what makes forking it safe.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,7 @@ from spare_megatron.control.spec import StoreSpec, TcpStoreSpec
 from spare_megatron.control.tcp_store import serve
 from spare_megatron.runtime.network import HUB_ADDRESS, run_in_network_of, serve_hub
 
+_PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
 _STORE_START_TIMEOUT_S = 120.0
 
@@ -138,6 +140,13 @@ def describe_exit(code: int | None) -> str:
     if code >= 0:
         return f"exit code {code}"
     return signal.Signals(-code).name
+
+
+def die_with(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before it was asked for
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def log_to_file(run_dir: Path, name: str) -> None:

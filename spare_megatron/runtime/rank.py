@@ -6,12 +6,10 @@ import time
 import traceback
 from collections import deque
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
@@ -37,7 +35,6 @@ from spare_megatron.runtime.bootstrap import (
     wait_for_all_groups,
 )
 from spare_megatron.runtime.catch_up import CatchUp
-from spare_megatron.runtime.checkpoints import folder_of
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import GroupExecutor
@@ -60,12 +57,11 @@ from spare_megatron.runtime.reports import (
     RestartAwaited,
     RunStopped,
 )
-from spare_megatron.runtime.saver import Saver
 from spare_megatron.runtime.shared_data import check_shared_data
 from spare_megatron.runtime.slice_content import slice_contents
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.staging import Staging
-from spare_megatron.runtime.start_over import StartOver
+from spare_megatron.runtime.state_keeping import StateKeeping
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
 from spare_megatron.runtime.train import start, train
@@ -166,7 +162,6 @@ class _Rank:
         device = choose_device(spec)
         ranks = self._ranks = join_group(spec, self._store, device)
         self._trainer = self._build_trainer(device)
-        self._start_over = StartOver(config, spec.run_dir, self._trainer, spec.wiped_out_at_s)
         agreement = self._agreement = GroupAgreement(
             spec.member,
             ranks,
@@ -199,6 +194,8 @@ class _Rank:
             overlaps=config.reduce.overlap,
         )
         source = self._serve_state()
+        keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
+        self._start_over = keeping.start_over(self._store)
         return GroupExecutor(
             trainer=self._trainer,
             voting=voting,
@@ -213,7 +210,7 @@ class _Rank:
             probe=self._probe,
             digest=ParamsDigest(trainer=self._trainer, agreement=agreement, journal=self._journal, probe=self._probe),
             params_check_every_steps=config.train.params_check_every_steps,
-            saver=self._build_saver() if config.checkpoint.is_wanted else None,
+            saves=keeping.saves(self._journal, self._reports.send, reduction.save_ends.append),
         )
 
     def _build_transfer(self, agreement: GroupAgreement, source: StateSource) -> StateTransfer:
@@ -223,18 +220,6 @@ class _Rank:
             source=source,
             find_server=self._find_server,
             timeout_s=self._spec.config.reduce.timeout_s,
-            probe=self._probe,
-        )
-
-    def _build_saver(self) -> Saver:
-        config = self._spec.config
-        return Saver(
-            config=config,
-            folder=folder_of(config, self._spec.run_dir),
-            trainer=self._trainer,
-            agreement=self._agreement,
-            ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
-            connect=lambda: open_store(self._spec.store),
             probe=self._probe,
         )
 

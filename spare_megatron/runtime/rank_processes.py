@@ -12,6 +12,7 @@ from spare_megatron.core.liveness import Pulse
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
 from spare_megatron.runtime.beacon import Page, new_page, read_page
+from spare_megatron.runtime.node_keeper import NodeKeeper
 from spare_megatron.runtime.processes import Child, end_child, start_child
 from spare_megatron.runtime.reports import ExitCode, RankKey
 from spare_megatron.runtime.spec import NodeSpec, RankSpec
@@ -21,6 +22,7 @@ class RankProcesses:
     """The processes and what belongs to each.
 
     Attributes:
+        keeper: Holds the node's snapshots; None where none are taken.
         pipes: Where reports come from, by the rank that writes them.
         sentinels: What becomes ready when a process ends, by its rank.
         exits: How the last process of each rank ended.
@@ -37,12 +39,14 @@ class RankProcesses:
         self._pages: dict[RankKey, Page] = {}
         self._faults = set(spec.faults)  # that have yet to strike
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
+        self.keeper = NodeKeeper(spec, self._context) if spec.config.snapshot.every_steps else None
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
         self.exits: dict[RankKey, int] = {}
 
     def start_all(self) -> None:
-        """Starts every rank of the node for the first time."""
+        """Starts every rank of the node for the first time, and the keeper of what they copy."""
+        self.look_at_keeper()
         for key in self._keys:
             self._start(key)
 
@@ -77,6 +81,7 @@ class RankProcesses:
             supervisor_pid=os.getpid(),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
             wiped_out_at_s=wiped_out_at_s,
+            keeper=self.keeper and self.keeper.address,
         )
         child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
         self.pipes[child.reports] = key
@@ -145,8 +150,15 @@ class RankProcesses:
             if self._children[key].process.is_alive():
                 self._children[key].process.kill()
 
+    def look_at_keeper(self) -> None:
+        """Sees to it that there is one, where snapshots are taken."""
+        if self.keeper is not None:
+            self.keeper.look()
+
     def end(self) -> None:
         """Kills and reaps all that are left."""
+        if self.keeper is not None:
+            self.keeper.end()
         for child in self._children.values():
             end_child(child)
 

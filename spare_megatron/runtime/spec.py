@@ -10,6 +10,7 @@ from spare_megatron.control.spec import StoreSpec
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
 from spare_megatron.runtime.beacon import Page
+from spare_megatron.runtime.keeper_wire import KeeperAddress
 
 ALL_GROUPS_READY = "all_groups_ready"
 """Key of the control store that is written once every group has its model built. From then on losses are masked."""
@@ -32,6 +33,7 @@ class RankSpec:
         supervisor_pid: Its parent, with which it dies.
         seconds_left: Until the run ends with the step under way; None if all steps are to be trained.
         wiped_out_at_s: Monotonic time at which the supervisor knew of the wipe-out after which the rank starts again.
+        keeper: Where the keeper of its node listens; None where no snapshots are taken.
     """
 
     config: RunConfig
@@ -46,6 +48,7 @@ class RankSpec:
     supervisor_pid: int
     seconds_left: float | None = None
     wiped_out_at_s: float | None = None
+    keeper: KeeperAddress | None = None
 
     @property
     def name(self) -> str:

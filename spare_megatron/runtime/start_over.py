@@ -1,10 +1,11 @@
-"""What a rank needs to start again after a wipe-out: the checkpoints, and since when training stands still."""
+"""What a rank needs to start again after a wipe-out: what to load, and since when training stands still."""
 
 import time
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.snapshots import Held
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -17,6 +18,7 @@ from spare_megatron.runtime.checkpoints import (
     visible_steps,
 )
 from spare_megatron.runtime.join import JoinFailed
+from spare_megatron.runtime.snapshot_loader import SnapshotLoader
 
 _NUM_OFFERED = 3
 """Checkpoints that a group names, the newest valid ones: another may have looked before the last was visible."""
@@ -31,16 +33,27 @@ class StartOver:
         trainer: The rank's part of the model, as it is when its process begins.
         wiped_out_at_s: Monotonic time at which the rank's supervisor knew of the wipe-out; None if the rank's process
             was started before.
+        snapshots: What the nodes hold; None where no snapshots are taken.
 
     Attributes:
-        rejected: Checkpoints that cannot be used, and why, as of the last look.
+        rejected: Checkpoints and snapshots that cannot be used, and why, as of the last look.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, trainer: GroupTrainer, wiped_out_at_s: float | None) -> None:
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_dir: Path,
+        trainer: GroupTrainer,
+        wiped_out_at_s: float | None,
+        snapshots: SnapshotLoader | None,
+    ) -> None:
         self._folder = folder_of(config, run_dir)
         self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
         self._trainer = trainer
         self._wiped_out_at_s = wiped_out_at_s
+        self._snapshots = snapshots
+        self._load_s = 0.0
         self.rejected: tuple[str, ...] = ()
 
     def now_s(self) -> float:
@@ -71,14 +84,34 @@ class StartOver:
         self.rejected = tuple(rejected)
         return tuple(valid)
 
+    def held(self) -> tuple[Held, ...]:
+        """Snapshots of the group's ranks that are whole on its nodes.
+
+        Collective over: all ranks of the group, after `valid_steps` where that is asked.
+        """
+        if self._snapshots is None:
+            return ()
+        held, rejected = self._snapshots.held()
+        self.rejected += rejected
+        return held
+
     def load(self, action: LoadCheckpoint, member: Member) -> None:
-        """Takes over the checkpoint, or what the run began with, and the slices that the group is to host.
+        """Takes over the checkpoint or the snapshot, or what the run began with, and the slices the group is to host.
 
         Collective over: all ranks of the group.
 
         Raises:
-            JoinFailed: The checkpoint is not there any more.
+            JoinFailed: It is not there any more.
         """
+        began_s = time.monotonic()
+        if action.snapshot is None:
+            self._load_checkpoint(action, member)
+        else:
+            assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
+            self._snapshots.load(action.snapshot)
+        self._load_s = time.monotonic() - began_s
+
+    def _load_checkpoint(self, action: LoadCheckpoint, member: Member) -> None:
         path = checkpoint_path(self._folder, action.step)
         slices = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         if path.exists():
@@ -97,4 +130,6 @@ class StartOver:
             rework_steps=action.rework_steps,
             restart_s=round(time.monotonic() - self.now_s(), 6),
             rejected=list(self.rejected),
+            source="storage" if action.snapshot is None else "memory",
+            load_s=round(self._load_s, 6),
         )

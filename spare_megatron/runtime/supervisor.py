@@ -256,6 +256,7 @@ class _Supervisor:
     def _look(self) -> None:
         """At all beacons, and at whether the store answers; from now on ever again."""
         self._agenda.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
+        self._ranks.look_at_keeper()
         now_s = time.monotonic()
         if now_s - self._looked_at_s > self._interval_s:
             self._link.forgive()  # this process was stopped, and the link's thread with it

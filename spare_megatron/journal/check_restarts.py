@@ -1,0 +1,29 @@
+"""After a restart the groups hold what they held before it."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.finding import Finding
+from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.records import ParamsRecord, RunRecord
+
+
+def check_restored(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Where parameters were compared after as many steps before, those taken over at a restart are the same."""
+    digests: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for record in journal.of(ParamsRecord):
+        digests[record.num_restarts, record.step].add(record.sha256)
+    restarts = [fold.entries[index] for index in sorted(fold.entries) if fold.entries[index]["entry"] == "restart"]
+    begun = [run.first_step]  # the steps with which training began, and began again
+    for number, restart in enumerate(restarts, 1):
+        step = restart["step"]
+        # Of these steps none but the last training that came past them counts: later ones were undone.
+        before = next((count for count in reversed(range(number)) if begun[count] <= step), None)
+        begun.append(step)
+        known = set() if before is None else digests.get((before, step), set())
+        if known and not digests.get((number, step), set()) <= known:
+            yield Finding(
+                severity="invalid",
+                reason=f"restart {number} took over other parameters than the groups held after {step} steps before it",
+            )

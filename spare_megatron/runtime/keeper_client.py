@@ -1,0 +1,92 @@
+"""A rank's way to the keeper of its node."""
+
+import mmap
+import os
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from multiprocessing.reduction import recv_handle
+from typing import TypeVar
+
+from spare_megatron.runtime.keeper_wire import COPIED, CopyWanted, HeldTold, HeldWanted, KeeperAddress, KeepOnly
+
+T = TypeVar("T")
+
+
+class KeeperGone(Exception):
+    """The keeper is not there, or was lost before it had answered; or it has no memory."""
+
+
+class KeeperClient:
+    """One rank position's side. A keeper that is there and does not answer keeps the caller waiting.
+
+    Args:
+        address: Of the node's keeper.
+        position: The rank inside its group.
+    """
+
+    def __init__(self, address: KeeperAddress, position: int) -> None:
+        self._address = address
+        self._position = position
+
+    def copy(self, attempt: int, previous: int, num_bytes: int, write: Callable[[mmap.mmap], None]) -> str:
+        """Has a snapshot kept, and of all others of the position only the previous one.
+
+        Args:
+            attempt: The snapshot.
+            previous: The one before.
+            num_bytes: Of the snapshot.
+            write: Fills memory of so many bytes.
+
+        Returns:
+            Its SHA-256, as the keeper has read it.
+
+        Raises:
+            KeeperGone: It is not kept.
+        """
+        wanted = CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=num_bytes)
+
+        def converse(connection: Connection) -> str:
+            connection.send(wanted)
+            refusal = str(connection.recv())
+            if refusal:
+                raise KeeperGone(refusal)
+            fd = recv_handle(connection)
+            try:
+                memory = mmap.mmap(fd, num_bytes)
+            finally:
+                os.close(fd)
+            write(memory)
+            connection.send(COPIED)
+            return str(connection.recv())
+
+        return self._converse(converse)
+
+    def keep_only(self, attempt: int) -> None:
+        """Has all snapshots of the position given up but this one.
+
+        Raises:
+            KeeperGone: Nobody is there.
+        """
+        self._converse(lambda connection: connection.send(KeepOnly(position=self._position, attempt=attempt)))
+
+    def held(self, host: str) -> HeldTold:
+        """The snapshots of the position, which are served on this IP address of the machine from now on.
+
+        Raises:
+            KeeperGone: Nobody is there.
+        """
+
+        def converse(connection: Connection) -> HeldTold:
+            connection.send(HeldWanted(position=self._position, host=host))
+            told: HeldTold = connection.recv()
+            return told
+
+        return self._converse(converse)
+
+    def _converse(self, converse: Callable[[Connection], T]) -> T:
+        try:
+            with Client(self._address.name, "AF_UNIX", authkey=self._address.key) as connection:
+                return converse(connection)
+        except (AuthenticationError, EOFError, OSError) as error:
+            raise KeeperGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error

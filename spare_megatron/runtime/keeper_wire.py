@@ -1,0 +1,69 @@
+"""What a rank and the keeper of its node say to each other, over a socket that never leaves the node.
+
+The listener's name stands in no folder, so that nothing is left behind; whoever connects has to know the key.
+"""
+
+from dataclasses import dataclass, field
+
+from spare_megatron.core.snapshots import Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperAddress:
+    """Where a node's keeper listens, in every one of its lives.
+
+    Attributes:
+        name: Of its socket, abstract.
+        key: For both sides to know each other by.
+    """
+
+    name: str
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyWanted:
+    """Memory is wanted for a snapshot, and all others of this rank position but one may go.
+
+    The answer is an empty text, or why there is none; then a descriptor of the memory. When the rank has sent `COPIED`
+    the keeper answers with the SHA-256 of what is there. Whoever leaves before has made no snapshot.
+    """
+
+    position: int
+    attempt: int
+    previous: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOnly:
+    """All snapshots of this rank position but one may go. There is no answer."""
+
+    position: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldWanted:
+    """The snapshots of this rank position are wanted, to be served on this IP address of the machine."""
+
+    position: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTold:
+    """The answer.
+
+    Attributes:
+        held: Those whose bytes are still what they were.
+        damaged: The attempts of the others, which are gone now.
+        server: Where a `piece_client.PieceClient` gets them, name the position and step the attempt.
+    """
+
+    held: tuple[Held, ...]
+    damaged: tuple[int, ...]
+    server: str
+
+
+COPIED = "copied"

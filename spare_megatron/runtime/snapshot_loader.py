@@ -1,0 +1,155 @@
+"""One rank's part in starting again from a snapshot, fetched from the memory of nodes."""
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from spare_megatron.control.store import ControlStore
+from spare_megatron.core.pieces import Piece, pieces_of
+from spare_megatron.core.snapshots import Held
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.mcore.state import ForeignState
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.join import JoinFailed
+from spare_megatron.runtime.keeper_client import KeeperClient, KeeperGone
+from spare_megatron.runtime.piece_client import PieceClient
+from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.runtime.state_transfer import LengthFirst
+
+_POLL_S = 0.05
+
+
+class _Unusable(Exception):
+    """What is held there is not the snapshot."""
+
+
+class SnapshotLoader:
+    """What the nodes hold for this rank.
+
+    Args:
+        member: The group.
+        position: The rank inside it.
+        trainer: The rank's part of the model.
+        keeper: That of its node.
+        agreement: The group's voice.
+        store: The control store, where keepers' addresses are told.
+        groups: All groups of the run.
+        timeout_s: Longest wait for the keeper, and for the snapshot.
+        progress: Told that the rank gets on.
+    """
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        position: int,
+        trainer: GroupTrainer,
+        keeper: KeeperClient,
+        agreement: GroupAgreement,
+        store: ControlStore,
+        groups: Sequence[GroupId],
+        timeout_s: float,
+        progress: Callable[[], None],
+    ) -> None:
+        self._member = member
+        self._position = position
+        self._trainer = trainer
+        self._keeper = keeper
+        self._agreement = agreement
+        self._store = store
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._own_server = ""
+
+    def held(self) -> tuple[tuple[Held, ...], tuple[str, ...]]:
+        """Snapshots of the group's rank positions that are whole on its nodes, and why others are not.
+
+        Collective over: all ranks of the group.
+        """
+        held: tuple[Held, ...] = ()
+        rejected: tuple[str, ...] = ()
+        asking = ThreadPoolExecutor(max_workers=1)
+        try:
+            told = asking.submit(self._keeper.held, self._store.local_host()).result(self._timeout_s)
+        except (KeeperGone, TimeoutError) as error:
+            rejected = (f"rank {self._position}: {error or 'the keeper of its node does not answer'}",)
+        else:
+            held = told.held
+            rejected = tuple(
+                f"rank {self._position}: the snapshot of attempt {attempt} is not what was copied, by its SHA-256"
+                for attempt in told.damaged
+            )
+            self._own_server = told.server
+            self._store.put(_keeper_key(self._member, self._position), told.server)
+        finally:
+            asking.shutdown(wait=False)
+        gathered = self._agreement.gathered((held, rejected))
+        return (
+            tuple(one for some, _ in gathered for one in some),
+            tuple(text for _, texts in gathered for text in texts),
+        )
+
+    def load(self, attempt: int) -> None:
+        """Takes over the snapshot of this attempt: from the own node where it is there.
+
+        Raises:
+            JoinFailed: Nobody has it any more, or gave it in time.
+        """
+        servers = self._servers(attempt)
+        failure = "nobody has it"
+        end_s = time.monotonic() + self._timeout_s
+        while servers and time.monotonic() < end_s:
+            for server, sha256 in list(servers.items()):
+                try:
+                    self._fetch(Address.parse(server), attempt, sha256)
+                    return
+                except TransferBroken as error:  # perhaps for having too much to do
+                    failure = str(error)
+                except (NotOffered, WrongStep, ForeignState, _Unusable) as error:
+                    failure = str(error)
+                    del servers[server]
+            time.sleep(_POLL_S)
+        raise JoinFailed(f"the snapshot of attempt {attempt} has not come: {failure}")
+
+    def _servers(self, attempt: int) -> dict[str, str]:
+        """Who has said to have it, each with its SHA-256: the own node first, then the groups after this one."""
+        num_groups = len(self._groups)
+        waiting = sorted(
+            self._agreement.waiting_to_restart(self._groups),
+            key=lambda one: (one.member.group - self._member.group) % num_groups,
+        )
+        found: dict[str, str] = {}
+        for one in waiting:
+            for held in one.held:
+                if (held.attempt, held.position) == (attempt, self._position):
+                    found[self._store.wait(_keeper_key(one.member, self._position), self._timeout_s)] = held.sha256
+        return dict(sorted(found.items(), key=lambda item: item[0] != self._own_server))
+
+    def _fetch(self, server: Address, attempt: int, sha256: str) -> None:
+        name, digest = str(self._position), hashlib.sha256()
+        with contextlib.closing(PieceClient(server, self._timeout_s)) as client:
+
+            def fetch(piece: Piece) -> memoryview:
+                content = client.fetch(name, attempt, piece)
+                digest.update(content)
+                self._progress()
+                return content
+
+            head = fetch(LengthFirst.PIECE)
+            description = b"".join(fetch(piece) for piece in LengthFirst.pieces(head))
+            start = LengthFirst.PIECE.stop + len(description)
+            state = self._trainer.incoming_state(description)
+            for piece in pieces_of(state.tensors.num_bytes):
+                state.tensors.write(piece, fetch(Piece(start + piece.start, start + piece.stop)))
+        if digest.hexdigest() != sha256:
+            raise _Unusable("it is not what was copied, by its SHA-256")
+        state.install()
+
+
+def _keeper_key(member: Member, rank: int) -> str:
+    """Where the address of the keeper of a rank's node stands in the control store."""
+    return f"keeper/{member.group}/{member.incarnation}/{rank}"

@@ -1,0 +1,152 @@
+"""One rank's part in taking snapshots: copied between two updates to memory of the node's keeper, by a thread.
+
+The state does not change from one update to the next, so that only the update waits for the copy. That the keeper reads
+it once more, for its checksum, only the last update before the next snapshot waits for.
+"""
+
+import mmap
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.snapshots import TakeSnapshot
+from spare_megatron.core.topology import Member
+from spare_megatron.journal.records import SnapshotRecord
+from spare_megatron.mcore.state import StateCopy
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.keeper_client import KeeperClient, KeeperGone
+from spare_megatron.runtime.probe import RankProbe
+
+_PATIENCE_S = 30.0
+"""How long training waits for a keeper that is there and does not answer; then the rank asks it no more."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A snapshot of this rank from its beginning to its end."""
+
+    action: TakeSnapshot
+    num_bytes: int
+    began_s: float
+    stall_s: float = 0.0
+    copy_s: float = 0.0
+    failure: str = "its keeper has not answered"
+
+
+class Snapshotter:
+    """Copies the state when this rank is to keep it.
+
+    Args:
+        member: The group.
+        position: The rank inside it.
+        trainer: The rank's part of the model.
+        keeper: That of its node.
+        probe: Told that the rank waits.
+    """
+
+    def __init__(
+        self, *, member: Member, position: int, trainer: GroupTrainer, keeper: KeeperClient, probe: RankProbe
+    ) -> None:
+        self._member = member
+        self._position = position
+        self._trainer = trainer
+        self._keeper = keeper
+        self._probe = probe
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._asking: Future[None] | None = None
+        self._copied = threading.Event()
+        self._may_read = threading.Lock()
+        self._is_given_up = False  # the keeper
+        self._copy: _Copy | None = None
+
+    def take(self, action: TakeSnapshot) -> None:
+        """Begins to copy the state, if this rank is to; else has its keeper give up what is of no use any more."""
+        if self._is_given_up:
+            return
+        if self._member.group not in action.holders[self._position]:
+            self._asking = self._thread.submit(self._keep_only, action.previous)
+            return
+        began_s = time.monotonic()
+        state = self._trainer.state_copy()
+        self._copy = _Copy(action=action, num_bytes=state.num_bytes, began_s=began_s)
+        self._copied.clear()
+        self._asking = self._thread.submit(self._run, self._copy, state)
+        self._copy.stall_s = time.monotonic() - began_s
+
+    def await_copy(self, step: int) -> None:
+        """Returns when the update may be done that makes so many committed steps."""
+        copy = self._copy
+        if copy is None:
+            return
+        began_s = time.monotonic()
+        with self._probe.during(Operation.SAVE):
+            is_done = self._copied.wait(_PATIENCE_S)
+            if is_done and step >= copy.action.settled_by:
+                is_done = self._settle()
+            if not is_done:
+                with self._may_read:  # a copy under way is let come to its end
+                    self._is_given_up = True
+        copy.stall_s += time.monotonic() - began_s
+
+    def finish(self) -> None:
+        """Returns when the last copy is made."""
+        with self._probe.during(Operation.SAVE):
+            self._settle()
+
+    def take_finished(self) -> list[SnapshotRecord]:
+        """How the last copy has ended, if this has not been asked since."""
+        copy = self._copy
+        if copy is None or self._asking is None or not (self._asking.done() or self._is_given_up):
+            return []
+        if self._asking.done():
+            self._asking.result()  # raises what is nobody's silence
+        self._copy = None
+        record = SnapshotRecord(
+            group=self._member.group,
+            rank=self._position,
+            step=copy.action.step,
+            attempt=copy.action.attempt,
+            is_kept=not copy.failure,
+            reason=copy.failure,
+            num_bytes=copy.num_bytes,
+            stall_s=round(copy.stall_s, 6),
+            copy_s=round(copy.copy_s, 6),
+            incarnation=self._member.incarnation,
+        )
+        return [record]
+
+    def _settle(self) -> bool:
+        return self._asking is None or self._is_given_up or bool(wait([self._asking], _PATIENCE_S).done)
+
+    # -------------------------------------------------------------------------------------------- the copying thread
+
+    def _run(self, copy: _Copy, state: StateCopy) -> None:
+        action = copy.action
+        try:
+            self._keeper.copy(action.attempt, action.previous, copy.num_bytes, partial(self._write, state))
+            copy.failure = ""
+        except (KeeperGone, _GivenUp) as error:
+            copy.failure = str(error)
+        finally:
+            self._copied.set()
+            copy.copy_s = time.monotonic() - copy.began_s
+
+    def _write(self, state: StateCopy, memory: mmap.mmap) -> None:
+        with self._may_read:
+            if self._is_given_up:
+                raise _GivenUp("its keeper answered too late")
+            state.write(memory)
+        self._copied.set()
+
+    def _keep_only(self, attempt: int) -> None:
+        try:
+            self._keeper.keep_only(attempt)
+        except KeeperGone:
+            pass  # and what it kept
+
+
+class _GivenUp(Exception):
+    """Training has gone on without the copy."""

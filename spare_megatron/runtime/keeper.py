@@ -5,6 +5,7 @@ a name: it is gone with the last process that has it.
 """
 
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
@@ -23,6 +24,8 @@ from spare_megatron.runtime.piece_wire import NotOffered
 from spare_megatron.runtime.processes import die_with, log_to_file
 
 _BACKLOG = 64
+_SHARE = 0.75
+"""Of the memory that is left, a snapshot may take so much: where the kernel runs out of it, it kills whom it likes."""
 _TIMEOUT_S = 60.0
 """Longest wait for whoever fetches a snapshot to take a piece of it."""
 
@@ -36,6 +39,12 @@ def keep(address: KeeperAddress, run_dir: Path, name: str, supervisor_pid: int, 
     Keeper(address).serve()
 
 
+def available_bytes() -> int:
+    """Memory of the machine that may be had without taking any from others."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
 class _Memory:
     """Shared memory of one snapshot, mapped here.
 
@@ -44,9 +53,11 @@ class _Memory:
     """
 
     def __init__(self, num_bytes: int) -> None:
+        if num_bytes > (left := available_bytes()) * _SHARE:
+            raise OSError(errno.ENOMEM, f"more than {_SHARE:.0%} of the {left} that the node has left")
         self.fd = os.memfd_create("spare-snapshot")
         try:
-            # Now, not page by page: want of memory is an error here, and a signal later.
+            # Now, and not page by page in the rank.
             os.posix_fallocate(self.fd, 0, num_bytes)
             self.content = mmap.mmap(self.fd, num_bytes)
         except OSError:
@@ -87,6 +98,7 @@ class Keeper:
                 case KeepOnly(position=position, attempt=attempt):
                     self._keep_only(position, attempt)
                     self._give_back(position, None)
+                    connection.send("")
                 case HeldWanted(position=position, host=host):
                     connection.send(self._tell(position, host))
 

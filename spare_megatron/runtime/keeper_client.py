@@ -68,7 +68,12 @@ class KeeperClient:
         Raises:
             KeeperGone: Nobody is there.
         """
-        self._converse(lambda connection: connection.send(KeepOnly(position=self._position, attempt=attempt)))
+
+        def converse(connection: Connection) -> None:
+            connection.send(KeepOnly(position=self._position, attempt=attempt))
+            connection.recv()
+
+        self._converse(converse)
 
     def held(self, host: str) -> HeldTold:
         """The snapshots of the position, which are served on this IP address of the machine from now on.

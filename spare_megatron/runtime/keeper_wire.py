@@ -37,7 +37,7 @@ class CopyWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepOnly:
-    """All snapshots of this rank position but one may go. There is no answer."""
+    """All snapshots of this rank position but one may go. The answer, an empty text, says that they have."""
 
     position: int
     attempt: int

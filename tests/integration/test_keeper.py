@@ -1,0 +1,233 @@
+"""A keeper in a process of its own, and ranks that talk to it; faults strike where they hurt most."""
+
+import hashlib
+import mmap
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Client, Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+from typing import cast
+
+import psutil
+import pytest
+
+from spare_megatron.core.pieces import Piece
+from spare_megatron.core.snapshots import Held
+from spare_megatron.runtime import keeper as keeper_module
+from spare_megatron.runtime.keeper_client import KeeperClient, KeeperGone
+from spare_megatron.runtime.keeper_wire import CopyWanted, KeeperAddress
+from spare_megatron.runtime.node_keeper import NodeKeeper
+from spare_megatron.runtime.piece_client import PieceClient
+from spare_megatron.runtime.piece_wire import Address, NotOffered
+from spare_megatron.runtime.spec import NodeSpec
+
+pytestmark = pytest.mark.timeout(60)
+
+HOST = "127.0.0.1"
+START_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """As much of a node as its keeper needs."""
+
+    run_dir: Path
+    node: int = 0
+
+
+@contextmanager
+def running_keeper(run_dir: Path) -> Iterator[NodeKeeper]:
+    """A keeper that answers."""
+    keeper = NodeKeeper(cast(NodeSpec, Node(run_dir)), multiprocessing.get_context("fork"))
+    try:
+        keeper.look()
+        await_keeper(keeper)
+        yield keeper
+    finally:
+        keeper.end()
+    assert multiprocessing.active_children() == []
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[NodeKeeper]:
+    with running_keeper(tmp_path) as keeper:
+        yield keeper
+
+
+def await_keeper(keeper: NodeKeeper) -> None:
+    """Its first life, or the next, has come up."""
+    end_s = time.monotonic() + START_S
+    while True:
+        try:
+            KeeperClient(keeper.address, 99).keep_only(0)
+            return
+        except KeeperGone:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+
+def fill(content: bytes) -> Callable[[mmap.mmap], None]:
+    def write(memory: mmap.mmap) -> None:
+        memory[:] = content
+
+    return write
+
+
+def copy(client: KeeperClient, attempt: int, previous: int, content: bytes) -> str:
+    return client.copy(attempt, previous, len(content), fill(content))
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def fetched(client: KeeperClient, position: int, attempt: int, num_bytes: int) -> bytes:
+    """What others get of it over the network."""
+    pieces = PieceClient(Address.parse(client.held(HOST).server), START_S)
+    try:
+        return bytes(pieces.fetch(str(position), attempt, Piece(0, num_bytes)))
+    finally:
+        pieces.close()
+
+
+def keeper_pid() -> int:
+    (child,) = multiprocessing.active_children()
+    assert child.pid is not None
+    return child.pid
+
+
+def num_kept() -> int:
+    """Lots of memory for snapshots that the keeper has."""
+    folder = Path(f"/proc/{keeper_pid()}/fd")
+    return len({file.stat().st_ino for file in folder.iterdir() if "spare-snapshot" in os.readlink(file)})
+
+
+def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeKeeper) -> None:
+    """Two lots of memory do for any number of snapshots."""
+    client = KeeperClient(keeper.address, 3)
+    contents = {attempt: os.urandom(5000) for attempt in range(1, 7)}
+    for attempt, content in contents.items():
+        assert copy(client, attempt, attempt - 1, content) == sha256(content)
+        kept = [one for one in (attempt - 1, attempt) if one in contents]
+        assert client.held(HOST).held == tuple(Held(one, 3, sha256(contents[one])) for one in kept)
+        assert num_kept() == len(kept)
+    assert fetched(client, 3, 5, 5000) == contents[5]
+    assert KeeperClient(keeper.address, 2).held(HOST).held == ()
+    with pytest.raises(NotOffered):
+        fetched(client, 3, 4, 5000)
+
+
+def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeKeeper) -> None:
+    client = KeeperClient(keeper.address, 0)
+    for attempt in (1, 2):
+        copy(client, attempt, attempt - 1, bytes(9000))
+    client.keep_only(2)
+    assert [one.attempt for one in client.held(HOST).held] == [2]
+    client.keep_only(3)
+    assert client.held(HOST).held == ()
+    assert num_kept() == 0
+
+
+def test_snapshots_may_change_their_size(keeper: NodeKeeper) -> None:
+    client = KeeperClient(keeper.address, 0)
+    for attempt, num_bytes in enumerate((10, 5000, 20)):
+        content = os.urandom(num_bytes)
+        assert copy(client, attempt, attempt - 1, content) == sha256(content)
+        assert fetched(client, 0, attempt, num_bytes) == content
+    assert num_kept() == 2
+
+
+def dying_rank(address: KeeperAddress, report: Connection) -> None:
+    """Is killed when half of its copy is made."""
+    with Client(address.name, "AF_UNIX", authkey=address.key) as connection:
+        connection.send(CopyWanted(position=0, attempt=2, previous=1, num_bytes=4000))
+        assert connection.recv() == ""
+        memory = mmap.mmap(recv_handle(connection), 4000)
+        memory[:2000] = bytes([255]) * 2000
+        report.send("half")
+        signal.pause()
+
+
+def test_a_rank_that_is_killed_while_it_copies_leaves_the_snapshot_before(keeper: NodeKeeper) -> None:
+    client, content = KeeperClient(keeper.address, 0), os.urandom(4000)
+    copy(client, 1, -1, content)
+    ours, theirs = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(target=dying_rank, args=(keeper.address, theirs))
+    rank.start()
+    assert ours.poll(START_S)
+    assert ours.recv() == "half"
+    rank.kill()
+    rank.join()
+    assert client.held(HOST).held == (Held(1, 0, sha256(content)),)
+    assert fetched(client, 0, 1, 4000) == content
+    later = os.urandom(4000)
+    assert copy(client, 3, 1, later) == sha256(later)
+    assert [one.attempt for one in client.held(HOST).held] == [1, 3]
+
+
+def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(keeper: NodeKeeper) -> None:
+    client, content = KeeperClient(keeper.address, 0), os.urandom(4000)
+    copy(client, 1, -1, content)
+    pid = keeper_pid()
+
+    def strike(memory: mmap.mmap) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(KeeperGone):
+        client.copy(2, 1, 4000, strike)
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    with pytest.raises(KeeperGone):
+        client.held(HOST)
+    keeper.look()
+    await_keeper(keeper)
+    assert keeper_pid() != pid
+    assert client.held(HOST).held == ()
+    assert copy(client, 3, 1, content) == sha256(content)
+
+
+def flip_bit(kept: list[mmap.mmap], content: bytes, memory: mmap.mmap) -> None:
+    memory[:] = content
+    kept.append(memory)
+
+
+def test_a_flipped_bit_in_a_keeper_s_memory_is_found_by_the_checksum(keeper: NodeKeeper) -> None:
+    """The rank's mapping is the keeper's memory."""
+    client, content = KeeperClient(keeper.address, 0), os.urandom(4000)
+    kept: list[mmap.mmap] = []
+    for attempt in (1, 2):
+        client.copy(attempt, attempt - 1, 4000, partial(flip_bit, kept, content))
+    kept[1][1234] = kept[1][1234] ^ 16
+    told = client.held(HOST)
+    assert told.held == (Held(1, 0, sha256(content)),)
+    assert told.damaged == (2,)
+    assert client.held(HOST).damaged == ()
+    assert num_kept() == 1
+
+
+def test_more_memory_than_there_is_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper is forked, and believes in what this process does."""
+    monkeypatch.setattr(keeper_module, "available_bytes", lambda: 4000)
+    with running_keeper(tmp_path) as keeper:
+        client = KeeperClient(keeper.address, 0)
+        with pytest.raises(KeeperGone, match=r"no 5000 bytes.*75% of the 4000"):
+            copy(client, 1, -1, bytes(5000))
+        copy(client, 2, -1, bytes(3000))
+
+
+def test_what_is_left_of_the_machine_s_memory_is_known() -> None:
+    assert 0 < keeper_module.available_bytes() < psutil.virtual_memory().total
+
+
+def test_strangers_are_not_answered(keeper: NodeKeeper) -> None:
+    stranger = KeeperClient(KeeperAddress(name=keeper.address.name, key=b"guessed"), 0)
+    with pytest.raises(KeeperGone):
+        stranger.held(HOST)
+    await_keeper(keeper)

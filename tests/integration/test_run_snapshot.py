@@ -1,0 +1,125 @@
+"""Runs that start again from the memory of their nodes."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SnapshotConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.records import RestartRecord, SnapshotRecord
+from spare_megatron.runtime.reports import GroupRestarted, RunEvent
+from spare_megatron.runtime.run import rank_main, start_run
+from spare_megatron.runtime.spec import RankSpec
+from tests.integration.test_run_restart import assert_restarted, same_bits
+from tests.integration.whole_run import Run, complete_run, entries_of, kill, read_run, tiny_config
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 7
+ONE_RANK = LayoutConfig(num_groups=3)
+TWO_STAGES = LayoutConfig(num_groups=3, pipeline_parallel=2)
+COMMON = {"steps": STEPS, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
+
+
+def wiped_out_config(corpus: Path, layout: LayoutConfig) -> RunConfig:
+    """Shard 1 is hosted by groups 1 and 0 alone. Snapshots after 2, 4, 6 steps, a checkpoint after 3."""
+    faults = [kill(Phase.FORWARD, 5, 0), kill(Phase.BACKWARD, 5, 1)]
+    config = tiny_config(corpus, layout, **COMMON, faults=faults, max_restarts=1)
+    return replace(
+        config,
+        snapshot=SnapshotConfig(every_steps=2),
+        checkpoint=replace(config.checkpoint, interval_steps=3, asynchronous=False),
+    )
+
+
+def keeper_of(spec: RankSpec) -> psutil.Process:
+    """The keeper of the rank's node, by its log."""
+    children = psutil.Process(spec.supervisor_pid).children()
+    (keeper,) = [one for one in children if "/logs/keeper-" in os.readlink(f"/proc/{one.pid}/fd/1")]
+    return keeper
+
+
+def without_keeper(spec: RankSpec, reports: Connection) -> None:
+    """A rank; when that of group 0 starts again, its node's keeper is killed."""
+    if spec.member == Member(GroupId(0), 1):
+        keeper = keeper_of(spec)
+        keeper.kill()
+        while keeper.is_running() and keeper.status() != psutil.STATUS_ZOMBIE:
+            pass
+    rank_main(spec, reports)
+
+
+def with_damage(spec: RankSpec, reports: Connection) -> None:
+    """A rank; when it starts again, other bytes stand at the end of everything that its node's keeper has."""
+    if spec.incarnation == 1:
+        for file in Path(f"/proc/{keeper_of(spec).pid}/fd").iterdir():
+            if "spare-snapshot" in os.readlink(file):
+                with file.open("r+b") as memory:
+                    memory.seek(-8, os.SEEK_END)
+                    memory.write(b"\xff" * 8)
+    rank_main(spec, reports)
+
+
+def run_with(main: Callable[[RankSpec, Connection], None], config: RunConfig, run_dir: Path) -> Run:
+    events: list[RunEvent] = []
+    start_run(config, run_dir, events.append, rank_main=main)
+    return read_run(config, run_dir, events)
+
+
+def restarts_of(run: Run) -> set[tuple[int, int, str]]:
+    """Committed steps taken over, steps to be done again, and where from."""
+    return {(record.step, record.rework_steps, record.source) for record in run.journal.of(RestartRecord)}
+
+
+def snapshots_of(run: Run) -> set[tuple[int, int, int]]:
+    """Committed steps, group and rank of every copy; none has failed."""
+    records = run.journal.of(SnapshotRecord)
+    assert [record.reason for record in records if not record.is_kept] == []
+    return {(record.step, record.group, record.rank) for record in records}
+
+
+def test_a_wipe_out_starts_again_from_memory_and_ends_bitwise_like_the_run_without_faults(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """On one node, whose keeper has a copy of each of two rank positions."""
+    whole = complete_run(tiny_config(text_corpus, TWO_STAGES, **COMMON), tmp_path / "whole")
+    config = wiped_out_config(text_corpus, TWO_STAGES)
+    run = complete_run(config, tmp_path / "run")
+    assert_restarted(run, 1)
+    assert restarts_of(run) == {(4, 1, "memory")}
+    (restart,) = [entry for entry in entries_of(run.journal) if entry["entry"] == "restart"]
+    assert restart["snapshot"] is not None
+    # The last one is copied while the last step is computed, and written down when that is applied.
+    assert snapshots_of(run) == {(step, group, rank) for step in (2, 4, 6) for group, rank in ((0, 0), (1, 1))}
+    assert same_bits(config, whole, run)
+
+
+def test_a_node_that_has_lost_its_keeper_takes_the_snapshot_from_another(text_corpus: Path, tmp_path: Path) -> None:
+    """Nodes 0 and 1 keep the state; node 0 forgets it, and node 2 has never had it."""
+    whole = complete_run(tiny_config(text_corpus, ONE_RANK, **COMMON), tmp_path / "whole")
+    config = wiped_out_config(text_corpus, ONE_RANK)
+    config = replace(config, cluster=ClusterConfig(device="cpu", num_nodes=3))
+    # Nodes are watched before the run begins, when they have most to do.
+    config = replace(config, control=replace(config.control, heartbeat_interval_s=5.0))
+    run = run_with(without_keeper, config, tmp_path / "run")
+    assert_restarted(run, 1)
+    assert restarts_of(run) == {(4, 1, "memory")}
+    assert {(step, group) for step, group, _ in snapshots_of(run)} >= {(4, 0), (4, 1)}
+    assert same_bits(config, whole, run)
+
+
+def test_snapshots_that_have_changed_are_refused_and_the_checkpoint_helps(text_corpus: Path, tmp_path: Path) -> None:
+    whole = complete_run(tiny_config(text_corpus, ONE_RANK, **COMMON), tmp_path / "whole")
+    config = wiped_out_config(text_corpus, ONE_RANK)
+    run = run_with(with_damage, config, tmp_path / "run")
+    assert_restarted(run, 1)
+    assert restarts_of(run) == {(3, 2, "storage")}
+    told = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
+    assert any("the snapshot of attempt" in text and "SHA-256" in text for text in told)
+    assert same_bits(config, whole, run)

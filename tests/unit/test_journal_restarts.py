@@ -1,0 +1,83 @@
+"""What the journal says of a restart: from what was there, to what the groups held."""
+
+from typing import Any
+
+import pytest
+
+from spare_megatron.journal.check_restarts import check_restored
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import Fold, fold_log
+from spare_megatron.journal.records import Line, ParamsRecord, RunRecord
+
+RUN = RunRecord(
+    name="test",
+    num_groups=2,
+    ranks_per_group=1,
+    redundancy=1,
+    microbatches_per_shard=1,
+    num_steps=9,
+    placement="golomb",
+    granularity="microbatch",
+    reduce_mode="fast",
+    faults=[],
+)
+
+
+def commit(step: int, attempt: int) -> dict[str, Any]:
+    return {"entry": "commit", "step": step, "attempt": attempt}
+
+
+def restart(step: int, snapshot: int | None) -> dict[str, Any]:
+    return {"entry": "restart", "step": step, "snapshot": snapshot, "members": [[0, 1], [1, 1]]}
+
+
+def folded(*entries: dict[str, Any]) -> Fold:
+    return fold_log(dict(enumerate(entries)), RUN)
+
+
+def compared(*digests: tuple[int, int, str]) -> Journal:
+    """Restarts before it, committed steps, digest."""
+    records = [
+        ParamsRecord(group=group, step=step, sha256=sha256, num_restarts=count)
+        for count, step, sha256 in digests
+        for group in (0, 1)
+    ]
+    return Journal(lines=tuple(Line(source="test", at_s=0.0, record=record) for record in records))
+
+
+BEFORE = [commit(0, 0), commit(1, 2), commit(2, 3)]
+
+
+def test_a_restart_from_a_snapshot_needs_the_commit_that_it_was_taken_after() -> None:
+    assert folded(*BEFORE, restart(2, 2)).errors == ()
+    assert folded(*BEFORE, restart(2, 2)).next_step == 2
+    for step, attempt in ((2, 1), (1, 2), (4, 9)):
+        (error,) = folded(*BEFORE, restart(step, attempt)).errors
+        assert f"a snapshot after {step} steps, which attempt {attempt} did not commit" in error
+
+
+def test_a_snapshot_of_what_was_undone_is_an_error() -> None:
+    entries = [*BEFORE, restart(2, 2), commit(2, 5)]
+    assert folded(*entries, restart(3, 5)).errors == ()
+    assert len(folded(*entries, restart(3, 3)).errors) == 1
+
+
+@pytest.mark.parametrize("snapshot", [2, None])
+def test_what_is_taken_over_is_what_the_groups_held(snapshot: int | None) -> None:
+    fold = folded(*BEFORE, restart(2, snapshot))
+    assert list(check_restored(compared((0, 2, "a"), (1, 2, "a")), RUN, fold)) == []
+    assert list(check_restored(compared((0, 1, "a"), (1, 2, "b")), RUN, fold)) == []  # was not compared there
+    (finding,) = check_restored(compared((0, 2, "a"), (1, 2, "b")), RUN, fold)
+    assert finding.severity == "invalid"
+    assert "after 2 steps" in finding.reason
+
+
+def test_steps_that_were_undone_are_no_measure() -> None:
+    """The third step was done twice, in other bits; the second restart goes back to the second time."""
+    fold = folded(*BEFORE, restart(2, 2), commit(2, 5), restart(3, 5))
+    held = [(0, 2, "a"), (0, 3, "x"), (1, 2, "a"), (1, 3, "b")]
+    assert list(check_restored(compared(*held, (2, 3, "b")), RUN, fold)) == []
+    assert len(list(check_restored(compared(*held, (2, 3, "x")), RUN, fold))) == 1
+    again = folded(*BEFORE, restart(2, 2), commit(2, 5), restart(2, 2))
+    assert list(check_restored(compared(*held, (2, 2, "a")), RUN, again)) == []
+    assert len(list(check_restored(compared(*held, (2, 2, "b")), RUN, again))) == 1

@@ -1,0 +1,35 @@
+"""What is refused of the settings of snapshots, and what is doubted."""
+
+from dataclasses import replace
+
+import pytest
+
+from spare_megatron.config.schema import CheckpointConfig, ClusterConfig, OptimizerConfig, RunConfig, SnapshotConfig
+from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_warnings
+
+GOOD = RunConfig(snapshot=SnapshotConfig(every_steps=10, redundancy=1), cluster=ClusterConfig(num_nodes=2))
+
+REFUSED = {
+    "negative redundancy": (replace(GOOD, snapshot=SnapshotConfig(redundancy=-1)), "snapshot.redundancy=-1"),
+    "every step": (replace(GOOD, snapshot=SnapshotConfig(every_steps=1)), "snapshot.every_steps=1"),
+    "negative steps": (replace(GOOD, snapshot=SnapshotConfig(every_steps=-5)), "snapshot.every_steps=-5"),
+    "slices": (replace(GOOD, optimizer=OptimizerConfig(sharding="stacked")), "optimizer.sharding=stacked"),
+    "no restarts": (replace(GOOD, checkpoint=CheckpointConfig(max_restarts=0)), "checkpoint.max_restarts=0"),
+}
+
+
+@pytest.mark.parametrize(("config", "named"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_with_the_setting_to_change(config: RunConfig, named: str) -> None:
+    (text,) = snapshot_problems(config)
+    assert named in text
+
+
+def test_good_settings_and_none_are_neither_refused_nor_doubted() -> None:
+    for config in (GOOD, RunConfig(), replace(GOOD, snapshot=SnapshotConfig(every_steps=2, redundancy=0))):
+        assert [*snapshot_problems(config), *snapshot_warnings(config)] == []
+
+
+def test_more_copies_than_nodes_are_doubted() -> None:
+    (text,) = snapshot_warnings(replace(GOOD, cluster=ClusterConfig(num_nodes=1)))
+    assert "snapshot.redundancy=1 wants 2 copies" in text
+    assert "cluster.num_nodes=1" in text

@@ -69,12 +69,14 @@ class RunProgress:
             case GroupRejoined(member=member, step=step):
                 self._absent.pop(member.group, None)
                 self._tell(f"group {member.group} rejoined, and takes part from step {step + 1} on")
-            case GroupRestarted(member=member, step=step, rejected=rejected):
+            case GroupRestarted(member=member, step=step, source=source, rejected=rejected):
                 self._absent.pop(member.group, None)
                 self._last = None
                 for text in rejected:
                     self._tell(text, is_repeatable=False)
                 where = f"the checkpoint after {step} steps" if step else "the beginning, there is no checkpoint"
+                if source == "memory":
+                    where = f"the snapshot after {step} steps"
                 self._tell(f"training starts again from {where}", is_repeatable=False)
             case StepCommitted():
                 self._committed(event)

@@ -138,8 +138,10 @@ class GroupExecutor:
         self.num_steps = action.step
         self._digest.check(action.step, self.num_restarts)
         member = self._agreement.member
-        self._write_if_leader(self._start_over.record(member, action))
-        self._report_if_leader(GroupRestarted(member=member, step=action.step, rejected=self._start_over.rejected))
+        record = self._start_over.record(member, action)
+        self._write_if_leader(record)
+        rejected = tuple(record.rejected)
+        self._report_if_leader(GroupRestarted(member=member, step=action.step, source=record.source, rejected=rejected))
 
     def admit(self, action: AdmitGroups, head: int) -> None:
         """Takes part in the admission of groups, be it as one of them, and has the next vote compare parameters.

@@ -7,7 +7,7 @@ from enum import IntEnum
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
-from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.journal.records import CheckpointRecord, StateSource
 
 RankKey = tuple[GroupId, int]
 """A group, and a rank in it."""
@@ -64,11 +64,13 @@ class GroupRestarted:
     Attributes:
         member: The group in its new life.
         step: Committed steps that it has loaded.
-        rejected: Newer checkpoints that could not be used, and why.
+        source: Where from.
+        rejected: Checkpoints and snapshots that could not be used, and why.
     """
 
     member: Member
     step: int
+    source: StateSource = "storage"
     rejected: tuple[str, ...] = ()
 
 

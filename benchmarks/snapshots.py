@@ -22,7 +22,13 @@ from spare_megatron.runtime.run import start_run
 
 MODEL = ["model.num_layers=6", "model.hidden_size=512", "model.num_attention_heads=8"]
 """About 19 million parameters, so 230 MB with the optimizer's state."""
-LAYOUT = ["layout.num_groups=2", "layout.pipeline_parallel=1", "spare.redundancy=1", "spare.microbatches_per_shard=1"]
+LAYOUT = [
+    "layout.num_groups=2",
+    "cluster.num_nodes=2",
+    "layout.pipeline_parallel=1",
+    "spare.redundancy=1",
+    "spare.microbatches_per_shard=1",
+]
 EVERY = 4
 WARM_UP = 3
 """Steps that do not count: the first are slower, with snapshots and without."""
@@ -81,7 +87,7 @@ def measure_restarts(config_file: Path, settings: list[str], pairs: int) -> dict
             common = [f"train.steps={EVERY + 3}", f"faults.trace={fault}", "checkpoint.max_restarts=1"]
             journal = journal_of_a_run(config_file, [*settings, *common, *overrides])
             records = journal.of(RestartRecord)
-            if not records or {(record.source, record.step) for record in records} != {(way, EVERY)}:
+            if not records or {(record.loaded_from, record.step) for record in records} != {(way, EVERY)}:
                 raise RuntimeError(f"the run did not start again from {way}: {records}")
             found[way].append(max(record.load_s for record in records))
             stood_still[way].append(max(record.restart_s for record in records))

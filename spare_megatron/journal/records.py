@@ -157,7 +157,7 @@ class RestartRecord:
     """From when its supervisor knew of the wipe-out to when it had loaded them."""
     rejected: list[str] = field(default_factory=list)
     """The checkpoints and snapshots that it could not use, and why."""
-    source: StateSource = "storage"
+    loaded_from: StateSource = "storage"
     load_s: float = 0.0
     """Of that, loading itself."""
 

@@ -141,7 +141,9 @@ class GroupExecutor:
         record = self._start_over.record(member, action)
         self._write_if_leader(record)
         rejected = tuple(record.rejected)
-        self._report_if_leader(GroupRestarted(member=member, step=action.step, source=record.source, rejected=rejected))
+        self._report_if_leader(
+            GroupRestarted(member=member, step=action.step, source=record.loaded_from, rejected=rejected)
+        )
 
     def admit(self, action: AdmitGroups, head: int) -> None:
         """Takes part in the admission of groups, be it as one of them, and has the next vote compare parameters.

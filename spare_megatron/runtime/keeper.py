@@ -18,7 +18,7 @@ from pathlib import Path
 
 from spare_megatron.core.pieces import Piece
 from spare_megatron.core.snapshots import Held
-from spare_megatron.runtime.keeper_wire import COPIED, CopyWanted, HeldTold, HeldWanted, KeeperAddress, KeepOnly
+from spare_megatron.runtime.keeper_wire import COPIED, CopyWanted, HeldTold, HeldWanted, KeeperAddress, PassOver
 from spare_megatron.runtime.piece_server import PieceServer
 from spare_megatron.runtime.piece_wire import NotOffered
 from spare_megatron.runtime.processes import die_with, log_to_file
@@ -95,15 +95,18 @@ class Keeper:
             match connection.recv():
                 case CopyWanted() as wanted:
                     self._take(connection, wanted)
-                case KeepOnly(position=position, attempt=attempt):
-                    self._keep_only(position, attempt)
-                    self._give_back(position, None)
+                case PassOver(position=position, attempt=attempt, previous=previous):
+                    for memory in self._let_go(position, attempt, previous):
+                        memory.close()
+                    if not self._held.get(position):
+                        self._give_back(position, None)
                     connection.send("")
                 case HeldWanted(position=position, host=host):
                     connection.send(self._tell(position, host))
 
     def _take(self, connection: Connection, wanted: CopyWanted) -> None:
-        self._keep_only(wanted.position, wanted.previous)
+        for memory in self._let_go(wanted.position, wanted.attempt, wanted.previous):
+            self._give_back(wanted.position, memory)
         try:
             memory = self._memory(wanted.position, wanted.num_bytes)
         except OSError as error:
@@ -139,12 +142,11 @@ class Keeper:
         if idle is not None:
             idle.close()
 
-    def _keep_only(self, position: int, attempt: int) -> None:
+    def _let_go(self, position: int, attempt: int, previous: int) -> list[_Memory]:
+        """Memory of what is earlier than an attempt, but for one; later ones may be others' on this node."""
         with self._lock:
             held = self._held.get(position, {})
-            gone = [held.pop(other)[0] for other in list(held) if other != attempt]
-        for memory in gone:
-            self._give_back(position, memory)
+            return [held.pop(other)[0] for other in list(held) if other < attempt and other != previous]
 
     def _tell(self, position: int, host: str) -> HeldTold:
         """What of the position is as it was, read from the first to the last byte."""

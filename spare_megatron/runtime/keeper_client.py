@@ -8,7 +8,7 @@ from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle
 from typing import TypeVar
 
-from spare_megatron.runtime.keeper_wire import COPIED, CopyWanted, HeldTold, HeldWanted, KeeperAddress, KeepOnly
+from spare_megatron.runtime.keeper_wire import COPIED, CopyWanted, HeldTold, HeldWanted, KeeperAddress, PassOver
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class KeeperClient:
         self._position = position
 
     def copy(self, attempt: int, previous: int, num_bytes: int, write: Callable[[mmap.mmap], None]) -> str:
-        """Has a snapshot kept, and of all others of the position only the previous one.
+        """Has a snapshot kept, and of all earlier ones of the position only the previous one.
 
         Args:
             attempt: The snapshot.
@@ -62,15 +62,15 @@ class KeeperClient:
 
         return self._converse(converse)
 
-    def keep_only(self, attempt: int) -> None:
-        """Has all snapshots of the position given up but this one.
+    def pass_over(self, attempt: int, previous: int) -> None:
+        """Others have a snapshot kept; of all earlier ones of the position only the previous one is kept here.
 
         Raises:
             KeeperGone: Nobody is there.
         """
 
         def converse(connection: Connection) -> None:
-            connection.send(KeepOnly(position=self._position, attempt=attempt))
+            connection.send(PassOver(position=self._position, attempt=attempt, previous=previous))
             connection.recv()
 
         self._converse(converse)

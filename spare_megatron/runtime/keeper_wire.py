@@ -23,7 +23,7 @@ class KeeperAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyWanted:
-    """Memory is wanted for a snapshot, and all others of this rank position but one may go.
+    """Memory is wanted for a snapshot, and all earlier ones of this rank position but one may go.
 
     The answer is an empty text, or why there is none; then a descriptor of the memory. When the rank has sent `COPIED`
     the keeper answers with the SHA-256 of what is there. Whoever leaves before has made no snapshot.
@@ -36,11 +36,15 @@ class CopyWanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepOnly:
-    """All snapshots of this rank position but one may go. The answer, an empty text, says that they have."""
+class PassOver:
+    """A snapshot is taken, and not here: all earlier ones of this rank position but one may go.
+
+    The answer, an empty text, says that they have.
+    """
 
     position: int
     attempt: int
+    previous: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

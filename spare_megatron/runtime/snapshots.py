@@ -4,6 +4,7 @@ The state does not change from one update to the next, so that only the update w
 it once more, for its checksum, only the last update before the next snapshot waits for.
 """
 
+import contextlib
 import mmap
 import threading
 import time
@@ -67,7 +68,7 @@ class Snapshotter:
         if self._is_given_up:
             return
         if self._member.group not in action.holders[self._position]:
-            self._asking = self._thread.submit(self._keep_only, action.previous)
+            self._asking = self._thread.submit(self._pass_over, action)
             return
         began_s = time.monotonic()
         state = self._trainer.state_copy()
@@ -141,11 +142,9 @@ class Snapshotter:
             state.write(memory)
         self._copied.set()
 
-    def _keep_only(self, attempt: int) -> None:
-        try:
-            self._keeper.keep_only(attempt)
-        except KeeperGone:
-            pass  # and what it kept
+    def _pass_over(self, action: TakeSnapshot) -> None:
+        with contextlib.suppress(KeeperGone):  # and what it kept
+            self._keeper.pass_over(action.attempt, action.previous)
 
 
 class _GivenUp(Exception):

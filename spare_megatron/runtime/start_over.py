@@ -130,6 +130,6 @@ class StartOver:
             rework_steps=action.rework_steps,
             restart_s=round(time.monotonic() - self.now_s(), 6),
             rejected=list(self.rejected),
-            source="storage" if action.snapshot is None else "memory",
+            loaded_from="storage" if action.snapshot is None else "memory",
             load_s=round(self._load_s, 6),
         )

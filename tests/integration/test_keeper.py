@@ -66,7 +66,7 @@ def await_keeper(keeper: NodeKeeper) -> None:
     end_s = time.monotonic() + START_S
     while True:
         try:
-            KeeperClient(keeper.address, 99).keep_only(0)
+            KeeperClient(keeper.address, 99).pass_over(1, 0)
             return
         except KeeperGone:
             assert time.monotonic() < end_s
@@ -128,9 +128,12 @@ def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeKee
     client = KeeperClient(keeper.address, 0)
     for attempt in (1, 2):
         copy(client, attempt, attempt - 1, bytes(9000))
-    client.keep_only(2)
+    client.pass_over(2, 1)  # of a group beside this one, and late
+    assert [one.attempt for one in client.held(HOST).held] == [1, 2]
+    client.pass_over(3, 2)
     assert [one.attempt for one in client.held(HOST).held] == [2]
-    client.keep_only(3)
+    assert num_kept() == 1
+    client.pass_over(4, 3)
     assert client.held(HOST).held == ()
     assert num_kept() == 0
 

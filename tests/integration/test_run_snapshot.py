@@ -27,6 +27,12 @@ TWO_STAGES = LayoutConfig(num_groups=3, pipeline_parallel=2)
 COMMON = {"steps": STEPS, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run of groups of one rank, without faults."""
+    return complete_run(tiny_config(text_corpus, ONE_RANK, **COMMON), tmp_path_factory.mktemp("undisturbed") / "run")
+
+
 def wiped_out_config(corpus: Path, layout: LayoutConfig) -> RunConfig:
     """Shard 1 is hosted by groups 1 and 0 alone. Snapshots after 2, 4, 6 steps, a checkpoint after 3."""
     faults = [kill(Phase.FORWARD, 5, 0), kill(Phase.BACKWARD, 5, 1)]
@@ -74,7 +80,7 @@ def run_with(main: Callable[[RankSpec, Connection], None], config: RunConfig, ru
 
 def restarts_of(run: Run) -> set[tuple[int, int, str]]:
     """Committed steps taken over, steps to be done again, and where from."""
-    return {(record.step, record.rework_steps, record.source) for record in run.journal.of(RestartRecord)}
+    return {(record.step, record.rework_steps, record.loaded_from) for record in run.journal.of(RestartRecord)}
 
 
 def snapshots_of(run: Run) -> set[tuple[int, int, int]]:
@@ -100,9 +106,10 @@ def test_a_wipe_out_starts_again_from_memory_and_ends_bitwise_like_the_run_witho
     assert same_bits(config, whole, run)
 
 
-def test_a_node_that_has_lost_its_keeper_takes_the_snapshot_from_another(text_corpus: Path, tmp_path: Path) -> None:
+def test_a_node_that_has_lost_its_keeper_takes_the_snapshot_from_another(
+    text_corpus: Path, tmp_path: Path, undisturbed: Run
+) -> None:
     """Nodes 0 and 1 keep the state; node 0 forgets it, and node 2 has never had it."""
-    whole = complete_run(tiny_config(text_corpus, ONE_RANK, **COMMON), tmp_path / "whole")
     config = wiped_out_config(text_corpus, ONE_RANK)
     config = replace(config, cluster=ClusterConfig(device="cpu", num_nodes=3))
     # Nodes are watched before the run begins, when they have most to do.
@@ -111,15 +118,16 @@ def test_a_node_that_has_lost_its_keeper_takes_the_snapshot_from_another(text_co
     assert_restarted(run, 1)
     assert restarts_of(run) == {(4, 1, "memory")}
     assert {(step, group) for step, group, _ in snapshots_of(run)} >= {(4, 0), (4, 1)}
-    assert same_bits(config, whole, run)
+    assert same_bits(config, undisturbed, run)
 
 
-def test_snapshots_that_have_changed_are_refused_and_the_checkpoint_helps(text_corpus: Path, tmp_path: Path) -> None:
-    whole = complete_run(tiny_config(text_corpus, ONE_RANK, **COMMON), tmp_path / "whole")
+def test_snapshots_that_have_changed_are_refused_and_the_checkpoint_helps(
+    text_corpus: Path, tmp_path: Path, undisturbed: Run
+) -> None:
     config = wiped_out_config(text_corpus, ONE_RANK)
     run = run_with(with_damage, config, tmp_path / "run")
     assert_restarted(run, 1)
     assert restarts_of(run) == {(3, 2, "storage")}
     told = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
     assert any("the snapshot of attempt" in text and "SHA-256" in text for text in told)
-    assert same_bits(config, whole, run)
+    assert same_bits(config, undisturbed, run)

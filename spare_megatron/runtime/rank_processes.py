@@ -81,7 +81,7 @@ class RankProcesses:
             supervisor_pid=os.getpid(),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
             wiped_out_at_s=wiped_out_at_s,
-            keeper=self.keeper and self.keeper.address,
+            keeper=None if self.keeper is None else self.keeper.address,
         )
         child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
         self.pipes[child.reports] = key

@@ -345,8 +345,7 @@ class GroupExecutor:
         self._gather.run(action, self._connected, lambda: self._agreement.is_written(self._head))
         if not self.lacks_params and self.num_steps < action.step:
             self._hold_params(action.step)
-            if self._saver is not None:
-                self._saver.go_on(action.step)
+            self._saves.go_on(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
         """Has missing copies made, and lets go of slices that this group is not to hold any more."""

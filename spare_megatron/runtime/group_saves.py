@@ -58,6 +58,11 @@ class GroupSaves:
             self._journal.write(CadenceRecord(group=member.group, step=action.step, **asdict(action.cadence)))
         self._saver.save(action, head, has_params=has_params)
 
+    def go_on(self, step: int) -> None:
+        """The group has all parameters after so many steps, which it lacked."""
+        if self._saver is not None:
+            self._saver.go_on(step)
+
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Begins a snapshot of the present state, where this rank is to keep it."""
         assert self._snapshotter is not None, "only a run that takes snapshots asks for one"

@@ -218,7 +218,16 @@ def test_growth_beyond_the_limit_and_orphans_are_problems() -> None:
 
 
 COMMITTED = StepCommitted(
-    group=GroupId(0), step=0, loss=1.0, grad_norm=1.0, num_alive=1, makespan=1, step_s=1.0, head=1
+    group=GroupId(0),
+    step=0,
+    loss=1.0,
+    grad_norm=1.0,
+    learning_rate=1.0,
+    num_alive=1,
+    makespan=1,
+    step_s=1.0,
+    split_s={},
+    head=1,
 )
 
 GROWING = """

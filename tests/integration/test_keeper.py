@@ -27,6 +27,7 @@ from spare_megatron.runtime.node_keeper import NodeKeeper
 from spare_megatron.runtime.piece_client import PieceClient
 from spare_megatron.runtime.piece_wire import Address, NotOffered
 from spare_megatron.runtime.spec import NodeSpec
+from tests.integration.kept_snapshots import memory_files
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,8 +106,7 @@ def keeper_pid() -> int:
 
 def num_kept() -> int:
     """Lots of memory for snapshots that the keeper has."""
-    folder = Path(f"/proc/{keeper_pid()}/fd")
-    return len({file.stat().st_ino for file in folder.iterdir() if "spare-snapshot" in os.readlink(file)})
+    return len({file.stat().st_ino for file in memory_files(keeper_pid())})
 
 
 def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeKeeper) -> None:

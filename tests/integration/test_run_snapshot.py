@@ -1,5 +1,6 @@
 """Runs that start again from the memory of their nodes."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from spare_megatron.journal.records import RestartRecord, SnapshotRecord
 from spare_megatron.runtime.reports import GroupRestarted, RunEvent
 from spare_megatron.runtime.run import rank_main, start_run
 from spare_megatron.runtime.spec import RankSpec
+from tests.integration.kept_snapshots import memory_files
 from tests.integration.test_run_restart import assert_restarted, same_bits
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, read_run, tiny_config
 
@@ -64,11 +66,11 @@ def without_keeper(spec: RankSpec, reports: Connection) -> None:
 def with_damage(spec: RankSpec, reports: Connection) -> None:
     """A rank; when it starts again, other bytes stand at the end of everything that its node's keeper has."""
     if spec.incarnation == 1:
-        for file in Path(f"/proc/{keeper_of(spec).pid}/fd").iterdir():
-            if "spare-snapshot" in os.readlink(file):
-                with file.open("r+b") as memory:
-                    memory.seek(-8, os.SEEK_END)
-                    memory.write(b"\xff" * 8)
+        for file in memory_files(keeper_of(spec).pid):
+            # The keeper may have found it out already, for another group, and given it up.
+            with contextlib.suppress(FileNotFoundError), file.open("r+b") as memory:
+                memory.seek(-8, os.SEEK_END)
+                memory.write(b"\xff" * 8)
     rank_main(spec, reports)
 
 

@@ -5,7 +5,20 @@ from typing import Annotated
 import typer
 
 from spare_megatron import __version__
-from spare_megatron.cli import campaign, check, checkpoint, config, plan, preprocess, report, simulate, train
+from spare_megatron.cli import (
+    campaign,
+    check,
+    checkpoint,
+    config,
+    job,
+    plan,
+    preprocess,
+    report,
+    simulate,
+    submit,
+    supervise,
+    train,
+)
 
 app = typer.Typer(
     name="spare",
@@ -35,6 +48,11 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("preprocess")(preprocess.preprocess)
 app.command("train")(train.train)
+app.command("supervise")(supervise.supervise)
+app.command("submit")(submit.submit)
+app.command("status")(job.status)
+app.command("logs")(job.logs)
+app.command("cancel")(job.cancel)
 app.command("campaign")(campaign.campaign)
 app.command("check")(check.check)
 app.command("report")(report.report)

@@ -14,6 +14,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
+    from spare_megatron.runtime.relay import Launcher
     from spare_megatron.runtime.reports import RunEvent
 
 INTERRUPTED = 130
@@ -61,9 +62,13 @@ def told_interruption(command: str, run_dir: Path) -> Iterator[None]:
 
 
 def run_and_show(
-    config: "RunConfig", run_dir: Path, console: Console, *listeners: Callable[["RunEvent"], None]
+    config: "RunConfig",
+    run_dir: Path,
+    console: Console,
+    *listeners: Callable[["RunEvent"], None],
+    launcher: "Launcher | None" = None,
 ) -> "Summary":
-    """The whole run, with its progress on the console; others may listen."""
+    """The whole run, with its progress on the console; others may listen. Supervisors start here without a launcher."""
     from spare_megatron.cli.progress import RunProgress
     from spare_megatron.runtime.run import start_run
 
@@ -73,7 +78,7 @@ def run_and_show(
             for take in (progress.take, *listeners):
                 take(event)
 
-        return start_run(config, run_dir, tell)
+        return start_run(config, run_dir, tell, launcher=launcher)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

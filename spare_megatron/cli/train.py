@@ -1,10 +1,14 @@
 """`spare train`: one run on this machine."""
 
+import dataclasses
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,7 +16,13 @@ from rich.console import Console
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.running import INTERRUPTED, choose_run_dir, load_runnable, run_and_show, told_interruption
 
-EXIT_CODES = {"finished": 0, "wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTED}
+if TYPE_CHECKING:
+    from spare_megatron.config.schema import RunConfig
+    from spare_megatron.journal.summary import Summary
+    from spare_megatron.runtime.relay import Launcher
+
+EXIT_CODES = {"wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTED}
+STEPS_LEFT = 5
 
 
 def train(
@@ -23,24 +33,68 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Never an existing run's.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Begin with the newest checkpoint of checkpoint.folder, if it holds any.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and progress on stderr.")] = False,
 ) -> None:
     """Train a GPT, going on through lost groups.
 
+    SIGUSR1 to a supervisor, here to all processes of the run, ends it with the step under way and a checkpoint.
+
     Exit codes: 0 all steps committed and the journal valid, 1 the run failed or its journal does not prove it,
     2 the configuration cannot run, 3 wipe-out, 4 halted because groups disagreed or the training diverged,
-    130 interrupted.
+    5 ended by SIGUSR1 with steps left, 130 interrupted.
     """
     from spare_megatron.cli.progress import print_summary
+    from spare_megatron.runtime.checkpoints import folder_of
+    from spare_megatron.runtime.loading import resumed
 
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what is started inherits it; supervisors listen
     console = Console(stderr=as_json)
     with explained_errors("train"):
         loaded = load_runnable("train", config, overrides or ())
         folder = choose_run_dir(loaded, run_dir)
-        with told_interruption("train", folder):
-            summary = run_and_show(loaded, folder, console)
+        if resume:
+            loaded = resumed(loaded, folder_of(loaded, folder))
+        with told_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
+            summary = run_and_show(loaded, folder, console, launcher=launcher)
     print_summary(summary, folder, console)
     if as_json:
         sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
-    is_proven = summary.verdict == "valid"
-    raise typer.Exit(EXIT_CODES[summary.outcome] or (0 if is_proven else 1))
+    raise typer.Exit(exit_code(summary, is_timed=loaded.train.max_minutes is not None))
+
+
+def exit_code(summary: "Summary", *, is_timed: bool) -> int:
+    """What the command ends with.
+
+    Args:
+        summary: Of the run.
+        is_timed: The run was to end after some time, whatever was left then.
+    """
+    if summary.outcome != "finished":
+        return EXIT_CODES[summary.outcome]
+    if summary.verdict != "valid":
+        return 1
+    return 0 if is_timed or not summary.steps_left else STEPS_LEFT
+
+
+@contextmanager
+def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig", "Launcher | None"]]:
+    """In a job of Slurm, what starts supervisors, and the configuration with the endpoints of the job's own etcd."""
+    if config.cluster.launcher != "srun":
+        yield config, None
+        return
+    from spare_megatron.slurm.allocation import nodes_of, this_job
+    from spare_megatron.slurm.etcd import etcd_of_the_job
+    from spare_megatron.slurm.steps import SrunLauncher
+
+    job_id = this_job()
+    launcher = SrunLauncher(job_id=job_id, python=sys.executable)
+    control = config.control
+    if control.store == "embedded" or control.endpoints:
+        yield config, launcher
+        return
+    nodes, token = nodes_of(job_id), f"{job_id}-{run_dir.name}"
+    with etcd_of_the_job(nodes, config.slurm.etcd_port, token, run_dir.with_name("etcd.log")) as endpoints:
+        yield dataclasses.replace(config, control=dataclasses.replace(control, endpoints=endpoints)), launcher

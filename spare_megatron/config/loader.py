@@ -1,6 +1,7 @@
 """A run's configuration from TOML presets and `--set` overrides, and where each value came from.
 
-Precedence, the later wins: defaults of the schema, included presets in their order, the preset itself, overrides.
+Precedence, the later wins: defaults of the schema, included presets in their order, the preset itself, the preset of
+the cluster, overrides.
 """
 
 import os
@@ -40,17 +41,18 @@ class _Setting:
     origin: str
 
 
-def load_run_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_run_config(path: Path | None, overrides: Sequence[str] = (), cluster: Path | None = None) -> LoadedConfig:
     """The configuration that a preset and overrides describe.
 
     Args:
         path: The run preset; None starts from the defaults alone.
         overrides: Arguments `a.b=value`, the value in TOML or a bare string.
+        cluster: A preset whose values win over those of the run preset: another place to run the same.
 
     Raises:
         ConfigError: A file cannot be read or parsed, a key is unknown, a value has the wrong type.
     """
-    settings = [] if path is None else list(_read_preset(path, included_from=()))
+    settings = [item for preset in (path, cluster) if preset for item in _read_preset(preset, included_from=())]
     settings += [setting for text in overrides for setting in _parse_override(text)]
     return _assemble(settings)
 

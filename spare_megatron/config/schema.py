@@ -303,6 +303,34 @@ class ClusterConfig:
     """Where ranks compute; auto takes GPUs when there are any."""
     threads_per_rank: int = 1
     """Threads of a rank's CPU operations."""
+    launcher: Literal["local", "srun", "hand"] = "local"
+    """Who starts supervisors: all here; steps of a Slurm job; or the first here, the others `spare supervise`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmConfig:
+    """The job that `spare submit` hands to Slurm."""
+
+    partition: str = ""
+    """Partition; the cluster's default when empty."""
+    account: str = ""
+    """Account that pays for the job; the user's default when empty."""
+    time_limit_minutes: int | None = None
+    """Minutes until Slurm ends the job; the partition's limit when absent."""
+    end_before_limit_s: int = 300
+    """Seconds before the time limit at which the run ends with the step under way, saves and queues again."""
+    max_requeues: int = 10
+    """Times that the job goes back into the queue, after a wipe-out or at its time limit."""
+    gpus_per_node: int = 8
+    """GPUs of a node; its ranks take all of them. Without effect on CPUs."""
+    num_spare_nodes: int = 0
+    """Nodes of the job that wait to take the place of lost ones."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, such as --qos=high or --constraint=h100."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that come first: modules, a virtual environment, exports that all nodes are to have."""
+    etcd_port: int = 2379
+    """First of the 6 ports of the etcd that the job brings up on its nodes where control.endpoints is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +366,7 @@ class RunConfig:
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, in Megatron's own spelling."""
 

@@ -14,6 +14,7 @@ from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
 from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_warnings
+from spare_megatron.config.validate_slurm import launcher_problems, launcher_warnings
 from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
 
@@ -89,7 +90,8 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_schedule(config),
         *optimizer_problems(config),
         *_timeouts(config),
-        *store_problems(config.control),
+        *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun"),
+        *launcher_problems(config),
         *_megatron(config),
         *fault_problems(config),
         *rate_problems(config),
@@ -109,6 +111,7 @@ def warnings(config: RunConfig, machine: Machine) -> list[str]:
         *_weak_redundancy(config),
         *store_warnings(config.control),
         *snapshot_warnings(config),
+        *launcher_warnings(config),
     ]
 
 

@@ -7,8 +7,13 @@ from urllib.parse import urlsplit
 from spare_megatron.config.schema import ControlConfig
 
 
-def store_problems(control: ControlConfig) -> Iterator[str]:
-    """Every reason why no control store can be reached with these settings."""
+def store_problems(control: ControlConfig, *, brings_etcd: bool = False) -> Iterator[str]:
+    """Every reason why no control store can be reached with these settings.
+
+    Args:
+        control: The settings.
+        brings_etcd: The run starts an etcd of its own where no endpoint is named.
+    """
     try:
         if ipaddress.ip_address(control.listen_address).is_unspecified:
             yield (
@@ -24,7 +29,8 @@ def store_problems(control: ControlConfig) -> Iterator[str]:
             if getattr(control, key):
                 yield f"control.{key} has no effect on control.store=embedded; remove it or set control.store=etcd"
         return
-    yield from _endpoint_problems(control.endpoints)
+    if control.endpoints or not brings_etcd:
+        yield from _endpoint_problems(control.endpoints)
     if bool(control.cert_file) != bool(control.key_file):
         yield "control.cert_file and control.key_file go together; set both or neither"
     if not _is_encrypted(control):
@@ -42,7 +48,11 @@ def store_warnings(control: ControlConfig) -> Iterator[str]:
                 f"whoever reaches this address can end or falsify the run; keep the network closed, or use "
                 f"control.store=etcd with TLS"
             )
-    elif not _is_encrypted(control) and not all(_is_loopback(endpoint) for endpoint in control.endpoints):
+    elif (
+        control.endpoints
+        and not _is_encrypted(control)
+        and not all(_is_loopback(endpoint) for endpoint in control.endpoints)
+    ):
         yield "control.endpoints are http: passwords and decisions travel in the clear; use https"
 
 

@@ -3,6 +3,7 @@
 import secrets
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from spare_megatron.config.schema import ControlConfig
@@ -40,6 +41,22 @@ def etcd_spec(control: ControlConfig, run_name: str, environment: Mapping[str, s
         key_file=control.key_file,
         credentials=_read_credentials(control.credentials_file, environment),
     )
+
+
+def without_credentials(spec: StoreSpec) -> StoreSpec:
+    """The store as it may be told over an open network."""
+    return spec if isinstance(spec, TcpStoreSpec) else replace(spec, credentials=None)
+
+
+def with_credentials(spec: StoreSpec, control: ControlConfig, environment: Mapping[str, str]) -> StoreSpec:
+    """The store with the credentials that this machine has for it.
+
+    Raises:
+        ValueError: They cannot be used.
+    """
+    if isinstance(spec, TcpStoreSpec):
+        return spec
+    return replace(spec, credentials=_read_credentials(control.credentials_file, environment))
 
 
 def _read_credentials(file: str, environment: Mapping[str, str]) -> Credentials | None:

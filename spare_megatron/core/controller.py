@@ -312,6 +312,10 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- deciding
 
+    def end_soon(self) -> None:
+        """The first commit that this group writes from now on is the last."""
+        self._setup = replace(self._setup, ends_at_s=float("-inf"))
+
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         attempted = Attempted(
             step=self.step,

@@ -252,8 +252,10 @@ def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
 def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run came to an end that the journal tells of."""
     ends = journal.of(EndRecord)
-    if len(ends) != 1:
+    if not ends:
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
+    elif len({end.outcome for end in ends}) > 1:  # every node tells of it where the driver is lost
+        yield Finding(severity="unknown", reason=f"the journal has ends that differ: {[end.outcome for end in ends]}")
     elif ends[0].outcome == "finished" and not _is_complete(run, fold):
         reason = f"the run finished with {fold.next_step} of {run.num_steps} steps committed"
         yield Finding(severity="invalid", reason=reason)

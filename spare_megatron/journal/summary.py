@@ -15,6 +15,7 @@ from spare_megatron.journal.records import (
     ParamsRecord,
     RecoveryRecord,
     RepairRecord,
+    RunRecord,
     UpdateRecord,
     VoteRecord,
 )
@@ -76,11 +77,14 @@ class Summary:
     """Copies of slices that groups have made of what lost ones held."""
     full_redundancy_s: tuple[float, ...] = ()
     """Seconds from each loss of slices until all of them had all of their hosts again."""
+    steps_left: int = 0
+    """Of those that the run was to train, not committed."""
 
 
 def summarize(journal: Journal) -> Summary:
     """The figures of a run that has ended."""
     verdict: Verdict = check_journal(journal)
+    left = [run.num_steps - run.first_step - verdict.steps_committed for run in journal.of(RunRecord)]
     updates, params, ends = journal.of(UpdateRecord), journal.of(ParamsRecord), journal.of(EndRecord)
     recoveries = find_recoveries(journal)
     entries = {record.index: record.entry for record in journal.of(EntryRecord)}
@@ -104,6 +108,7 @@ def summarize(journal: Journal) -> Summary:
         recoveries=recoveries,
         slices_repaired=len(journal.of(RepairRecord)),
         full_redundancy_s=full_redundancy_s(journal),
+        steps_left=sum(left),
     )
 
 

@@ -18,7 +18,7 @@ _DECAY = 0.98
 
 
 class Page(ctypes.Structure):
-    """The shared memory. Written by the rank alone."""
+    """The shared memory. Written by the rank alone, but for `end_asked`, which is its supervisor's."""
 
     _fields_ = (
         ("beats", ctypes.c_uint64),
@@ -29,6 +29,7 @@ class Page(ctypes.Structure):
         ("writing_thread", ctypes.c_uint64),
         ("progress_at_s", ctypes.c_double),
         ("slowest_s", ctypes.c_double * len(OPERATIONS)),
+        ("end_asked", ctypes.c_uint64),
     )
 
 

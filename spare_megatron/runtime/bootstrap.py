@@ -20,6 +20,7 @@ def prepare_process(spec: RankSpec) -> None:
     die_with(spec.supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it is for supervisors, and may be sent to all
     log_to_file(spec.run_dir, spec.name)
     torch.set_num_threads(spec.config.cluster.threads_per_rank)
 

@@ -1,4 +1,4 @@
-"""Starts the control store and the supervisors of a run on this machine, hears their reports, and says how it ended."""
+"""Starts the control store and the supervisors of a run, here or elsewhere, hears their reports, says how it ended."""
 
 import contextlib
 import os
@@ -17,10 +17,12 @@ from spare_megatron.core.messages import StopHalted
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EndRecord, Outcome
+from spare_megatron.journal.records import EndRecord
 from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.fold import LogFollower, controller_setup
 from spare_megatron.runtime.network import network_of
+from spare_megatron.runtime.node import supervise
+from spare_megatron.runtime.orphans import outcome_of
 from spare_megatron.runtime.processes import (
     Child,
     describe_exit,
@@ -31,6 +33,7 @@ from spare_megatron.runtime.processes import (
     start_store,
     stop_child,
 )
+from spare_megatron.runtime.relay import Launcher, relay
 from spare_megatron.runtime.reports import (
     ExitCode,
     FaultWanted,
@@ -49,7 +52,6 @@ from spare_megatron.runtime.reports import (
     StoreGone,
 )
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, NodeSpec, RankMain
-from spare_megatron.runtime.supervisor import supervise
 
 STORE_END_TIMEOUT_S = 2.0
 """How long a control store that nobody reaches is given to turn out to be dead."""
@@ -69,6 +71,7 @@ class Driver:
         journal: The driver's journal.
         on_event: Told of everything that happens, in the driver's thread.
         rank_main: What a rank's process runs.
+        launcher: How supervisors come to be on other machines; None: all are here.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Driver:
         journal: JournalWriter,
         on_event: Callable[[RunEvent], None],
         rank_main: RankMain,
+        launcher: Launcher | None = None,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
@@ -87,6 +91,7 @@ class Driver:
         self._journal = journal
         self._on_event = on_event
         self._rank_main = rank_main
+        self._launcher = launcher
         self._context = fork_server()
         self._nodes: dict[int, Child] = {}
         self._ended: dict[int, NodeEnded] = {}
@@ -135,7 +140,7 @@ class Driver:
             if store is not None:
                 end_child(store)
             for node, child in self._nodes.items():
-                if self._are_lost([node]):
+                if self._are_lost([node]) and self._main_of(node) is supervise:
                     end_child(child)  # it may be stopped
                 else:
                     stop_child(child)
@@ -157,7 +162,13 @@ class Driver:
                 rank_main=self._rank_main,
                 hub_pid=None if hub is None else hub.pid,
             )
-            self._nodes[node] = start_child(self._context, spec.name, supervise, spec)
+            self._nodes[node] = start_child(self._context, spec.name, self._main_of(node), spec)
+
+    def _main_of(self, node: int) -> Callable[[NodeSpec, Connection], None]:
+        """What the node's process on this machine runs: its supervisor, or what stands for it."""
+        if self._launcher is None or (self._config.cluster.launcher == "hand" and node == 0):
+            return supervise
+        return partial(relay, self._launcher)
 
     # ----------------------------------------------------------------------------------------------------- watch
 
@@ -311,15 +322,11 @@ class Driver:
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         # A lost group may have been up again and have read in the log how the run ends.
         codes = {code for (group, _), code in exits.items() if group not in self._lost or code == ExitCode.WIPE_OUT}
-        outcome: Outcome = "failed"
+        outcome = outcome_of(codes)
         if not codes:
             self._hear_the_log()
-        if ExitCode.HALTED in codes or self._is_halted:
-            outcome = "halted"
-        elif ExitCode.WIPE_OUT in codes or (not codes and not self._has_raised):
-            outcome = "wipe_out"
-        elif codes == {ExitCode.FINISHED}:
-            outcome = "finished"
+            if self._is_halted or not self._has_raised:
+                outcome = "halted" if self._is_halted else "wipe_out"
         reason = self._stop_reason or (
             f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
         )

@@ -22,6 +22,13 @@ from spare_megatron.runtime.checkpoints import (
 _ID_BYTES = 4
 
 
+def resumed(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration that begins with the newest valid checkpoint of the folder, if it holds any checkpoint."""
+    if not visible_steps(folder):
+        return config
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=str(folder)))
+
+
 def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], None]) -> RunConfig:
     """The configuration whose `checkpoint.load` is the very checkpoint that the run begins with, if with any.
 

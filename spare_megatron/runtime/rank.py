@@ -133,7 +133,7 @@ class _Rank:
             if isinstance(first, Stop):
                 return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
-                return self._stopped(train(self._controller, executor, first))
+                return self._stopped(train(self._controller, executor, first, lambda: bool(self._spec.page.end_asked)))
         except JoinFailed as error:
             print(error, file=sys.stderr)
             return ExitCode.JOIN_FAILED

@@ -26,6 +26,7 @@ class RankProcesses:
         pipes: Where reports come from, by the rank that writes them.
         sentinels: What becomes ready when a process ends, by its rank.
         exits: How the last process of each rank ended.
+        foreign: Groups whose last life was elsewhere, under a supervisor that is lost; which one is not known yet.
     """
 
     def __init__(self, spec: NodeSpec) -> None:
@@ -40,9 +41,11 @@ class RankProcesses:
         self._faults = set(spec.faults)  # that have yet to strike
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.keeper = NodeKeeper(spec, self._context) if spec.config.snapshot.every_steps else None
+        self._is_end_asked = False
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}
         self.exits: dict[RankKey, int] = {}
+        self.foreign = set(self._incarnations) if spec.life else set()
 
     def start_all(self) -> None:
         """Starts every rank of the node for the first time, and the keeper of what they copy."""
@@ -59,15 +62,16 @@ class RankProcesses:
         """
         self._incarnations[group] += 1
         for key in self.of(group):
-            child = self._children[key]
-            end_child(child)
-            self.pipes.pop(child.reports, None)
+            if (child := self._children.get(key)) is not None:
+                end_child(child)
+                self.pipes.pop(child.reports, None)
             self.sentinels = {item: owner for item, owner in self.sentinels.items() if owner != key}
             self._start(key, wiped_out_at_s)
 
     def _start(self, key: RankKey, wiped_out_at_s: float | None = None) -> None:
         group, rank = key
         page = self._pages[key] = new_page(self._context)
+        page.end_asked = self._is_end_asked
         spec = RankSpec(
             config=self._spec.config,
             run_dir=self._spec.run_dir,
@@ -86,6 +90,17 @@ class RankProcesses:
         child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
         self.pipes[child.reports] = key
         self.sentinels[child.process.sentinel] = key
+
+    def ask_to_end(self) -> None:
+        """Has the run end with the step under way. Safe in a signal handler."""
+        self._is_end_asked = True
+        for page in self._pages.values():
+            page.end_asked = True
+
+    def adopt(self, member: Member) -> None:
+        """The last life of a foreign group was this one; the next is here."""
+        self.foreign.discard(member.group)
+        self._incarnations[member.group] = member.incarnation
 
     def forget_fault(self, fault: Fault) -> None:
         """It has struck, and no later life of the group meets it."""
@@ -127,7 +142,8 @@ class RankProcesses:
 
     def pending(self, group: GroupId) -> list[dict[str, Any]]:
         """What each of the group's ranks here is about, as the journal has it."""
-        pulses = {rank: self.pulse((group, rank)) for _, rank in self.of(group)}
+        started = [key for key in self.of(group) if key in self._children]
+        pulses = {rank: self.pulse((group, rank)) for _, rank in started}
         return [{"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()]
 
     def reap(self, sentinels: Sequence[int]) -> list[RankKey]:
@@ -164,7 +180,8 @@ class RankProcesses:
 
 
 def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
-    """The rank's device. All nodes are on one machine and share its GPUs."""
+    """The rank's device. Nodes that are rehearsed on one machine share its GPUs."""
     layout = config.parallel
-    index = node * layout.ranks_per_node + layout.ranks_on(node).index(key)
+    first = node * layout.ranks_per_node if config.cluster.launcher == "local" else 0
+    index = first + layout.ranks_on(node).index(key)
     return f"cuda:{index}" if config.cluster.device == "gpu" else "cpu"

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from spare_megatron.runtime.driver import Driver
 from spare_megatron.runtime.loading import resolve_load
 from spare_megatron.runtime.lock import LOCK, locked
 from spare_megatron.runtime.preflight import preflight
+from spare_megatron.runtime.relay import ByHand, Launcher
 from spare_megatron.runtime.reports import CheckpointRejected, RunEvent, Starting
 from spare_megatron.runtime.spec import RankMain, RankSpec
 from spare_megatron.runtime.telemetry import Telemetry, open_sinks
@@ -42,9 +44,10 @@ def rank_main(spec: RankSpec, reports: Connection) -> None:
 def look_at_machine(config: RunConfig) -> Machine:
     """What this machine offers a run."""
     corpus = Path(config.data.corpus)
+    num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     return Machine(
-        num_gpus=_count_gpus(),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_gpus=num_machines * _count_gpus(),
+        num_cores=num_machines * len(os.sched_getaffinity(0)),
         can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
         corpus_vocab_size=_corpus_vocab_size(corpus),
         has_corpus=all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx")),
@@ -56,6 +59,7 @@ def start_run(
     run_dir: Path,
     on_event: Callable[[RunEvent], None],
     rank_main: RankMain = rank_main,
+    launcher: Launcher | None = None,
 ) -> Summary:
     """Trains, and leaves everything the run was and did in its directory.
 
@@ -64,6 +68,7 @@ def start_run(
         run_dir: A directory that does not exist yet, or is empty.
         on_event: Told of everything that happens.
         rank_main: What a rank's process runs; a caller may wrap it to look inside.
+        launcher: How supervisors come to be on other machines, where `cluster.launcher` is srun.
 
     Raises:
         FileExistsError: The directory holds something.
@@ -82,7 +87,8 @@ def start_run(
         held.enter_context(locked(run_dir))
         if config.checkpoint.is_wanted:
             held.enter_context(locked(folder))
-        return _run(config, run_dir, on_event, faults, rank_main)
+        launcher = ByHand() if config.cluster.launcher == "hand" else launcher
+        return _run(config, run_dir, on_event, faults, partial(Driver, rank_main=rank_main, launcher=launcher))
 
 
 def _check_empty(run_dir: Path) -> None:
@@ -98,7 +104,7 @@ def _run(
     run_dir: Path,
     on_event: Callable[[RunEvent], None],
     faults: tuple[Fault, ...],
-    rank_main: RankMain,
+    make_driver: Callable[..., Driver],
 ) -> Summary:
     (run_dir / "config.toml").write_text(dump_run_config(config))
     (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
@@ -109,7 +115,7 @@ def _run(
         metrics.take(event)
         on_event(event)
 
-    driver = Driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell, rank_main=rank_main)
+    driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
     try:
         driver.run()
     finally:

@@ -74,6 +74,8 @@ class NodeSpec:
         faults: The faults to inject into the node's ranks.
         rank_main: What a rank's process runs.
         hub_pid: The process that holds the bridge between the nodes' networks, where each has one of its own.
+        life: 0 for the supervisor with which the run began; whoever takes its place later has a higher number.
+        is_remote: The driver is on another machine, and may be lost without the node.
     """
 
     config: RunConfig
@@ -83,7 +85,9 @@ class NodeSpec:
     faults: tuple[Fault, ...]
     rank_main: RankMain
     hub_pid: int | None = None
+    life: int = 0
+    is_remote: bool = False
 
     @property
     def name(self) -> str:
-        return f"supervisor-{self.node}"
+        return f"supervisor-{self.node}" + (f"-life-{self.life}" if self.life else "")

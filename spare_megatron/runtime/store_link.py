@@ -27,7 +27,8 @@ _GRACE_INTERVALS = 3.0
 _LEASE_S = 60
 """How long a store with leases keeps the beat of a node that is gone: it leaves nothing behind."""
 
-_ENDED = "ended"
+ENDED = "ended"
+"""The last beat of a node that ends by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,12 @@ class LogStopped:
     stop: Stop
 
 
-LinkEvent = FenceWritten | NodeSilent | LinkLost | LogStopped
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReplaced:
+    """Another supervisor has taken this one's place: it must not start any group again."""
+
+
+LinkEvent = FenceWritten | NodeSilent | LinkLost | LogStopped | NodeReplaced
 
 
 class StoreLink:
@@ -94,11 +100,20 @@ class StoreLink:
         interval_s: The heartbeat interval.
         connect: Opens the connection.
         outbox: Where events go.
+        life: Which one of the node's supervisors it is, where another may take its place.
     """
 
     def __init__(
-        self, *, node: int, num_nodes: int, interval_s: float, connect: Callable[[], ControlStore], outbox: Connection
+        self,
+        *,
+        node: int,
+        num_nodes: int,
+        interval_s: float,
+        connect: Callable[[], ControlStore],
+        outbox: Connection,
+        life: int | None = None,
     ) -> None:
+        self._life = life
         self._node = node
         self._interval_s = interval_s
         self._connect = connect
@@ -146,6 +161,8 @@ class StoreLink:
         try:
             store = self._connect()
             log = DecisionLog(store)
+            if self._life:
+                store.put(f"life/{self._node}", str(self._life))
             while self._serve(store, log):
                 self._since_s = time.monotonic()
         except StoreLost as error:
@@ -159,8 +176,11 @@ class StoreLink:
             self._beat(store)
             self._look_at_log()
             return True
+        if self._is_replaced(store):
+            self._outbox.send(NodeReplaced())
+            return False
         if wanted is None:
-            store.put(f"beat/{self._node}", _ENDED)
+            store.put(f"beat/{self._node}", ENDED)
             return False
         if isinstance(wanted, Member):
             store.put(f"incarnation/{wanted.group}", str(wanted.incarnation))
@@ -172,6 +192,12 @@ class StoreLink:
         index = fence(log, member, wanted.cause, wanted.from_index, error=wanted.error)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         return True
+
+    def _is_replaced(self, store: ControlStore) -> bool:
+        if self._life is None:
+            return False
+        (latest,) = store.get([f"life/{self._node}"])
+        return latest is not None and int(latest) > self._life
 
     def _beat(self, store: ControlStore) -> None:
         began_s = time.monotonic()
@@ -194,7 +220,7 @@ class StoreLink:
             self._outbox.send(LogStopped(stop=stop))
 
     def _judge(self, other: int, beats: str | None, now_s: float) -> None:
-        if beats == _ENDED:
+        if beats == ENDED:
             self._ring.remove(other)
             self._silent.discard(other)
             return

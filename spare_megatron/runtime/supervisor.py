@@ -1,7 +1,5 @@
 """Looks after the ranks of one node: starts them, reaps them, watches them, and has the group of a lost one fenced."""
 
-import os
-import sys
 import time
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -13,22 +11,21 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.causes import LOSSLESS_EXITS, cause_of_end
+from spare_megatron.runtime.driver_link import DriverLink, Stopped
 from spare_megatron.runtime.fold import controller_setup
 from spare_megatron.runtime.network import NodeNetwork
 from spare_megatron.runtime.node_faults import NodeFaults
-from spare_megatron.runtime.processes import log_to_file
+from spare_megatron.runtime.orphans import end_without_driver
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.rank_watch import RankWatch
 from spare_megatron.runtime.reports import (
     ExitCode,
     FaultStruck,
     FaultWanted,
-    GoOn,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
     NodeEnded,
-    NodeReport,
     RankKey,
     RankRaised,
     RankReport,
@@ -46,6 +43,7 @@ from spare_megatron.runtime.store_link import (
     LinkEvent,
     LinkLost,
     LogStopped,
+    NodeReplaced,
     NodeSilent,
     StoreLink,
 )
@@ -58,28 +56,16 @@ _FAREWELL_S = 5.0
 """Longest wait for the store to take the node's last word."""
 
 
-def supervise(spec: NodeSpec, driver: Connection) -> None:
-    """The main function of a supervisor's process. It ends with its ranks, or when the driver says so or is gone."""
-    log_to_file(spec.run_dir, spec.name)
-    supervisor = _Supervisor(spec, driver)
-    failure = supervisor.run()
-    supervisor.close(failure)
-
-
-class _Stopped(Exception):
-    """The driver wants the node to end, or is gone."""
-
-
 class _Failed(Exception):
     """The node cannot go on."""
 
 
-class _Supervisor:
+class Supervisor:
     """One node. All of it happens in the main thread, but for what `StoreLink` does."""
 
     def __init__(self, spec: NodeSpec, driver: Connection) -> None:
         self._spec = spec
-        self._driver = driver
+        self._driver = DriverLink(driver, is_needed=not spec.is_remote)
         self._control = spec.config.control
         self._interval_s = self._control.heartbeat_interval_s
         self._journal = JournalWriter(spec.run_dir, spec.name)
@@ -98,7 +84,7 @@ class _Supervisor:
         self._head_hint = 0
         self._agenda = Agenda()
         network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
-        self._faults = NodeFaults(self._ranks, self._agenda, network, self._tell)
+        self._faults = NodeFaults(self._ranks, self._agenda, network, self._driver.tell)
         self._looked_at_s = time.monotonic()
         self._inbox, outbox = Pipe(duplex=False)
         self._link = StoreLink(
@@ -107,32 +93,41 @@ class _Supervisor:
             interval_s=self._interval_s,
             connect=lambda: open_store(spec.store),
             outbox=outbox,
+            life=spec.life if spec.is_remote else None,
         )
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str:
         """Looks after the ranks until none is left. Returns why the run cannot go on, where that is so."""
         try:
-            self._ranks.start_all()
-            self._tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+            if self._spec.life:
+                self._take_over()
+            else:
+                self._ranks.start_all()
+                self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
             self._link.start()
             self._watch()
-        except _Stopped:
+        except Stopped:
             return "stopped"
         except _Failed as error:
             return str(error)
         return self._store_failure
 
-    def close(self, failure: str) -> None:
-        """Leaves no process behind."""
+    def ask_to_end(self) -> None:
+        """Has the run end with the step under way. Safe in a signal handler."""
+        self._ranks.ask_to_end()
+
+    def close(self, failure: str) -> bool:
+        """Leaves no process behind. Returns whether the run has come to its end without a driver."""
         self._ranks.end()
         if not failure:
             self._link.stop(_FAREWELL_S)
             self._serve_link()
+            if not self._driver.is_there and (end := end_without_driver(self._ranks.exits, self._lost)) is not None:
+                self._journal.write(end)
         self._journal.close()
-        self._tell(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
-        sys.stdout.flush()
-        os._exit(0)  # the link's thread may be waiting for a store that does not answer
+        self._driver.tell(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
+        return not (failure or self._driver.is_there)
 
     # ----------------------------------------------------------------------------------------------------- watch
 
@@ -141,14 +136,14 @@ class _Supervisor:
         self._look()
         ranks = self._ranks
         while ranks.sentinels or self._is_awaiting_more():
-            ready = wait([*ranks.pipes, *ranks.sentinels, self._driver, self._inbox], self._agenda.pause_s())
+            ready = wait([*ranks.pipes, *ranks.sentinels, *self._driver.pipes, self._inbox], self._agenda.pause_s())
             # Deaths first: a fence is urgent, a report is not.
             for key in ranks.reap([item for item in ready if item in ranks.sentinels]):
                 self._reaped(key)
             for pipe in [item for item in ready if item in ranks.pipes]:
                 if not self._serve(pipe):
                     del ranks.pipes[pipe]
-            if self._driver in ready:
+            for _ in set(self._driver.pipes).intersection(ready):
                 self._obey()
             self._serve_link()
             self._agenda.run_due()
@@ -198,18 +193,14 @@ class _Supervisor:
             case FaultWanted():
                 self._faults.inflict(report)
                 return True
-        self._tell(report)
+        self._driver.tell(report)
         return True
 
     def _obey(self) -> None:
         """What the driver says: go on after a fault, or end."""
-        try:
-            order = self._driver.recv()
-        except (EOFError, OSError) as error:
-            raise _Stopped from error
-        if not isinstance(order, GoOn):
-            raise _Stopped
-        self._faults.let_go_on(order.wanted)
+        order = self._driver.hear()
+        if order is not None:
+            self._faults.let_go_on(order.wanted)
 
     def _reaped(self, key: RankKey) -> None:
         group, rank = key
@@ -263,7 +254,7 @@ class _Supervisor:
         self._looked_at_s = now_s
         change = self._store_watch.look(now_s)
         if change is not None:
-            self._tell(change)
+            self._driver.tell(change)
         if self._store_watch.failure:
             self._give_store_up(self._store_watch.failure)
         if self._store_watch.is_away:
@@ -278,13 +269,19 @@ class _Supervisor:
         if self._store_failure:
             return
         self._store_failure, self._is_over = reason, True
-        self._tell(StoreGone(node=self._spec.node, reason=reason))
+        self._driver.tell(StoreGone(node=self._spec.node, reason=reason))
         self._agenda.after(_SAVING_S, self._stop_saving)
 
     def _stop_saving(self) -> None:
         raise _Failed(f"{self._store_failure}; some ranks had not saved their state {_SAVING_S:g} s later")
 
     # ------------------------------------------------------------------------------------------------------ loss
+
+    def _take_over(self) -> None:
+        """The node's former supervisor is lost, and its groups with it: they start again here."""
+        self._has_begun = True
+        for group in sorted(self._ranks.foreign):
+            self._want_fence(group, -1, f"node {self._spec.node}: its supervisor is lost")
 
     def _lose(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
         """Fences the group, and ends what is left of it here: it is of no use and must not linger."""
@@ -294,7 +291,7 @@ class _Supervisor:
         self._rank_watch.end(*self._ranks.of(group))
 
     def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
-        member = self._ranks.member(group) if group in self._ranks.groups else None
+        member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else None
         wanted = FenceWanted(
             group=group, member=member, rank=rank, cause=cause, error=error, from_index=self._head_hint
         )
@@ -316,6 +313,8 @@ class _Supervisor:
                         self._wiped_out()
                     else:
                         self._end_with_the_run()
+                case NodeReplaced():
+                    raise Stopped
                 case LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
 
@@ -324,6 +323,9 @@ class _Supervisor:
         self._num_fences_wanted -= 1
         self._head_hint = max(self._head_hint, index)
         group = wanted.group
+        if group in self._ranks.foreign:
+            self._ranks.adopt(member)
+            self._lost.add(group)
         is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
         if is_lost:
             self._ended.add(group)
@@ -340,7 +342,7 @@ class _Supervisor:
             is_given_up=is_given_up,
         )
         self._journal.write(record)
-        self._tell(
+        self._driver.tell(
             GroupLost(
                 group=group,
                 rank=wanted.rank,
@@ -383,7 +385,7 @@ class _Supervisor:
         self._lost.discard(group)
         member = self._ranks.member(group)
         self._link.name_incarnation(member)
-        self._tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+        self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._agenda.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
 
     def _give_up_if_not_ready(self, member: Member) -> None:
@@ -391,9 +393,3 @@ class _Supervisor:
         if is_present and not self._rank_watch.is_watched(member.group):
             limit_s = self._control.startup_timeout_s
             self._lose(member.group, 0, f"not up again within control.startup_timeout_s={limit_s:g}")
-
-    def _tell(self, report: NodeReport) -> None:
-        try:
-            self._driver.send(report)
-        except OSError as error:
-            raise _Stopped from error

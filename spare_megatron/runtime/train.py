@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
@@ -31,15 +32,20 @@ def start(controller: Controller) -> deque[Action]:
     return deque(controller.handle(RunStarted(), now_s=time.monotonic()))
 
 
-def train(controller: Controller, executor: GroupExecutor, actions: deque[Action]) -> Stop:
+def train(
+    controller: Controller, executor: GroupExecutor, actions: deque[Action], is_end_asked: Callable[[], bool]
+) -> Stop:
     """Trains until the controller says stop, and returns why.
 
     Args:
         controller: Decides.
         executor: Obeys.
         actions: What there is to do first.
+        is_end_asked: Whether the run is to end with the step under way.
     """
     while True:
+        if is_end_asked():
+            controller.end_soon()
         action = actions.popleft()
         if isinstance(action, Stop):
             executor.stop(action.step)

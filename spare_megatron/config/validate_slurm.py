@@ -1,0 +1,109 @@
+"""What is wrong, or doubtful, with a run whose supervisors are started elsewhere than here."""
+
+import re
+from collections.abc import Iterator
+
+from spare_megatron.config.schema import RunConfig
+
+_NAME = re.compile(r"[A-Za-z0-9_.,-]+")
+_STRIKING_ONE_MACHINE = ("cut", "stop_node", "stop_store", "kill_store")
+"""Faults that the driver inflicts on processes of its own machine."""
+_ETCD_PORTS = 6
+
+
+def launcher_problems(config: RunConfig) -> Iterator[str]:
+    """Every reason why no supervisor could be started, or would be of no use, where `cluster.launcher` is not local."""
+    launcher = config.cluster.launcher
+    if launcher == "local":
+        return
+    if config.cluster.isolate_nodes:
+        yield (
+            f"cluster.isolate_nodes=true rehearses nodes on one machine, and cluster.launcher={launcher} has nodes; "
+            f"set one of them to false or local"
+        )
+    faults = config.faults
+    random = faults.kinds or _STRIKING_ONE_MACHINE if faults.mean_steps is not None else ()
+    for kind in sorted({*random, *(fault.kind for fault in faults.trace)} & set(_STRIKING_ONE_MACHINE)):
+        yield (
+            f"faults of kind {kind} strike processes of one machine and do not reach nodes of "
+            f"cluster.launcher={launcher}; leave {kind} out of faults.trace and faults.kinds"
+        )
+    if launcher == "srun":
+        yield from _layout_problems(config)
+        yield from _job_problems(config)
+
+
+def launcher_warnings(config: RunConfig) -> Iterator[str]:
+    """What may not be meant in a job of Slurm. Only for a configuration without problems."""
+    if config.cluster.launcher != "srun":
+        return
+    if config.slurm.max_requeues and not config.checkpoint.is_wanted:
+        yield (
+            f"slurm.max_requeues={config.slurm.max_requeues}, but no checkpoints are taken: the job would begin anew "
+            f"each time; set checkpoint.cadence or checkpoint.interval_steps, or slurm.max_requeues=0"
+        )
+    if config.control.store == "etcd" and not config.control.endpoints:
+        yield (
+            "control.endpoints is empty: the etcd that the job brings up has neither passwords nor TLS; keep the "
+            "network of the nodes closed, or name an etcd of your own"
+        )
+
+
+def _layout_problems(config: RunConfig) -> Iterator[str]:
+    """Groups fill whole nodes, and tensor-parallel ranks stand on one."""
+    layout, gpus = config.parallel, config.slurm.gpus_per_node
+    if config.cluster.device == "auto":
+        yield "cluster.device=auto cannot be told before the job runs; set it to gpu or cpu"
+    if min(layout.num_ranks, layout.num_nodes) < 1 or layout.num_ranks % layout.num_nodes:
+        return  # told elsewhere
+    per_node, per_group = layout.ranks_per_node, layout.ranks_per_group
+    if config.cluster.device == "gpu" and per_node != gpus:
+        fits = gpus > 0 and layout.num_ranks % gpus == 0
+        yield (
+            f"each of cluster.num_nodes={layout.num_nodes} has {per_node} of {layout.num_ranks} ranks, which do not "
+            f"fill slurm.gpus_per_node={gpus}; change one of them or layout.num_groups"
+            + (f" (cluster.num_nodes={layout.num_ranks // gpus} fits)" if fits else "")
+        )
+    if per_node % per_group and per_group % per_node:
+        yield (
+            f"groups of {per_group} ranks do not fill whole nodes of {per_node}: one node would be a part of several; "
+            f"change cluster.num_nodes={layout.num_nodes} or the layout"
+        )
+    if per_node % layout.tensor_parallel:
+        yield (
+            f"layout.tensor_parallel={layout.tensor_parallel} does not divide the {per_node} ranks of a node, and "
+            f"tensor-parallel ranks are to stand on one; lower it or cluster.num_nodes={layout.num_nodes}"
+        )
+
+
+def _job_problems(config: RunConfig) -> Iterator[str]:
+    slurm, num_nodes = config.slurm, config.cluster.num_nodes
+    limit = slurm.time_limit_minutes
+    if config.control.store == "embedded" and num_nodes + slurm.num_spare_nodes > 1:
+        yield (
+            f"control.store=embedded serves one machine, and cluster.num_nodes + slurm.num_spare_nodes = "
+            f"{num_nodes + slurm.num_spare_nodes}; set control.store=etcd"
+        )
+    for key, value in (("partition", slurm.partition), ("account", slurm.account)):
+        if value and not _NAME.fullmatch(value):
+            yield f"slurm.{key}={value!r} is no name that Slurm knows: letters, digits and _.,- only; correct it"
+    for option in slurm.options:
+        if not option.startswith("-") or "\n" in option:
+            yield f"slurm.options: {option!r} is no option of sbatch, such as --qos=high; correct it"
+    for key, number, least in (
+        ("end_before_limit_s", slurm.end_before_limit_s, 1),
+        ("max_requeues", slurm.max_requeues, 0),
+        ("gpus_per_node", slurm.gpus_per_node, 1),
+        ("num_spare_nodes", slurm.num_spare_nodes, 0),
+        ("etcd_port", slurm.etcd_port, 1),
+        ("time_limit_minutes", 1 if limit is None else limit, 1),
+    ):
+        if number < least:
+            yield f"slurm.{key}={number} must be at least {least}; raise it"
+    if slurm.etcd_port + _ETCD_PORTS - 1 > 65535:
+        yield f"slurm.etcd_port={slurm.etcd_port} leaves no {_ETCD_PORTS} ports up to 65535; lower it"
+    if limit is not None and 0 < 60 * limit <= slurm.end_before_limit_s:
+        yield (
+            f"slurm.end_before_limit_s={slurm.end_before_limit_s} leaves nothing of "
+            f"slurm.time_limit_minutes={limit}; lower the first or raise the second"
+        )

@@ -1,0 +1,93 @@
+"""The nodes of a job, and which of them a supervisor goes to."""
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from spare_megatron.slurm.commands import call, job_fields
+
+
+def this_job() -> int:
+    """The job that this process belongs to.
+
+    Raises:
+        ValueError: It belongs to none.
+    """
+    number = os.environ.get("SLURM_JOB_ID", "")
+    if not number.isdigit():
+        raise ValueError(
+            "cluster.launcher=srun starts steps of a Slurm job, and this is none: use `spare submit`, or set "
+            "cluster.launcher to local or hand"
+        )
+    return int(number)
+
+
+def nodes_of(job_id: int) -> tuple[str, ...]:
+    """The names of the nodes that the job has now. Lost ones leave it; the environment does not know of that.
+
+    Raises:
+        ValueError: Slurm cannot be asked, or the job has no nodes.
+    """
+    names = job_fields(job_id).get("NodeList", "(null)")
+    if names in ("", "(null)"):
+        raise ValueError(f"job {job_id} has no nodes: it has ended")
+    return tuple(call("scontrol", "show", "hostnames", names).split())
+
+
+def address_of(name: str) -> str:
+    """Where the node is reached, as slurmctld has it."""
+    fields = dict(item.partition("=")[::2] for item in call("scontrol", "--oneliner", "show", "node", name).split())
+    return fields.get("NodeAddr", name)
+
+
+def choose_node(present: Sequence[str], taken: Collection[str], last: str) -> str | None:
+    """The node for a supervisor that is started again; None while there is none.
+
+    A spare one first: the last one may be ill, or be gone without anybody having noticed.
+
+    >>> choose_node(["n1", "n2", "n3"], taken={"n1"}, last="n2")
+    'n3'
+    >>> choose_node(["n1", "n2"], taken={"n1"}, last="n2")
+    'n2'
+    >>> choose_node(["n1"], taken={"n1"}, last="n2") is None
+    True
+    """
+    free = [name for name in present if name not in taken]
+    return next((name for name in free if name != last), free[0] if free else None)
+
+
+class Claims:
+    """Which supervisor has which node, in files that the relays of a run share.
+
+    Args:
+        run_dir: The run's directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "nodes"
+
+    def take(self, name: str, node: int) -> bool:
+        """The node of Slurm is this supervisor's now; False if another has been faster."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(self._path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(fd, "w") as file:
+            file.write(str(node))
+        return True
+
+    def leave(self, node: int) -> str:
+        """Gives up what this supervisor has; returns its name, empty if it had none."""
+        for name in self.taken():
+            if self._path(name).read_text() == str(node):
+                self._path(name).unlink()
+                return name
+        return ""
+
+    def taken(self) -> tuple[str, ...]:
+        """All that are somebody's."""
+        return tuple(sorted(path.name.removeprefix("on-") for path in self._folder.glob("on-*")))
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"on-{name}"

@@ -1,0 +1,121 @@
+"""Slurm's own commands, and what they answer."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+JOB_FILE = "job.json"
+"""In a job's folder: which job it is."""
+
+UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
+"""States of a job that has yet to end."""
+
+_TIMEOUT_S = 60.0
+_POLL_S = 2.0
+_FIELD = re.compile(r"(\w[\w/:]*)=(\S*)")
+
+
+def submit(script: Path) -> int:
+    """Hands the script to sbatch, and notes the job in the folder of the script. Returns the job's number.
+
+    Raises:
+        ValueError: sbatch is missing or refuses the script; the text has what it says.
+    """
+    answer = call("sbatch", "--parsable", str(script))
+    job_id = int(answer.partition(";")[0])  # NUMBER[;CLUSTER]
+    (script.parent / JOB_FILE).write_text(json.dumps({"job_id": job_id}) + "\n")
+    return job_id
+
+
+def job_of(folder: Path) -> int:
+    """The job whose folder this is.
+
+    Raises:
+        ValueError: It is no job's folder.
+    """
+    try:
+        return int(json.loads((folder / JOB_FILE).read_text())["job_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder} holds no {JOB_FILE}: name the directory that `spare submit` printed") from None
+
+
+def job_fields(job_id: int) -> Mapping[str, str]:
+    """What slurmctld says of a job: `JobState`, `NodeList` ... Empty if it has forgotten the job.
+
+    Raises:
+        ValueError: Slurm cannot be asked.
+    """
+    try:
+        return dict(_FIELD.findall(call("scontrol", "--oneliner", "show", "job", str(job_id))))
+    except ValueError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+
+
+def cancel(job_id: int) -> None:
+    """Ends the job.
+
+    Raises:
+        ValueError: Slurm refuses.
+    """
+    call("scancel", str(job_id))
+
+
+def wait_for(job_id: int) -> int:
+    """The exit code of the job's script, once the job has ended. It may go through the queue several times.
+
+    Raises:
+        ValueError: Slurm cannot be asked, or has forgotten how the job ended.
+    """
+    while True:
+        fields = job_fields(job_id)
+        if not fields:
+            raise ValueError(f"Slurm has forgotten job {job_id}; `spare status` shows what its runs have left")
+        if fields["JobState"] not in UNDER_WAY:
+            return int(fields["ExitCode"].partition(":")[0]) or (0 if fields["JobState"] == "COMPLETED" else 1)
+        time.sleep(_POLL_S)
+
+
+def require(command: str, advice: str = "run this on a login node of a Slurm cluster, or load its module") -> None:
+    """Raises ValueError, with the advice, if there is no such command here."""
+    if shutil.which(command) is None:
+        raise ValueError(f"{command} is not in PATH: {advice}")
+
+
+def call(command: str, *arguments: str) -> str:
+    """What the command prints.
+
+    Raises:
+        ValueError: It is missing, fails, or does not answer.
+    """
+    require(command)
+    try:
+        done = subprocess.run((command, *arguments), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{command} has not answered within {_TIMEOUT_S:g} s; ask `scontrol ping`") from None
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise ValueError(f"{command} failed: {said}{_advice(said)}")
+    return done.stdout.strip()
+
+
+_ADVICE = {
+    "invalid partition": "correct slurm.partition; `sinfo --summarize` lists those that exist",
+    "invalid account": "correct slurm.account; `sacctmgr show assoc user=$USER` lists yours",
+    "Requested time limit is invalid": "lower slurm.time_limit_minutes; `sinfo` has each partition's limit",
+    "Node count specification invalid": "lower cluster.num_nodes; `sinfo --summarize` has the nodes of each partition",
+    "More processors requested than permitted": "lower cluster.num_nodes",
+    "Requested node configuration is not available": "no node is like that: see slurm.gpus_per_node, slurm.options",
+    "Invalid generic resource": "the partition has no such GPUs: see slurm.gpus_per_node, or cluster.device=cpu",
+}
+"""What Slurm's errors mean in terms of the settings."""
+
+
+def _advice(said: str) -> str:
+    found = [advice for text, advice in _ADVICE.items() if text.lower() in said.lower()]
+    return f"\n  {found[0]}" if found else ""

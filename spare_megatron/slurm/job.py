@@ -1,0 +1,46 @@
+"""The batch script of a run: pure, from the configuration to text."""
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+
+from spare_megatron.config.schema import RunConfig
+
+SCRIPT, CONFIG, LOG, CHECKPOINTS = "job.sh", "config.toml", "slurm.log", "checkpoints"
+"""In a job's folder, beside a directory for each run, `attempt-NNN`."""
+
+_SHELL_SAFE = re.compile(r"[A-Za-z0-9_./@:+,=-]+")
+
+
+def job_script(config: RunConfig, *, folder: Path, working_folder: Path, python: Path) -> str:
+    """The script for sbatch, readable and complete.
+
+    Args:
+        config: A configuration without problems; `cluster.launcher` is srun.
+        folder: Absolute path of the job's folder, which all nodes share.
+        working_folder: Absolute path of the directory that relative paths of the configuration start from.
+        python: The Python that has spare_megatron, on every node.
+
+    Raises:
+        ValueError: A path has characters that neither sbatch nor a shell takes literally.
+    """
+    for what, path in (("the run's directory", folder), ("the working directory", working_folder), ("Python", python)):
+        if not _SHELL_SAFE.fullmatch(str(path)):
+            raise ValueError(
+                f"{what} {str(path)!r} has characters that a batch script does not take literally; letters, digits and "
+                f"_./@:+,=- are fine: choose another path"
+            )
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.name):
+        raise ValueError(f"name={config.name!r} cannot be the name of a job: letters, digits and _.- only; change it")
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    template = environment.from_string(files(__package__).joinpath("job.sh.j2").read_text())
+    return template.render(
+        config=config,
+        slurm=config.slurm,
+        layout=config.parallel,
+        folder=folder,
+        working_folder=working_folder,
+        python=python,
+    )

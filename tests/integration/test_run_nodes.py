@@ -1,0 +1,160 @@
+"""Supervisors in processes of their own, as on other machines: lost ones are replaced, and the driver may be lost."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig
+from spare_megatron.journal.check import check_journal
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import EndRecord
+from tests.integration.etcd_cluster import EtcdCluster
+from tests.integration.whole_run import tiny_config
+
+pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
+
+TIMEOUT_S = 200.0
+_POLL_S = 0.05
+NUM_STEPS = 1_000_000
+"""More than are committed by the time at which the test has the run end."""
+SPARE = (sys.executable, "-m", "spare_megatron.cli.main")
+SCONTROL = """#!/bin/sh
+case "$*" in
+    *"show job"*) echo "JobId=7 JobState=RUNNING NodeList=n[1-3] ExitCode=0:0" ;;
+    *"show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
+    *) exit 1 ;;
+esac
+"""
+SRUN = """#!/bin/sh
+# Runs the command here, and notes for which node of Slurm.
+for word; do
+    case "$word" in
+        --nodelist=*) on=${word#--nodelist=}; shift ;;
+        --*) shift ;;
+        *) break ;;
+    esac
+done
+echo $$ > "$(dirname "$0")/pid-$on"
+exec "$@"
+"""
+
+
+def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_run_ends_when_asked(
+    text_corpus: Path, tmp_path: Path, etcd_cluster: EtcdCluster
+) -> None:
+    """Against commands of Slurm that run everything here."""
+    bin_dir, run_dir = tmp_path / "bin", tmp_path / "run"
+    bin_dir.mkdir()
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (bin_dir / name).write_text(text)
+        (bin_dir / name).chmod(0o755)
+    environment = {"PATH": f"{bin_dir}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    preset = write_preset(text_corpus, tmp_path, etcd_cluster, "srun")
+    with started(tmp_path, "train", "--config", str(preset), "--run-dir", str(run_dir), **environment) as driver:
+        wait_until(lambda: committed(run_dir) > 0, driver)
+        os.kill(int((bin_dir / "pid-n2").read_text()), signal.SIGKILL)
+        # The spare node, not the one that has lost its supervisor.
+        wait_until(lambda: (bin_dir / "pid-n3").exists(), driver)
+        wait_until(lambda: "rejoined" in output_of(tmp_path), driver)
+        for name in ("pid-n1", "pid-n3"):
+            os.kill(int((bin_dir / name).read_text()), signal.SIGUSR1)
+        assert driver.wait(TIMEOUT_S) == 5, output_of(tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["outcome"], summary["verdict"]) == ("finished", "valid"), summary["reasons"]
+    assert (summary["groups_lost"], summary["groups_rejoined"]) == (1, 1)
+    assert summary["steps_left"] == NUM_STEPS - summary["steps_committed"] > 0
+    assert list((run_dir / "nodes").iterdir()) == []
+
+
+def test_nodes_started_by_hand_go_on_without_the_driver_and_prove_the_run(
+    text_corpus: Path, tmp_path: Path, etcd_cluster: EtcdCluster
+) -> None:
+    """The driver's machine is lost with the driver and its own supervisor."""
+    run_dir = tmp_path / "run"
+    preset = write_preset(text_corpus, tmp_path, etcd_cluster, "hand")
+    with (
+        started(tmp_path, "train", "--config", str(preset), "--run-dir", str(run_dir)) as driver,
+        started(tmp_path / "other", "supervise", str(run_dir), "--node", "1") as other,
+    ):
+        wait_until(lambda: committed(run_dir) > 0, driver, other)
+        below = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+        driver.wait(TIMEOUT_S)
+        before = committed(run_dir, 1)
+        wait_until(lambda: committed(run_dir, 1) > before + 3, other)
+        other.send_signal(signal.SIGUSR1)
+        assert other.wait(TIMEOUT_S) == 0, output_of(tmp_path / "other")
+    assert psutil.wait_procs(below, timeout=TIMEOUT_S)[1] == []
+    journal = read_journal(run_dir)
+    verdict = check_journal(journal)
+    assert verdict.verdict == "valid", verdict.reasons
+    assert [end.outcome for end in journal.of(EndRecord)] == ["finished"]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["groups_lost"], summary["steps_committed"]) == (1, verdict.steps_committed)
+
+
+def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -> Path:
+    config = tiny_config(
+        corpus,
+        LayoutConfig(num_groups=2),
+        steps=NUM_STEPS,
+        rejoins=3,
+        cluster=ClusterConfig(device="cpu", num_nodes=2),
+    )
+    control = dataclasses.replace(config.control, store="etcd", endpoints=etcd.endpoints)
+    cluster = dataclasses.replace(config.cluster, launcher=launcher)
+    slurm = dataclasses.replace(config.slurm, num_spare_nodes=1)
+    preset = folder / "preset.toml"
+    preset.write_text(dump_run_config(dataclasses.replace(config, control=control, cluster=cluster, slurm=slurm)))
+    return preset
+
+
+@contextlib.contextmanager
+def started(folder: Path, *words: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A `spare` command, whose output goes to a file. It and all below it are ended with the block."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [*SPARE, *words], stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        )
+    try:
+        yield process
+    finally:
+        below: Sequence[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait(TIMEOUT_S)
+        for child in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def output_of(folder: Path) -> str:
+    return (folder / "output").read_text()
+
+
+def committed(run_dir: Path, group: int = 0) -> int:
+    """Updates that the group has journaled."""
+    file = run_dir / f"journal/group-{group:04d}-rank-0.jsonl"
+    return file.read_text().count('"record":"update"') if file.exists() else 0
+
+
+def wait_until(is_so: Callable[[], bool], *needed: subprocess.Popen[bytes]) -> None:
+    """Waits for it while these processes run."""
+    end_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < end_s, "not in time"
+        assert [process.poll() for process in needed] == [None] * len(needed), "it ended"
+        time.sleep(_POLL_S)

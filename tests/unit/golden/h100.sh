@@ -1,0 +1,37 @@
+#!/bin/bash
+# The run gpt_7b_h100: 16 groups of 8 ranks on 16 nodes, 1 to spare.
+#SBATCH --job-name=gpt_7b_h100
+#SBATCH --nodes=17
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --gpus-per-node=8
+#SBATCH --partition=h100
+#SBATCH --time=1440
+#SBATCH --qos=high
+#SBATCH --output=/shared/runs/r/slurm.log
+#SBATCH --open-mode=append
+# The loss of a node is not the end of the job: spare_megatron goes on without it.
+#SBATCH --no-kill
+# The job may go back into the queue, and does so at the end of this script.
+#SBATCH --requeue
+# To all steps, so early that the run ends with the step under way and a checkpoint.
+#SBATCH --signal=USR1@600
+
+cd /shared/here || exit 2
+export NCCL_SOCKET_IFNAME=^lo,docker
+export GLOO_SOCKET_IFNAME=bond0
+export SPARE_REQUEUES=10
+# Every time that the job comes out of the queue is a run of its own, which goes on from the newest checkpoint.
+attempt=/shared/runs/r/attempt-$(printf %03d "${SLURM_RESTART_COUNT:-0}")
+/shared/venv/bin/python -m spare_megatron.cli.main train --config /shared/runs/r/config.toml --run-dir "$attempt" --resume
+status=$?
+
+# 3 is a wipe-out, 5 the end of the time with steps left. A job that was cancelled is not running any more.
+if [[ $status == [35] && ${SLURM_RESTART_COUNT:-0} -lt $SPARE_REQUEUES ]] &&
+    scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+    echo "exit code $status: the job goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60 # Slurm ends this script
+fi
+exit $status

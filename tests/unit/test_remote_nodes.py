@@ -1,0 +1,272 @@
+"""What lets a supervisor stand on another machine: its connection, its place, its end without a driver."""
+
+import socket
+import stat
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.cli.train import exit_code
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.summary import Summary
+from spare_megatron.runtime.driver_link import DriverLink, Stopped
+from spare_megatron.runtime.node_connection import Door, connect
+from spare_megatron.runtime.orphans import end_without_driver, outcome_of, wait_for_others
+from spare_megatron.runtime.reports import ExitCode, StoreAway
+from spare_megatron.runtime.store_link import ENDED, FenceWanted, NodeReplaced, StoreLink
+from spare_megatron.slurm.allocation import Claims
+from spare_megatron.slurm.etcd import member_commands
+from spare_megatron.slurm.steps import SrunLauncher, step_command
+
+REPORT = StoreAway(node=1, limit_s=2.0)
+WAIT_S = 30.0
+
+
+# ------------------------------------------------------------------------------------------------------ connection
+
+
+def accepted(door: Door) -> Any:
+    assert wait([door.fileno()], WAIT_S)
+    return door.accept()
+
+
+def test_a_supervisor_finds_the_driver_by_the_run_directory_and_both_are_heard(tmp_path: Path) -> None:
+    door = Door(tmp_path, 3, "127.0.0.1")
+    (file,) = (tmp_path / "nodes").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(connect(tmp_path, 3, WAIT_S)))
+    thread.start()
+    driver = accepted(door)
+    thread.join(WAIT_S)
+    (supervisor,) = found
+    driver.send("spec")
+    assert supervisor.recv() == "spec"
+    supervisor.send(REPORT)
+    assert driver.recv() == REPORT
+    door.close()
+    assert not file.exists()
+
+
+def test_whoever_has_not_the_key_is_not_served(tmp_path: Path) -> None:
+    """Others keep their key, and the door stays open for who has it."""
+    door, other = Door(tmp_path / "a", 0, "127.0.0.1"), Door(tmp_path / "b", 0, "127.0.0.1")
+    (file,), (theirs,) = (tmp_path / "a/nodes").iterdir(), (tmp_path / "b/nodes").iterdir()
+    port = file.read_text().split('"port": ')[1].split(",")[0]
+    wrong = theirs.read_text().replace(theirs.read_text().split('"port": ')[1].split(",")[0], port)
+    theirs.write_text(wrong)
+    failures: list[Exception] = []
+
+    def knock() -> None:
+        try:
+            connect(tmp_path / "b", 0, 0.0)
+        except ValueError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    assert accepted(door) is None
+    thread.join(WAIT_S)
+    assert "is not awaited by a driver" in str(failures[0])
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=WAIT_S) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
+        stranger.shutdown(socket.SHUT_WR)
+        assert accepted(door) is None
+    door.close()
+    other.close()
+
+
+def test_a_node_that_nobody_awaits_is_told_what_to_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"node 1 is not awaited by a driver .* start `spare train` with this"):
+        connect(tmp_path, 1, 0.0)
+
+
+def test_a_node_goes_on_without_a_driver_where_that_is_elsewhere() -> None:
+    ours, theirs = Pipe()
+    link = DriverLink(ours, is_needed=False)
+    theirs.close()
+    link.tell(REPORT)
+    assert link.hear() is None
+    link.tell(REPORT)
+    assert (link.is_there, link.pipes) == (False, [])
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_node_ends_when_the_driver_says_so(is_needed: bool) -> None:
+    ours, theirs = Pipe()
+    theirs.send("stop")
+    with pytest.raises(Stopped):
+        DriverLink(ours, is_needed=is_needed).hear()
+
+
+def test_a_node_ends_with_the_driver_where_both_are_here() -> None:
+    ours, theirs = Pipe()
+    theirs.close()
+    with pytest.raises(Stopped):
+        DriverLink(ours, is_needed=True).tell(REPORT)
+
+
+# ------------------------------------------------------------------------------------------------------ the end
+
+
+@pytest.mark.parametrize(
+    ("codes", "outcome"),
+    [
+        ([0, 0], "finished"),
+        ([0, ExitCode.WIPE_OUT], "wipe_out"),
+        ([ExitCode.HALTED, ExitCode.WIPE_OUT], "halted"),
+        ([0, ExitCode.RAISED], "failed"),
+        ([], "failed"),
+    ],
+)
+def test_how_ranks_have_ended_says_how_the_run_has(codes: list[int], outcome: str) -> None:
+    assert outcome_of(codes) == outcome
+
+
+def test_a_node_without_a_group_in_the_run_does_not_know_its_end() -> None:
+    zero, one = GroupId(0), GroupId(1)
+    exits = {(zero, 0): 0, (one, 0): int(ExitCode.GROUP_BROKEN)}
+    end = end_without_driver(exits, {one})
+    assert end is not None
+    assert (end.outcome, end.reason) == ("finished", "")
+    assert end_without_driver(exits, {zero, one}) is None
+
+
+class Beats:
+    """A store in which nodes beat, one more at every look, until each comes to its end."""
+
+    def __init__(self, ends_after: dict[int, int | None]) -> None:
+        self._ends_after = ends_after
+        self.num_looks = 0
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        self.num_looks += 1
+        return [self._beat(int(key.removeprefix("beat/"))) for key in keys]
+
+    def _beat(self, node: int) -> str | None:
+        after = self._ends_after[node]
+        if after is None:
+            return "7"  # it does not move any more
+        return ENDED if self.num_looks >= after else str(self.num_looks)
+
+
+def test_others_are_waited_for_until_they_have_ended_and_not_if_they_are_silent() -> None:
+    beats = Beats({1: 3, 2: None, 3: 5})
+    wait_for_others(beats, 0, 4, 0.01)  # type: ignore[arg-type]
+    assert beats.num_looks >= 5
+
+
+class Lives:
+    """A store that knows of another supervisor of the node."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        return ["2" if key.startswith("life/") else None for key in keys]
+
+    def beat(self, key: str, value: str, ttl_s: int) -> None:
+        pass
+
+    def put(self, key: str, value: str) -> None:
+        self.written.append(key)
+
+
+def test_a_supervisor_that_comes_back_after_another_took_its_place_fences_nobody_and_is_told() -> None:
+    store = Lives()
+    inbox, outbox = Pipe(duplex=False)
+    link = StoreLink(node=0, num_nodes=2, interval_s=0.2, connect=lambda: store, outbox=outbox, life=1)  # type: ignore[arg-type, return-value]
+    member = Member(GroupId(0), 0)
+    link.fence(FenceWanted(group=member.group, member=member, rank=0, cause="SIGKILL", error="", from_index=0))
+    link.start()
+    assert inbox.poll(WAIT_S)
+    assert isinstance(inbox.recv(), NodeReplaced)
+    link.stop(WAIT_S)
+    assert [key for key in store.written if not key.startswith("life/")] == []
+
+
+def summary(outcome: str = "finished", verdict: str = "valid", steps_left: int = 0) -> Summary:
+    return Summary(
+        verdict=verdict,
+        reasons=(),
+        outcome=outcome,
+        outcome_reason="",
+        steps_committed=1,
+        steps_lost=0,
+        restarts=0,
+        groups_lost=0,
+        groups_rejoined=0,
+        microbatches_recomputed=0,
+        final_loss=None,
+        params_sha256=None,
+        recoveries=(),
+        steps_left=steps_left,
+    )
+
+
+def test_steps_that_are_left_have_an_exit_code_of_their_own_unless_the_time_was_the_plan() -> None:
+    assert exit_code(summary(steps_left=3), is_timed=False) == 5
+    assert exit_code(summary(steps_left=3), is_timed=True) == 0
+    assert exit_code(summary(), is_timed=False) == 0
+    assert exit_code(summary(verdict="unknown", steps_left=3), is_timed=False) == 1
+    assert exit_code(summary(outcome="wipe_out", steps_left=3), is_timed=False) == 3
+
+
+# ------------------------------------------------------------------------------------------------------ Slurm
+
+
+def test_nobody_gets_a_node_that_another_supervisor_has(tmp_path: Path) -> None:
+    claims = Claims(tmp_path)
+    assert claims.take("n1", 0)
+    assert not claims.take("n1", 1)
+    assert claims.taken() == ("n1",)
+    assert claims.leave(1) == ""
+    assert claims.leave(0) == "n1"
+    assert claims.take("n1", 1)
+
+
+def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = ["n1", "n2", "n3"]
+    monkeypatch.setattr("spare_megatron.slurm.steps.nodes_of", lambda job_id: tuple(present))
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr("subprocess.Popen", lambda command, **_: started.append(tuple(command)))
+    launchers = [SrunLauncher(job_id=1, python="python") for _ in range(2)]
+    for node, launcher in enumerate(launchers):
+        launcher.start(tmp_path, node, 0)
+    launchers[1].ended(tmp_path, 1)
+    present.remove("n2")
+    launchers[1].start(tmp_path, 1, 1)
+    assert [next(word for word in command if "nodelist" in word) for command in started] == [
+        "--nodelist=n1",
+        "--nodelist=n2",
+        "--nodelist=n3",
+    ]
+    assert started[2][-3:] == (str(tmp_path), "--node", "1")
+    launchers[1].ended(tmp_path, 1)
+    present.remove("n3")
+    assert launchers[1].start(tmp_path, 1, 2) is None
+    with pytest.raises(ValueError, match="job 1 has 1 nodes, too few for node 5"):
+        SrunLauncher(job_id=1, python="python").start(tmp_path, 5, 0)
+
+
+def test_a_step_shares_its_node_and_outlives_others() -> None:
+    command = step_command("node-3", "n4", ("run", "it"))
+    assert command[0] == "srun"
+    assert command[-2:] == ("run", "it")
+    assert {"--overlap", "--no-kill", "--nodelist=n4", "--ntasks=1"} <= set(command)
+
+
+def test_the_members_of_etcd_know_each_other_and_none_shares_a_port() -> None:
+    """All on one address, as where nodes are rehearsed on one machine."""
+    commands = member_commands(["n1", "n2", "n3"], ["127.0.0.1"] * 3, 2379, "job-7")
+    clusters = {word for command in commands for word in command if word.startswith("--initial-cluster=")}
+    peers = ",".join(f"member-{i}=http://127.0.0.1:{2380 + 2 * i}" for i in range(3))
+    assert clusters == {f"--initial-cluster={peers}"}
+    clients = {word for command in commands for word in command if word.startswith("--listen-client-urls=")}
+    assert clients == {f"--listen-client-urls=http://127.0.0.1:{port}" for port in (2379, 2381, 2383)}

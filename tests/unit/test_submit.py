@@ -1,0 +1,235 @@
+"""`spare submit` and what follows from it, against commands of Slurm that only write down how they were called."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate import Machine, problems, warnings
+from spare_megatron.slurm.job import job_script
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+GOLDEN = Path(__file__).parent / "golden"
+H100 = str(CONFIGS / "run/gpt_7b_h100.toml")
+SRUN = ("data.corpus=c", "cluster.launcher=srun", "cluster.device=cpu", "checkpoint.cadence=optimal")
+
+
+def configured(*overrides: str) -> RunConfig:
+    return load_run_config(None, [*SRUN, *overrides]).config
+
+
+def problems_of(*overrides: str) -> list[str]:
+    return problems(configured(*overrides), Machine(num_gpus=1024, num_cores=1024, has_corpus=True))
+
+
+def script_of(config: RunConfig) -> str:
+    return job_script(
+        config,
+        folder=Path("/shared/runs/r"),
+        working_folder=Path("/shared/here"),
+        python=Path("/shared/venv/bin/python"),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the script
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("h100.sh", load_run_config(CONFIGS / "run/gpt_7b_h100.toml", ['slurm.options=["--qos=high"]']).config),
+        (
+            "one_node.sh",
+            load_run_config(CONFIGS / "run/demo_cpu.toml", ["slurm.account=a", "slurm.max_requeues=0"]).config,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_script_is_the_one_that_has_been_read(name: str, config: RunConfig) -> None:
+    """After a change of the template: read the new script, and put it in the place of the old one."""
+    assert script_of(config) == (GOLDEN / name).read_text()
+
+
+def test_a_path_that_a_script_would_not_take_literally_is_refused() -> None:
+    with pytest.raises(ValueError, match="the run's directory '/a b' has characters"):
+        job_script(configured(), folder=Path("/a b"), working_folder=Path("/"), python=Path("/p"))
+
+
+def test_a_name_that_is_no_name_of_a_job_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"name='a\$b' cannot be the name of a job"):
+        script_of(configured("name=a$b"))
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["cluster.num_nodes=2"], "control.store=embedded serves one machine, and cluster.num_nodes + "),
+        (["slurm.num_spare_nodes=1"], "slurm.num_spare_nodes = 2; set control.store=etcd"),
+        (["cluster.device=auto"], "cluster.device=auto cannot be told before the job runs"),
+        (
+            ["cluster.device=gpu"],
+            "each of cluster.num_nodes=1 has 4 of 4 ranks, which do not fill slurm.gpus_per_node=8",
+        ),
+        (["cluster.device=gpu", "slurm.gpus_per_node=2"], "(cluster.num_nodes=2 fits)"),
+        (
+            ["cluster.num_nodes=2", "layout.num_groups=3", "layout.pipeline_parallel=4", "control.store=etcd"],
+            "groups of 4 ranks do not fill whole nodes of 6",
+        ),
+        (
+            ["cluster.num_nodes=8", "layout.tensor_parallel=2", "control.store=etcd"],
+            "layout.tensor_parallel=2 does not divide the 1 ranks of a node",
+        ),
+        (["slurm.partition=a b"], "slurm.partition='a b' is no name that Slurm knows"),
+        (["slurm.account=$(id)"], "slurm.account='$(id)' is no name"),
+        (['slurm.options=["qos=high"]'], "slurm.options: 'qos=high' is no option of sbatch"),
+        (['slurm.options=["--x\\nrm"]'], "is no option of sbatch"),
+        (["slurm.end_before_limit_s=0"], "slurm.end_before_limit_s=0 must be at least 1"),
+        (["slurm.time_limit_minutes=5"], "slurm.end_before_limit_s=300 leaves nothing of slurm.time_limit_minutes=5"),
+        (["slurm.time_limit_minutes=0"], "slurm.time_limit_minutes=0 must be at least 1"),
+        (["slurm.max_requeues=-1"], "slurm.max_requeues=-1 must be at least 0"),
+        (["slurm.gpus_per_node=0"], "slurm.gpus_per_node=0 must be at least 1"),
+        (["slurm.num_spare_nodes=-1"], "slurm.num_spare_nodes=-1 must be at least 0"),
+        (["slurm.etcd_port=65534"], "slurm.etcd_port=65534 leaves no 6 ports"),
+        (["cluster.isolate_nodes=true"], "cluster.isolate_nodes=true rehearses nodes on one machine"),
+        (["faults.trace=[{phase='backward', kind='stop_node'}]"], "faults of kind stop_node strike processes of one"),
+        (["faults.mean_steps=9", "faults.kinds=['kill', 'stop_store']"], "leave stop_store out"),
+    ],
+)
+def test_what_cannot_run_as_a_job_is_refused_with_value_limit_and_setting(overrides: list[str], expected: str) -> None:
+    found = problems_of(*overrides)
+    assert any(expected in text for text in found), found
+
+
+def test_where_supervisors_are_started_here_none_of_it_matters() -> None:
+    assert (
+        problems_of("cluster.launcher=local", "slurm.partition=a b", "cluster.device=auto", "cluster.num_nodes=2") == []
+    )
+
+
+def test_a_job_of_several_nodes_needs_no_endpoints_and_by_hand_it_does() -> None:
+    several = ("cluster.num_nodes=2", "control.store=etcd")
+    assert problems_of(*several) == []
+    assert any("needs control.endpoints" in text for text in problems_of(*several, "cluster.launcher=hand"))
+
+
+def test_what_may_not_be_meant_is_told() -> None:
+    here = Machine(num_gpus=0, num_cores=99, has_corpus=True)
+    found = warnings(configured("control.store=etcd", "cluster.num_nodes=2", "checkpoint.cadence=fixed"), here)
+    assert any("the job would begin anew each time" in text for text in found)
+    assert any("has neither passwords nor TLS" in text for text in found)
+    assert not [
+        text for text in warnings(configured(), Machine(num_gpus=0, num_cores=99, has_corpus=True)) if "job" in text
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ the commands
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of commands that write down how they were called; what they answer stands in files beside them."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name in ("sbatch", "scontrol", "scancel", "squeue"):
+        command = folder / name
+        command.write_text(
+            f'#!/bin/sh\necho "{name} $*" >> {folder}/calls\n'
+            f"cat {folder}/{name}.err >&2 2>/dev/null && exit 1\ncat {folder}/{name}.out 2>/dev/null\nexit 0\n"
+        )
+        command.chmod(0o755)
+    (folder / "sbatch.out").write_text("17;cluster\n")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"corpus{suffix}").touch()
+    return ["--config", H100, "--set", f"data.corpus={tmp_path / 'corpus'}", "--run-dir", str(tmp_path / "job")]
+
+
+def spare(*words: str, expected: int = 0) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == expected, result.output
+    return result.output
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(arguments: list[str], fake_slurm: Path, tmp_path: Path) -> None:
+    output = spare("submit", *arguments, "--dry-run")
+    assert "#SBATCH --nodes=17" in output
+    assert not (tmp_path / "job").exists()
+    assert not (fake_slurm / "calls").exists()
+
+
+def test_submitting_writes_the_folder_and_hands_the_script_over(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "job"
+    spare("submit", *arguments)
+    assert (fake_slurm / "calls").read_text() == f"sbatch --parsable {folder / 'job.sh'}\n"
+    assert json.loads((folder / "job.json").read_text()) == {"job_id": 17}
+    config = load_run_config(folder / "config.toml").config
+    assert (config.cluster.launcher, config.checkpoint.folder) == ("srun", str(folder / "checkpoints"))
+    assert sys.executable in (folder / "job.sh").read_text()
+    assert "is not empty" in spare("submit", *arguments, expected=2)
+
+
+def test_another_cluster_wins_over_that_of_the_run(arguments: list[str], fake_slurm: Path) -> None:
+    """The demo on the nodes of a cluster: its values count, and what it does not say is the run's."""
+    words = ["--config", str(CONFIGS / "run/demo_cpu.toml"), *arguments[2:]]
+    output = spare("submit", *words, "--cluster", str(CONFIGS / "cluster/h100.toml"), "--dry-run")
+    assert "#SBATCH --partition=h100" in output
+    assert "#SBATCH --job-name=demo_cpu" in output
+
+
+def test_without_slurm_one_line_says_what_to_do(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "sbatch is not in PATH: run this on a login node" in spare("submit", *arguments, expected=2)
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_partition_that_slurm_does_not_know_is_explained(arguments: list[str], fake_slurm: Path) -> None:
+    (fake_slurm / "sbatch.err").write_text("sbatch: error: invalid partition specified: h100\n")
+    output = spare("submit", *arguments, expected=2)
+    assert "invalid partition specified: h100" in output
+    assert "correct slurm.partition" in output
+
+
+def test_waiting_ends_with_the_exit_code_of_the_job(arguments: list[str], fake_slurm: Path) -> None:
+    (fake_slurm / "scontrol.out").write_text("JobId=17 JobState=FAILED Reason=None ExitCode=4:0 NodeList=(null)\n")
+    spare("submit", *arguments, "--wait", expected=4)
+
+
+def test_a_job_is_shown_by_its_folder_and_cancelled(arguments: list[str], fake_slurm: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "job")
+    spare("submit", *arguments)
+    (fake_slurm / "scontrol.out").write_text("JobId=17 JobState=PENDING Reason=Resources NodeList=(null)\n")
+    assert "job 17: PENDING, reason Resources" in spare("status", folder)
+    shown = json.loads(spare("status", folder, "--json"))
+    assert (shown["job_id"], shown["state"], shown["runs"]) == (17, "PENDING", {})
+    (tmp_path / "job/slurm.log").write_text("one\ntwo\nthree\n")
+    assert spare("logs", folder, "--lines", "2") == "two\nthree\n"
+    assert "no log of group 1" in spare("logs", folder, "1", expected=2)
+    log = tmp_path / "job/attempt-001/logs/group-0001-rank-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("a rank\n")
+    assert spare("logs", folder, "1") == "a rank\n"
+    spare("cancel", folder)
+    assert (fake_slurm / "calls").read_text().splitlines()[-1] == "scancel 17"
+
+
+def test_a_folder_of_no_job_is_told_apart(tmp_path: Path, fake_slurm: Path) -> None:
+    assert "holds no job.json" in spare("status", str(tmp_path), expected=2)

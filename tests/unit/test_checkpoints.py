@@ -31,7 +31,7 @@ from spare_megatron.runtime.checkpoints import (
     verify,
     visible_steps,
 )
-from spare_megatron.runtime.loading import resolve_load
+from spare_megatron.runtime.loading import resolve_load, resumed
 
 CONFIG = RunConfig()
 STACKED = replace(CONFIG, optimizer=replace(CONFIG.optimizer, sharding="stacked", redundancy=1))
@@ -241,6 +241,13 @@ def test_a_checkpoint_that_is_named_and_damaged_is_refused(tmp_path: Path) -> No
     cut_short(path / "0.distcp")
     with pytest.raises(ValueError, match=r"checkpoint\.load=.* is damaged: step-00000010: 0\.distcp has 1999 bytes"):
         resolve_load(load_config(path), tmp_path / "new", pytest.fail)
+
+
+def test_a_run_that_is_resumed_begins_with_the_newest_checkpoint_or_as_the_first_did(tmp_path: Path) -> None:
+    first = load_config(tmp_path / "elsewhere")
+    assert resumed(first, tmp_path) == first
+    save(tmp_path, 5)
+    assert resumed(first, tmp_path).checkpoint.load == str(tmp_path)
 
 
 def test_a_folder_without_a_valid_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -124,6 +124,14 @@ def test_the_first_commit_that_is_written_after_the_end_of_the_time_is_the_last(
     assert late == AppendEntry(index=0, entry=Commit(step=0, attempt=0, is_last=True, at_s=10.0))
 
 
+def test_a_run_that_is_asked_to_end_does_so_with_the_next_commit() -> None:
+    controller = make_controller(steps=3)
+    controller.handle(RunStarted(), now_s=0.0)
+    controller.end_soon()
+    [entry] = controller.handle(votes(controller), now_s=0.0)
+    assert entry == AppendEntry(index=0, entry=Commit(step=0, attempt=0, is_last=True, at_s=0.0))
+
+
 def test_whoever_reads_the_last_commit_ends_with_its_step_and_takes_nobody_in() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)

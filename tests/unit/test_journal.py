@@ -194,6 +194,15 @@ def test_with_hosts_of_last_resort_only_the_loss_of_all_groups_is_a_wipe_out(
     assert any("every shard has a surviving host" in reason for reason in verdict.reasons) != is_believed
 
 
+@pytest.mark.parametrize(("second", "is_told"), [("wipe_out", False), ("finished", True)])
+def test_several_nodes_may_tell_of_the_end_if_it_is_the_same(second: str, is_told: bool) -> None:
+    """Each does so where the driver is lost."""
+    fences = [EntryRecord(group=0, index=i, entry={"entry": "fence", "group": i}) for i in range(5)]
+    ends = (2.0, EndRecord(outcome="wipe_out", reason="")), (3.0, EndRecord(outcome=second, reason=""))
+    verdict = check_journal(journal_of((0.0, RUN), *((1.0, fence) for fence in fences), *ends))
+    assert any("ends that differ" in reason for reason in verdict.reasons) == is_told
+
+
 def test_a_journal_without_a_run_proves_nothing() -> None:
     assert check_journal(journal_of((1.0, VOTE))).verdict == "unknown"
 

@@ -112,7 +112,13 @@ def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -
         rejoins=3,
         cluster=ClusterConfig(device="cpu", num_nodes=2),
     )
-    control = dataclasses.replace(config.control, store="etcd", endpoints=etcd.endpoints)
+    control = dataclasses.replace(
+        config.control,
+        store="etcd",
+        endpoints=etcd.endpoints,
+        heartbeat_interval_s=2.0,  # no other group may be lost, however busy the machine
+        startup_timeout_s=TIMEOUT_S,  # supervisors import Megatron one by one
+    )
     cluster = dataclasses.replace(config.cluster, launcher=launcher)
     slurm = dataclasses.replace(config.slurm, num_spare_nodes=1)
     preset = folder / "preset.toml"

@@ -14,8 +14,8 @@ from rich.console import Console
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
-    from spare_megatron.runtime.relay import Launcher
     from spare_megatron.runtime.reports import RunEvent
+    from spare_megatron.runtime.stand_in import Launcher
 
 INTERRUPTED = 130
 """Exit code of a command that was ended by a signal."""

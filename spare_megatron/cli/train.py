@@ -19,7 +19,7 @@ from spare_megatron.cli.running import INTERRUPTED, choose_run_dir, load_runnabl
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
-    from spare_megatron.runtime.relay import Launcher
+    from spare_megatron.runtime.stand_in import Launcher
 
 EXIT_CODES = {"wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTED}
 STEPS_LEFT = 5

@@ -33,7 +33,6 @@ from spare_megatron.runtime.processes import (
     start_store,
     stop_child,
 )
-from spare_megatron.runtime.relay import Launcher, relay
 from spare_megatron.runtime.reports import (
     ExitCode,
     FaultWanted,
@@ -52,6 +51,7 @@ from spare_megatron.runtime.reports import (
     StoreGone,
 )
 from spare_megatron.runtime.spec import ALL_GROUPS_READY, NodeSpec, RankMain
+from spare_megatron.runtime.stand_in import Launcher, stand_in
 
 STORE_END_TIMEOUT_S = 2.0
 """How long a control store that nobody reaches is given to turn out to be dead."""
@@ -168,7 +168,7 @@ class Driver:
         """What the node's process on this machine runs: its supervisor, or what stands for it."""
         if self._launcher is None or (self._config.cluster.launcher == "hand" and node == 0):
             return supervise
-        return partial(relay, self._launcher)
+        return partial(stand_in, self._launcher)
 
     # ----------------------------------------------------------------------------------------------------- watch
 

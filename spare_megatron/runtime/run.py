@@ -26,9 +26,9 @@ from spare_megatron.runtime.driver import Driver
 from spare_megatron.runtime.loading import resolve_load
 from spare_megatron.runtime.lock import LOCK, locked
 from spare_megatron.runtime.preflight import preflight
-from spare_megatron.runtime.relay import ByHand, Launcher
 from spare_megatron.runtime.reports import CheckpointRejected, RunEvent, Starting
 from spare_megatron.runtime.spec import RankMain, RankSpec
+from spare_megatron.runtime.stand_in import ByHand, Launcher
 from spare_megatron.runtime.telemetry import Telemetry, open_sinks
 
 _DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")

@@ -57,7 +57,7 @@ def choose_node(present: Sequence[str], taken: Collection[str], last: str) -> st
 
 
 class Claims:
-    """Which supervisor has which node, in files that the relays of a run share.
+    """Which supervisor has which node, in files that the stand-ins of a run share.
 
     Args:
         run_dir: The run's directory.

@@ -32,7 +32,7 @@ _TERMINATE_S = 2.0
 
 
 class Launcher(Protocol):
-    """How a supervisor comes to be on another machine. It is pickled on its way to the relay."""
+    """How a supervisor comes to be on another machine. It is pickled on its way to the stand-in."""
 
     @property
     def replaces(self) -> bool:
@@ -58,19 +58,19 @@ class ByHand:
 
 
 class _Over(Exception):
-    """The relay has done its part."""
+    """The stand-in has done its part."""
 
 
-def relay(launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
+def stand_in(launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
     """The main function of the process."""
     log_to_file(spec.run_dir, f"node-{spec.node}")
     try:
-        _Relay(launcher, spec, driver).run()
+        _StandIn(launcher, spec, driver).run()
     except _Over:
         pass
 
 
-class _Relay:
+class _StandIn:
     def __init__(self, launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
         self._launcher = launcher
         self._spec = spec

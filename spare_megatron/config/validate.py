@@ -13,8 +13,8 @@ from spare_megatron.config.validate_faults import fault_problems
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
-from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_warnings
 from spare_megatron.config.validate_slurm import launcher_problems, launcher_warnings
+from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_warnings
 from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
 

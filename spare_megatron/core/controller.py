@@ -107,6 +107,7 @@ class Controller:
 
     def __init__(self, setup: ControllerSetup) -> None:
         self._setup = setup
+        self.ends_at_s = setup.ends_at_s  # may be set to a time that has come, to end the run early
         self.members: tuple[GroupId, ...] = tuple(GroupId(g) for g in range(setup.placement.num_groups))
         self.voters: tuple[Member, ...] = tuple(Member(group) for group in self.members)
         self.epoch = 0
@@ -312,10 +313,6 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------- deciding
 
-    def end_soon(self) -> None:
-        """The first commit that this group writes from now on is the last."""
-        self._setup = replace(self._setup, ends_at_s=float("-inf"))
-
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         attempted = Attempted(
             step=self.step,
@@ -325,7 +322,7 @@ class Controller:
             is_over=self._is_over,
             is_shared=self.ownership is not None,
         )
-        is_last = self._setup.ends_at_s is not None and now_s >= self._setup.ends_at_s
+        is_last = self.ends_at_s is not None and now_s >= self.ends_at_s
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)

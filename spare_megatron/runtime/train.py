@@ -45,7 +45,7 @@ def train(
     """
     while True:
         if is_end_asked():
-            controller.end_soon()
+            controller.ends_at_s = time.monotonic()
         action = actions.popleft()
         if isinstance(action, Stop):
             executor.stop(action.step)

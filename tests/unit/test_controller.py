@@ -127,7 +127,7 @@ def test_the_first_commit_that_is_written_after_the_end_of_the_time_is_the_last(
 def test_a_run_that_is_asked_to_end_does_so_with_the_next_commit() -> None:
     controller = make_controller(steps=3)
     controller.handle(RunStarted(), now_s=0.0)
-    controller.end_soon()
+    controller.ends_at_s = 0.0
     [entry] = controller.handle(votes(controller), now_s=0.0)
     assert entry == AppendEntry(index=0, entry=Commit(step=0, attempt=0, is_last=True, at_s=0.0))
 

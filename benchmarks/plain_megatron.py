@@ -41,8 +41,15 @@ _ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize
 
 def train_plain(config: RunConfig, rank: int, spec: StoreSpec, answer: Connection) -> None:
     """Trains as one rank of plain Megatron and sends the wall-clock time of the end of every step."""
+    join_world(config, rank, spec)
+    is_sharded = config.optimizer.sharding == "stacked"
+    answer.send([time.time() for _ in train_steps(config, torch.device("cpu"), is_sharded=is_sharded)])
+    dist.barrier()
+
+
+def join_world(config: RunConfig, rank: int, spec: StoreSpec) -> None:
+    """Makes this process one rank of plain Megatron on CPUs."""
     torch.set_num_threads(config.cluster.threads_per_rank)
-    device = torch.device("cpu")
     cpu.install()
     store = open_store(spec).rendezvous("plain", rank, _TIMEOUT.total_seconds())
     world_size = config.parallel.num_ranks
@@ -51,9 +58,6 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, answer: Connectio
         tensor_model_parallel_size=config.layout.tensor_parallel,
         pipeline_model_parallel_size=config.layout.pipeline_parallel,
     )
-    is_sharded = config.optimizer.sharding == "stacked"
-    answer.send([time.time() for _ in train_steps(config, device, is_sharded=is_sharded)])
-    dist.barrier()
 
 
 def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) -> Iterator[Chunk]:

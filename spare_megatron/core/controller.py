@@ -231,10 +231,11 @@ class Controller:
         self._last_error = ""
         actions += self._own(self.ownership and self.ownership.with_copies(commit.restored))
         actions += self._gather_params()
+        is_last = self._is_over = commit.is_last or self.step == self._setup.num_steps
         if commit.save:
-            actions.append(self._saves.take(self.step, commit.at_s, self.voters, self.epoch, self.ownership))
-        if commit.is_last or self.step == self._setup.num_steps:
-            self._is_over = True
+            now = (self.step, commit.at_s, self.voters, self.epoch)
+            actions.append(self._saves.take(*now, self.ownership, is_last=is_last))
+        if is_last:
             if self.ownership is None:
                 return (*actions, FinishRun(step=self.step))
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))

@@ -41,6 +41,7 @@ class SaveCheckpoint:
         cadence: Why now, where the run decides by what it has measured.
         hosts: For each slice of the optimizer's state, who holds it; none where everybody has all state.
         owners: For each slice, the host that is to write it (`core.slice_saves`).
+        is_last: The run has no further steps.
     """
 
     step: int
@@ -50,6 +51,7 @@ class SaveCheckpoint:
     cadence: Cadence | None = None
     hosts: Hosts = ()
     owners: tuple[Member, ...] = ()
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,14 @@ class Saves:
             self._experience.restarted()
 
     def take(
-        self, step: int, at_s: float, voters: tuple[Member, ...], epoch: int, slices: Ownership | None = None
+        self,
+        step: int,
+        at_s: float,
+        voters: tuple[Member, ...],
+        epoch: int,
+        slices: Ownership | None = None,
+        *,
+        is_last: bool = False,
     ) -> SaveCheckpoint:
         """The save that a commit asks for: by the groups in turn, for where one cannot write, the next may."""
         cadence = None
@@ -175,6 +184,7 @@ class Saves:
             cadence=cadence,
             hosts=slices.hosts if slices else (),
             owners=slices.owners if slices else (),
+            is_last=is_last,
         )
 
     def _begin(self, step: int, at_s: float) -> None:

@@ -204,17 +204,14 @@ def checkpoints_at(path: Path) -> list[Path]:
 # ----------------------------------------------------------------------------------------------------------- write
 
 
-def clear_leftovers(folder: Path, writing: Collection[Member], keeping: Path | None = None) -> None:
+def clear_leftovers(folder: Path, writing: Collection[Member]) -> None:
     """Removes what interrupted saves have left.
 
     Args:
         folder: The folder of the checkpoints.
         writing: Whose unfinished checkpoints stay.
-        keeping: The one that is begun now, to which another group may have come first.
     """
     for name in os.listdir(folder) if folder.is_dir() else ():
-        if keeping is not None and name == keeping.name:
-            continue
         match = _ASIDE.fullmatch(name)
         is_left = (
             name.endswith(".tmp") if match is None else Member(GroupId(int(match[1])), int(match[2])) not in writing

@@ -1,7 +1,8 @@
 """What groups tell each other of one save whose slices several of them write, in the control store.
 
-Keys: `save/{head}/{group}/{incarnation}` holds what a group has written, or why it could not. `save/{head}/over` is
-there when the save has ended. `head` is the number of log entries after which it began, the same in all groups.
+Keys: `save/{head}/begun` is there when there is a folder to write into, `save/{head}/over` when the save has ended.
+`save/{head}/{group}/{incarnation}` holds what a group has written, or why it could not. `head` is the number of log
+entries after which the save began, the same in all groups.
 """
 
 import json
@@ -84,6 +85,13 @@ class SaveBoard:
             self._next += 1
         return frozenset(self._lost)
 
+    def begin(self) -> None:
+        """Says that there is a folder to write into."""
+        self._store.put(self._begun, "")
+
+    def has_begun(self) -> bool:
+        return self._store.exists(self._begun)
+
     def end(self) -> None:
         """Says that the save has ended, well or not: nobody has to wait for it any more."""
         self._store.put(self._over, "")
@@ -94,6 +102,10 @@ class SaveBoard:
     def forget(self, member: Member) -> None:
         """Removes what a group has told, when nobody will ask for it any more."""
         self._store.delete([self._key(member)])
+
+    @property
+    def _begun(self) -> str:
+        return f"save/{self._head}/begun"
 
     @property
     def _over(self) -> str:

@@ -137,7 +137,7 @@ class Saver:
         with self._probe.during(Operation.SAVE):
             num_under_way = self._agreement.highest(sum(not writing.done() for _, writing in self._under_way))
             # Hosts of slices still wait for the end of the last save when the next begins.
-            if num_under_way > bool(action.hosts):
+            if num_under_way > bool(action.hosts) and not action.is_last:
                 save.outcome, save.reason = "skipped", "the group is still writing an earlier one"
                 self._refuse(save)
                 return
@@ -246,12 +246,12 @@ class Saver:
         self._copied.set()
         if save.action.hosts:
             self._open_board(save)
-        if not self._is_first or (save.board is not None and save.board.has_ended()):
-            return
-        if save.is_saver:
+        if save.is_saver and self._is_first:
             aside.parent.mkdir(parents=True, exist_ok=True)
-            clear_leftovers(aside.parent, save.others, keeping=aside)
-        aside.mkdir(parents=not save.is_saver, exist_ok=bool(save.action.hosts))  # another group may have been sooner
+            clear_leftovers(aside.parent, save.others)
+            aside.mkdir()
+            if save.board is not None:
+                save.board.begin()
 
     def _write(self, folder: Path, state: GroupState, slices: Sequence[SliceId] | None = None) -> dict[str, StoredFile]:
         written = state.write(folder, self._ranks, lambda: self._probe(Phase.SAVE_WRITE), slices)

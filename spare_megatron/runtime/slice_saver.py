@@ -110,7 +110,8 @@ class SliceSaver:
             is_asked = self._member == self._action.member or lost
             self.shares = self._board.told() if is_asked else self._mine
             move = next_move(self._action, self._member, self.shares, lost)
-            if move is not None:
+            has_place = not isinstance(move, WriteSlices) or self._board.has_begun()
+            if move is not None and has_place:
                 return move
             if time.monotonic() > self._end_s:
                 return Abandon(reason=f"it has taken longer than checkpoint.timeout_s={self._timeout_s:g}")

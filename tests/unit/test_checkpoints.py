@@ -88,15 +88,6 @@ def test_a_manifest_says_who_wrote_slices_of_the_optimizer_state(tmp_path: Path)
     assert found.optimizer == {"sharding": "stacked", "num_slices": 3, "redundancy": 1, "writers": [0, 2]}
 
 
-def test_what_is_begun_now_is_no_leftover(tmp_path: Path) -> None:
-    """Other groups may have begun to write slices into it."""
-    asides = [aside_path(tmp_path, step, MEMBERS[0]) for step in (3, 4)]
-    for aside in asides:
-        (aside / "slices").mkdir(parents=True)
-    clear_leftovers(tmp_path, MEMBERS[1:], keeping=asides[1])
-    assert [aside.exists() for aside in asides] == [False, True]
-
-
 @pytest.mark.parametrize("stage", [Phase.SAVE_MANIFEST, Phase.SAVE_RENAME])
 def test_what_dies_before_the_rename_is_never_visible_and_is_cleared_by_the_next_save(
     tmp_path: Path, stage: Phase

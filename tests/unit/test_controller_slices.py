@@ -91,6 +91,15 @@ def test_every_update_is_followed_by_a_gather_from_the_owners() -> None:
     assert kinds([compute, reduce, read]) == [ComputeStep, AttemptReduce, ReadEntry]
 
 
+def test_a_save_after_the_last_step_says_that_it_is_the_last() -> None:
+    for commit, is_last in (
+        (Commit(step=0, attempt=0, save=True), False),
+        (Commit(step=0, attempt=0, save=True, is_last=True), True),
+    ):
+        saves = [action for action in fold(make_controller(), commit) if isinstance(action, SaveCheckpoint)]
+        assert [save.is_last for save in saves] == [is_last]
+
+
 def test_a_group_without_parameters_has_everybody_gather_again_before_it_computes_what_the_others_have() -> None:
     controller = make_controller()
     begun = fold(controller, Commit(step=0, attempt=0))

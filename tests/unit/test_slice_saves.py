@@ -139,7 +139,9 @@ def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None
     boards[1].tell(voters[1], [share_of(voters[1], 1)])
     boards[2].tell(voters[2], [share_of(voters[2], 2), share_of(voters[2], 0)])
     assert boards[0].told() == [share_of(voters[1], 1), share_of(voters[2], 2), share_of(voters[2], 0)]
-    assert not boards[1].has_ended()
+    assert not boards[1].has_begun()
+    boards[0].begin()
+    assert (boards[1].has_begun(), boards[1].has_ended()) == (True, False)
     boards[0].end()
     assert boards[1].has_ended()
     for board, member in zip(boards, voters, strict=True):

@@ -16,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["gpu"],
         help="hardware that must be there: tests that would be skipped for lack of it fail",
     )
+    parser.addoption("--slurm", action="store_true", help="also run jobs on a Slurm, started here (root, minutes)")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

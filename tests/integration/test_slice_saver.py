@@ -1,0 +1,102 @@
+"""What the groups of one save do together: each in a thread, with one rank, over one store."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.core.messages import Fence, encode_entry
+from spare_megatron.core.topology import Member, SliceId
+from spare_megatron.mcore.checkpoint import METADATA_FNAME
+from spare_megatron.runtime.checkpoints import StoredFile
+from spare_megatron.runtime.save_board import SaveBoard, SaveFailed
+from spare_megatron.runtime.slice_saver import SliceSaver
+from tests.unit.test_slice_saves import HEAD, DictStore, save_of
+
+pytestmark = pytest.mark.timeout(60)
+
+TIMEOUT_S = 40.0
+SAVE = save_of(4, 2)
+SAVER, *OTHERS = SAVE.voters
+
+
+def alone(work: Callable[[], object]) -> list[object]:
+    """The agreement of a group of one rank."""
+    return [work()]
+
+
+def write(folder: Path, slices: Sequence[SliceId]) -> dict[str, StoredFile]:
+    assert folder.is_dir()
+    file = StoredFile(num_bytes=len(slices), sha256="")
+    return {"__0_0.distcp": file, METADATA_FNAME: file}
+
+
+def board_of(store: DictStore) -> SaveBoard:
+    return SaveBoard(store, HEAD, SAVE.voters)  # type: ignore[arg-type]
+
+
+def saver_of(member: Member, store: DictStore, aside: Path, timeout_s: float = TIMEOUT_S) -> SliceSaver:
+    return SliceSaver(
+        action=SAVE,
+        member=member,
+        board=board_of(store),
+        aside=aside,
+        agree=alone,  # type: ignore[arg-type]
+        write=write,
+        timeout_s=timeout_s,
+    )
+
+
+def run_all(savers: Sequence[SliceSaver]) -> list[Future[bool]]:
+    threads = ThreadPoolExecutor(len(savers))
+    return [threads.submit(saver.run) for saver in savers]
+
+
+def fence(store: DictStore, index: int, member: Member) -> None:
+    store.put(f"log/{HEAD + index}", encode_entry(Fence(group=member.group)))
+
+
+def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> None:
+    store = DictStore()
+    board_of(store).begin()
+    savers = [saver_of(member, store, tmp_path) for member in SAVE.voters]
+    first, *others = run_all(savers)
+    assert first.result(TIMEOUT_S)
+    assert sorted(number for share in savers[0].shares for number in share.slices) == [0, 1, 2, 3]
+    assert {name for share in savers[0].shares for name in share.files} == {"__0_0.distcp"}
+    assert not any(other.done() for other in others)  # who saves may yet be lost
+    board_of(store).end()
+    assert [other.result(TIMEOUT_S) for other in others] == [False] * 3
+
+
+def test_another_host_writes_for_a_lost_group_and_nobody_before_there_is_a_folder(tmp_path: Path) -> None:
+    store, lost = DictStore(), OTHERS[1]
+    savers = [saver_of(member, store, tmp_path) for member in SAVE.voters if member != lost]
+    futures = run_all(savers)
+    fence(store, 0, lost)
+    assert list(tmp_path.iterdir()) == []
+    board_of(store).begin()
+    assert futures[0].result(TIMEOUT_S)
+    written = {number: share.member for share in savers[0].shares for number in share.slices}
+    assert sorted(written) == [0, 1, 2, 3]
+    assert written[SliceId(2)] in set(SAVE.hosts[2]) - {lost}
+    fence(store, 1, SAVER)
+    for other in futures[1:]:
+        with pytest.raises(SaveFailed, match="group 0, which saves, is lost"):
+            other.result(TIMEOUT_S)
+
+
+def test_a_slice_that_all_hosts_take_along_fails_the_save(tmp_path: Path) -> None:
+    store = DictStore()
+    for index, host in enumerate(SAVE.hosts[2]):
+        fence(store, index, host)
+    with pytest.raises(SaveFailed, match=r"all hosts of slices \[2\] are lost"):
+        saver_of(SAVER, store, tmp_path).run()
+
+
+def test_who_waits_for_a_group_that_says_nothing_gives_up_in_time(tmp_path: Path) -> None:
+    store = DictStore()
+    board_of(store).begin()
+    with pytest.raises(SaveFailed, match=r"longer than checkpoint.timeout_s=0.5"):
+        saver_of(SAVER, store, tmp_path, timeout_s=0.5).run()

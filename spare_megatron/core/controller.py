@@ -265,8 +265,7 @@ class Controller:
         slices = self._setup.slices
         ownership = first_ownership(slices, self.voters) if slices and self.voters else None
         hosts = ownership.hosts if ownership else ()
-        rework_steps = self.step - step
-        load = LoadCheckpoint(step=step, rework_steps=rework_steps, hosts=hosts, snapshot=restart.snapshot)
+        load = LoadCheckpoint(step=step, rework_steps=self.step - step, hosts=hosts, snapshot=restart.snapshot)
         self.step = step
         self.attempt += 1
         self._is_discarded = False

@@ -15,23 +15,29 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
+from spare_megatron.config.schema import ControlConfig, LayoutConfig, RunConfig
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
 from spare_megatron.control.tcp_store import serve
-from spare_megatron.core.messages import Commit, Entry, Fence, Retry, encode_entry
-from spare_megatron.core.topology import GroupId
-from spare_megatron.core.votes import Vote, encode_vote
+from spare_megatron.core.messages import Commit, Entry, Fence, Retry
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
+from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.voting import Voting, open_relay
 from tests.integration.etcd_cluster import running_cluster
 
 STORES = ("embedded", "etcd")
@@ -47,68 +53,74 @@ class Load:
     num_groups: int
     num_steps: int
     num_processes: int
+    fan_in: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds as one group sees them, by step: until its vote is taken, until it hears the decision."""
+    """Seconds as one group sees them."""
 
-    vote_s: list[float]
     decide_s: list[float]
+    """By step: from its vote until it hears the decision."""
     fence_s: float
     """From the write of a fence until the group hears of it."""
     epoch_s: float
     """From that write until the step is committed: a failed attempt, a retry, a vote, a commit."""
 
 
+class _LoneAgreement(GroupAgreement):
+    """Of a group of one rank, without process groups."""
+
+    def _collective(self, run: Callable[[], object]) -> None:
+        pass
+
+
 class _Group:
-    """One group's leader."""
+    """One group's leader, made of what a real one is made of."""
 
     def __init__(self, spec: StoreSpec, group: int, load: Load) -> None:
         self._group = group
         self._load = load
-        self._voters = [(voter, 0) for voter in range(load.num_groups)]
-        self._log = DecisionLog(open_store(spec))
+        self._voters = tuple(Member(GroupId(voter)) for voter in range(load.num_groups))
+        member, store = self._voters[group], open_store(spec)
+        self._log = DecisionLog(store)
+        rank = cast(dist.ProcessGroup, SimpleNamespace(rank=lambda: 0))
+        self._agreement = _LoneAgreement(member, rank, self._log, TIMEOUT_S, fan_in=load.fan_in)
+        control = ControlConfig(vote_fan_in=load.fan_in, heartbeat_interval_s=TIMEOUT_S)  # nobody is given up
+        config = RunConfig(control=control, layout=LayoutConfig(num_groups=load.num_groups))
+        self._voting = Voting(self._agreement, open_relay(member, store, config))
         self._index = 0
         self._attempt = 0
 
     def run(self, start: threading.Barrier) -> Times:
         self._decide(Commit(step=0, attempt=0))  # opens the connections
         start.wait(TIMEOUT_S)
-        rounds = [self._decide(Commit(step=step, attempt=step)) for step in range(1, self._load.num_steps + 1)]
+        decide_s = [self._decide(Commit(step=step, attempt=step)) for step in range(1, self._load.num_steps + 1)]
         fence_s, fenced_at_s = self._fence()
         self._decide(Retry(step=self._load.num_steps + 1, attempt=self._attempt))
         self._decide(Commit(step=self._load.num_steps + 1, attempt=self._attempt))
-        return Times(
-            vote_s=[vote_s for vote_s, _ in rounds],
-            decide_s=[decide_s for _, decide_s in rounds],
-            fence_s=fence_s,
-            epoch_s=time.monotonic() - fenced_at_s,
-        )
+        return Times(decide_s=decide_s, fence_s=fence_s, epoch_s=time.monotonic() - fenced_at_s)
 
-    def _decide(self, entry: Entry) -> tuple[float, float]:
-        """One attempt: every group votes, the last one writes the entry, all hear of it."""
+    def _decide(self, entry: Entry) -> float:
+        """One attempt: every group votes, one of the last writes the entry, all hear of it."""
         began_s = time.monotonic()
-        vote = Vote(is_complete=True, plan_digest="0" * 64)
-        voter = (self._group, 0)
-        num_votes = self._log.cast(self._attempt, voter, {voter: encode_vote(vote)}, [self._attempt - 2])
-        voted_s = time.monotonic()
-        if num_votes == self._load.num_groups:
-            votes = self._log.votes(self._attempt, self._voters)
-            assert len(votes) == self._load.num_groups, "the last vote finds all others"
-            self._log.append(self._index, encode_entry(entry))
-        self._log.wait(self._index, TIMEOUT_S)
+        vote = Vote(is_complete=isinstance(entry, Commit), plan_digest="0" * 64)
+        for votes in (self._voting.vote(self._attempt, vote, self._voters), self._voting.confirm()):
+            if votes is not None and len(votes.votes) == self._load.num_groups:
+                self._agreement.append(self._index, entry)
+        self._voting.read_entry(self._index)
         self._index += 1
         self._attempt += 1
-        return voted_s - began_s, time.monotonic() - began_s
+        return time.monotonic() - began_s
 
     def _fence(self) -> tuple[float, float]:
         """Group 0 writes a fence for which all others wait; when it began is in the entry."""
         if self._group == 0:
             time.sleep(0.5)  # the others wait by then
-            self._log.append(self._index, encode_entry(Fence(group=GroupId(1), reason=repr(time.monotonic()))))
-        entry = json.loads(self._log.wait(self._index, TIMEOUT_S))
-        began_s = float(entry["reason"])
+            self._agreement.append(self._index, Fence(group=GroupId(1), reason=repr(time.monotonic())))
+        entry = self._voting.read_entry(self._index)
+        assert isinstance(entry, Fence)
+        began_s = float(entry.reason)
         self._index += 1
         return time.monotonic() - began_s, began_s
 
@@ -116,7 +128,8 @@ class _Group:
 def run_groups(spec: StoreSpec, groups: Sequence[int], load: Load, answer: Connection) -> None:
     """Some of the groups, in this process."""
     threading.stack_size(STACK_BYTES)
-    start = threading.Barrier(len(groups))
+    began_s: list[float] = []
+    start = threading.Barrier(len(groups), action=lambda: began_s.append(time.process_time()))
     times: list[Times] = []
 
     def run(group: int) -> None:
@@ -131,7 +144,7 @@ def run_groups(spec: StoreSpec, groups: Sequence[int], load: Load, answer: Conne
         thread.start()
     for thread in threads:
         thread.join()
-    answer.send(times)
+    answer.send((times, time.process_time() - began_s[0]))
     os._exit(0)
 
 
@@ -148,18 +161,19 @@ def measure(spec: StoreSpec, load: Load, servers: Sequence[int]) -> dict[str, ob
         theirs.close()
         children.append((process, ours))
     try:
-        times = [item for _, pipe in children for item in pipe.recv()]
+        answers = [pipe.recv() for _, pipe in children]
     finally:
         for process, _ in children:
             process.kill()
             process.join()
     servers_s = sum(map(processor_s, servers)) - before_s
+    times = [item for some, _ in answers for item in some]
     return {
-        "vote_ms": quantiles([value for item in times for value in item.vote_s]),
         "commit_ms": quantiles([value for item in times for value in item.decide_s]),
         "fence_ms": quantiles([item.fence_s for item in times]),
         "epoch_change_ms": quantiles([item.epoch_s for item in times]),
         "server_processor_ms_per_round": servers_s * 1e3 / (load.num_steps + 4),
+        "client_processor_ms_per_round": sum(spent_s for _, spent_s in answers) * 1e3 / (load.num_steps + 3),
     }
 
 
@@ -219,11 +233,12 @@ def running(store: str, etcd: Path) -> Iterator[tuple[StoreSpec, list[int]]]:
 
 
 def print_table(result: dict) -> None:
-    names = ("vote_ms", "commit_ms", "fence_ms", "epoch_change_ms")
+    names = ("commit_ms", "fence_ms", "epoch_change_ms")
     print(f"{'groups':>7} {'store':10}" + "".join(f"{name[:-3] + ' p50':>18}{'p99':>8}" for name in names) + "   ms")
     for row in result["rows"]:
         cells = "".join(f"{row[name]['p50']:18.1f}{row[name]['p99']:8.1f}" for name in names)
-        print(f"{row['groups']:7d} {row['store']:10}{cells}   servers {row['server_processor_ms_per_round']:.0f}/round")
+        spent = [row[f"{who}_processor_ms_per_round"] for who in ("server", "client")]
+        print(f"{row['groups']:7d} {row['store']:10}{cells}   servers {spent[0]:.0f}, clients {spent[1]:.0f} a round")
     if "failover" in result:
         writes, gaps = result["failover"]["compare_and_set_ms"], result["failover"]["leader_killed_to_next_write_s"]
         print(f"etcd, one client: compare-and-set p50 {writes['p50']:.2f} ms, p99 {writes['p99']:.2f} ms")
@@ -235,6 +250,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1000])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--processes", type=int, default=4, help="processes that the groups are spread over")
+    parser.add_argument("--fan-in", type=int, default=32, help="control.vote_fan_in; 1: every group votes directly")
     parser.add_argument("--stores", nargs="+", choices=STORES, default=STORES)
     parser.add_argument("--etcd", type=Path, default=Path("etcd"), help="the etcd binary")
     parser.add_argument(
@@ -244,12 +260,23 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for num_groups in options.groups:
-        load = Load(num_groups=num_groups, num_steps=options.steps, num_processes=min(options.processes, num_groups))
+        load = Load(
+            num_groups=num_groups,
+            num_steps=options.steps,
+            num_processes=min(options.processes, num_groups),
+            fan_in=options.fan_in,
+        )
         for store in options.stores:
             with running(store, options.etcd) as (spec, servers):
                 rows.append({"groups": num_groups, "store": store, **measure(spec, load, servers)})
             print(f"{store}: {num_groups} groups measured", file=sys.stderr)
-    result: dict[str, object] = {"rows": rows, "steps": options.steps, "processes": options.processes, **origin()}
+    result: dict[str, object] = {
+        "rows": rows,
+        "steps": options.steps,
+        "processes": options.processes,
+        "fan_in": options.fan_in,
+        **origin(),
+    }
     if options.kills:
         result["failover"] = measure_failover(options.etcd, options.kills)
     print(json.dumps(result)) if options.json else print_table(result)

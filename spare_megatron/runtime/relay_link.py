@@ -53,7 +53,7 @@ class RelayLink:
         try:
             connection = self._connection or self._connect(relay)
             is_closed = False
-            while select.select([connection], [], [], 0)[0]:
+            while _has_come(connection, 0.0):
                 is_closed |= attempt in self._hear(connection)
             if self._last_told < self._waited_for:
                 raise RelayBroken("what it was to pass on has not come even now")
@@ -73,7 +73,7 @@ class RelayLink:
         """
         while index not in self._told and self._connection is not None and self._last_told < index:
             left_s = self._end_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._connection], [], [], left_s)[0]:
+            if left_s <= 0 or not _has_come(self._connection, left_s):
                 self._waited_for = index
                 return ""
             try:
@@ -121,3 +121,10 @@ class RelayLink:
         self._connection = None
         self._retry_at = retry_at
         self._last_told = self._waited_for = -1
+
+
+def _has_come(connection: socket.socket, timeout_s: float) -> bool:
+    """Whether there is something to read, or nothing ever will be."""
+    poll = select.poll()  # a rank may have more descriptors open than select takes
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))

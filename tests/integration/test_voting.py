@@ -1,5 +1,7 @@
 """Votes by way of relays over real sockets, all leaders in one thread: what is sent waits in the sockets."""
 
+import os
+import resource
 import socket
 import struct
 import time
@@ -165,6 +167,25 @@ def test_another_relay_is_asked_when_it_takes_the_place_of_the_first(relay: Vote
         votes = BlockVotes(attempt, (at, SECOND), at, "mine")
         relays[at].collect(votes, LONG_S, undecided)
         assert set(votes.votes) == {at, SECOND}
+
+
+def test_a_rank_with_many_descriptors_votes_like_any_other(relay: VoteRelay) -> None:
+    """A rank has connections to all groups, and `select` takes no descriptor above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2048), hard))
+    held = []
+    try:
+        while not held or held[-1] < 1023:
+            held.append(os.dup(relay._listener.fileno()))
+        link = link_to(relay, SECOND)
+        assert link.send(FIRST, 0, "vote", 0)
+        assert collected(relay, 0, SHORT_S) == {FIRST, SECOND}
+        relay.pass_on(0, "entry")
+        assert link.await_entry(0, 0) == "entry"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

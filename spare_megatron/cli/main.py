@@ -17,6 +17,7 @@ from spare_megatron.cli import (
     simulate,
     submit,
     supervise,
+    timeline,
     train,
 )
 
@@ -56,6 +57,7 @@ app.command("cancel")(job.cancel)
 app.command("campaign")(campaign.campaign)
 app.command("check")(check.check)
 app.command("report")(report.report)
+app.command("timeline")(timeline.timeline)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 

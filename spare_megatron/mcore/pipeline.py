@@ -61,6 +61,7 @@ class Pipeline:
         probe: Probe,
     ) -> None:
         num_stages = groups.pp.size()
+        self._probe = probe
         self._chunks = {id(chunk.module): chunk for chunk in chunks}
         self._schedule = get_forward_backward_func(
             pp_size=num_stages, vp_size=transformer.virtual_pipeline_model_parallel_size
@@ -91,7 +92,12 @@ class Pipeline:
         items = pad(work, self._multiple)
 
         def step(iterator: Iterator[Item], module: torch.nn.Module) -> tuple[Tensor, LossFunction]:
-            return forward_step(self._chunks[id(module)], next(iterator))
+            item = next(iterator)
+            with self._probe.forward(item.microbatch):
+                output, loss_function = forward_step(self._chunks[id(module)], item)
+            # The schedule runs the backward pass, which begins with the gradient of what this one gave.
+            output.register_hook(lambda _: self._probe.backward(item.microbatch))
+            return output, loss_function
 
         self._schedule(
             forward_step_func=step,

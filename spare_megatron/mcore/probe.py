@@ -5,6 +5,7 @@ from typing import Protocol
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch
 
 
 class Probe(Protocol):
@@ -23,6 +24,12 @@ class Probe(Protocol):
     def during(self, operation: Operation, /) -> AbstractContextManager[None]:
         """Inside the block this operation is pending."""
 
+    def forward(self, microbatch: Microbatch, /) -> AbstractContextManager[None]:
+        """The block is the forward pass of a microbatch through a chunk."""
+
+    def backward(self, microbatch: Microbatch, /) -> None:
+        """The backward pass of a microbatch through a chunk begins."""
+
 
 class SilentProbe:
     """A probe that asks for nothing and does nothing."""
@@ -38,3 +45,10 @@ class SilentProbe:
     def during(self, operation: Operation, /) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's
         """Nothing."""
         return nullcontext()
+
+    def forward(self, microbatch: Microbatch, /) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's
+        """Nothing."""
+        return nullcontext()
+
+    def backward(self, microbatch: Microbatch, /) -> None:
+        """Nothing."""

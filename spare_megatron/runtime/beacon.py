@@ -12,6 +12,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, OPERATIONS, Operation, Pulse
+from spare_megatron.runtime.spans import Ring, SpanRecorder
 
 _DECAY = 0.98
 """What is left of a slowest time after another operation of its kind: slow ones are forgotten in some hundred."""
@@ -30,6 +31,7 @@ class Page(ctypes.Structure):
         ("progress_at_s", ctypes.c_double),
         ("slowest_s", ctypes.c_double * len(OPERATIONS)),
         ("end_asked", ctypes.c_uint64),
+        ("ring", Ring),
     )
 
 
@@ -72,6 +74,7 @@ class Beacon:
 
     def __init__(self, page: Page) -> None:
         self._page = page
+        self.spans = SpanRecorder(page.ring)
         self._index = 0
         self._at_s = time.monotonic()
         self._num_steps = 0
@@ -87,7 +90,7 @@ class Beacon:
 
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step. The first step warms everything up, and is no measure of the others."""
-        self._page.step = step
+        self._page.step = self.spans.step = step
         self._num_steps += 1
 
     def progress(self) -> None:
@@ -103,8 +106,11 @@ class Beacon:
         """The operation is pending inside the block; what was pending before is so again after it."""
         before = self._index
         self._note(OPERATIONS.index(operation))
+        # What has no name of its own is what lies between the spans.
+        span = contextlib.nullcontext() if operation is Operation.COMPUTE else self.spans.during(operation)
         try:
-            yield
+            with span:
+                yield
         finally:
             self._note(before)
 

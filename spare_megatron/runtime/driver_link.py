@@ -1,5 +1,6 @@
 """A supervisor's connection to the driver: reports go there, orders come from there."""
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from spare_megatron.runtime.reports import GoOn, NodeReport
@@ -15,11 +16,15 @@ class DriverLink:
     Args:
         connection: The connection.
         is_needed: The node ends when the driver is gone. Otherwise it goes on for itself.
+        listener: Told first of all that the driver is told, be it there or not.
     """
 
-    def __init__(self, connection: Connection, *, is_needed: bool) -> None:
+    def __init__(
+        self, connection: Connection, *, is_needed: bool, listener: Callable[[NodeReport], None] = lambda _: None
+    ) -> None:
         self._connection: Connection | None = connection
         self._is_needed = is_needed
+        self._listener = listener
 
     @property
     def is_there(self) -> bool:
@@ -37,6 +42,7 @@ class DriverLink:
         Raises:
             Stopped: It is gone.
         """
+        self._listener(report)
         if self._connection is None:
             return
         try:

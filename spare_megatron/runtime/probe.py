@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.faults.injection import Injector
 from spare_megatron.runtime.beacon import Beacon
 
@@ -41,6 +42,12 @@ class RankProbe:
 
     def during(self, operation: Operation) -> AbstractContextManager[None]:
         return self._beacon.during(operation)
+
+    def forward(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        return self._beacon.spans.forward(microbatch)
+
+    def backward(self, microbatch: Microbatch) -> None:
+        self._beacon.spans.backward(microbatch)
 
     def take_split(self) -> dict[Operation, float]:
         return self._beacon.take_split()

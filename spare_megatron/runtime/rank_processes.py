@@ -140,6 +140,10 @@ class RankProcesses:
         """What the rank shows of itself now."""
         return read_page(self._pages[key], self._children[key].pid)
 
+    def page(self, key: RankKey) -> Page | None:
+        """The memory shared with the rank's present process; None if it has had none here."""
+        return self._pages.get(key)
+
     def pending(self, group: GroupId) -> list[dict[str, Any]]:
         """What each of the group's ranks here is about, as the journal has it."""
         started = [key for key in self.of(group) if key in self._children]

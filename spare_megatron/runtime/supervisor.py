@@ -48,6 +48,7 @@ from spare_megatron.runtime.store_link import (
     StoreLink,
 )
 from spare_megatron.runtime.store_watch import StoreWatch
+from spare_megatron.runtime.timeline import Timeline
 
 _SAVING_S = 60.0
 """How long ranks may take to save their state once the store is gone."""
@@ -65,11 +66,12 @@ class Supervisor:
 
     def __init__(self, spec: NodeSpec, driver: Connection) -> None:
         self._spec = spec
-        self._driver = DriverLink(driver, is_needed=not spec.is_remote)
         self._control = spec.config.control
         self._interval_s = self._control.heartbeat_interval_s
         self._journal = JournalWriter(spec.run_dir, spec.name)
         self._ranks = RankProcesses(spec)
+        self._timeline = Timeline(spec, self._ranks)
+        self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.take)
         self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s)
         self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
@@ -125,6 +127,7 @@ class Supervisor:
             self._serve_link()
             if not self._driver.is_there and (end := end_without_driver(self._ranks.exits, self._lost)) is not None:
                 self._journal.write(end)
+        self._timeline.close()
         self._journal.close()
         self._driver.tell(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
         return not (failure or self._driver.is_there)

@@ -352,6 +352,12 @@ class RecordingProbe:
     def during(self, _operation: Operation) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def forward(self, _microbatch: Microbatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, _microbatch: Microbatch) -> None:
+        pass
+
     def __call__(self, phase: Phase) -> None:
         assert self.trainer is not None
         has_gradient = [bool(named.main_grad.any()) for named in self.trainer.parameters_named()]

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
 from spare_megatron.journal.records import LossRecord, UpdateRecord
+from spare_megatron.journal.spans import RankSpans, read_spans_of
 from spare_megatron.runtime.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
 from tests.integration.reference import assert_exact
@@ -74,6 +76,20 @@ def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(text_corpus: P
     assert [event.group for event in killer.events if isinstance(event, GroupLost)] == [1]
     assert {r.group for r in run.journal.of(UpdateRecord) if r.step == 59} == {0, 2}
     assert_exact(run, [0, 30, 59])
+    assert_timeline(read_spans_of(tmp_path / "run"), lost=1, num_microbatches=config.spare.microbatches_per_shard)
+
+
+def assert_timeline(parts: list[RankSpans], lost: int, num_microbatches: int) -> None:
+    """It shows what the lost ranks did not come to the end of, and each pass of a quiet step once on every stage."""
+    unfinished = {(part.group, part.rank) for part in parts for span in part.spans if span.name.startswith("lost in")}
+    assert unfinished == {(lost, 0), (lost, 1)}
+    before = min(span.step for part in parts for span in part.spans if part.group != lost) + 1
+    for stage in range(2):
+        spans = [span for part in parts if (part.group, part.stage) == (0, stage) for span in part.spans]
+        for name in ("forward", "backward"):
+            passes = [span.microbatch for span in spans if (span.name, span.step) == (name, before)]
+            assert sorted(passes) == [(0, index) for index in range(num_microbatches)]
+        assert all(earlier.ended_s <= later.ended_s for earlier, later in pairwise(spans))
 
 
 def test_a_run_whose_control_store_dies_ends_at_once_and_says_so(text_corpus: Path, tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""`spare timeline`: what all ranks did around a loss, for a trace viewer."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+
+DEFAULT_NAME = "timeline.json"
+
+
+def timeline(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    step: Annotated[int | None, typer.Option(help="Only this step and its neighbours.")] = None,
+    margin: Annotated[int, typer.Option(help="How many neighbours on each side of --step.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Where to write; timeline.json in it when absent.")] = None,
+) -> None:
+    """Write what all ranks did around losses and returns of groups, and in the last steps, as one trace.
+
+    Open it at ui.perfetto.dev or chrome://tracing: forward and backward passes of each microbatch, transfers between
+    stages, reductions, votes, updates and recoveries of all ranks on one time axis. A rank that was lost shows what it
+    did not come to the end of.
+    """
+    from spare_megatron.journal.files import read_journal
+    from spare_megatron.journal.spans import read_spans_of
+    from spare_megatron.report.timeline import trace_of
+
+    with explained_errors("timeline"):
+        if margin < 0:
+            raise ValueError(f"--margin {margin} must be at least 0")
+        steps = None if step is None else range(step - margin, step + margin + 1)
+        trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
+        target = out or run_dir / DEFAULT_NAME
+        target.write_text(json.dumps(trace))
+    typer.echo(str(target))

@@ -1,0 +1,146 @@
+"""Spans of ranks: kept in a ring, written around events, shown as a trace with the clocks of machines aligned."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import ShardId
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import EntryRecord, Line, LossRecord
+from spare_megatron.journal.spans import RankSpans, Span, SpansFile, read_spans_of
+from spare_megatron.report.timeline import clock_offsets, trace_of
+from spare_megatron.runtime.spans import NUM_SPANS, Ring, SpanRecorder, read_spans
+
+
+class Clock:
+    """A monotonic clock that is a second later at every look."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[Ring, SpanRecorder]:
+    monkeypatch.setattr("spare_megatron.runtime.spans.time.monotonic", Clock())
+    ring = Ring()
+    return ring, SpanRecorder(ring)
+
+
+def microbatch(shard: int, index: int) -> Microbatch:
+    return Microbatch(ShardId(shard), index)
+
+
+def test_a_backward_pass_ends_when_the_rank_turns_to_something_else(recorder: tuple[Ring, SpanRecorder]) -> None:
+    ring, spans = recorder
+    spans.step = 7
+    with spans.forward(microbatch(3, 1)):
+        pass
+    spans.backward(microbatch(3, 1))
+    with spans.during(Operation.TRANSFER):
+        pass
+    found, following = read_spans(ring, 0)
+    assert following == 3
+    assert [(span.name, span.step, span.began_s, span.ended_s, span.microbatch) for span in found] == [
+        ("forward", 7, 1.0, 2.0, (3, 1)),
+        ("backward", 7, 3.0, 4.0, (3, 1)),
+        ("transfer", 7, 4.0, 5.0, None),
+    ]
+
+
+def test_what_raises_inside_leaves_its_span(recorder: tuple[Ring, SpanRecorder]) -> None:
+    ring, spans = recorder
+    with pytest.raises(RuntimeError), spans.during(Operation.REDUCE):
+        raise RuntimeError
+    assert [span.name for span in read_spans(ring, 0)[0]] == ["reduce"]
+
+
+@pytest.mark.parametrize("first", [0, 10, NUM_SPANS + 3])
+def test_the_ring_holds_the_last_spans_and_nothing_is_read_twice(
+    recorder: tuple[Ring, SpanRecorder], first: int
+) -> None:
+    ring, spans = recorder
+    for step in range(NUM_SPANS + 5):
+        spans.step = step
+        with spans.during(Operation.VOTE):
+            pass
+    found, following = read_spans(ring, first)
+    # The oldest one might be overwritten by the next at this very moment.
+    assert [span.step for span in found] == list(range(max(first, 6), NUM_SPANS + 5))
+    assert read_spans(ring, following) == ([], following)
+
+
+def part(group: int, stage: int, *spans: Span, machine: str = "a", wall_s: float = 1000.0) -> RankSpans:
+    return RankSpans(group=group, rank=stage, incarnation=0, stage=stage, machine=machine, wall_s=wall_s, spans=spans)
+
+
+def span(name: str, began_s: float, ended_s: float, step: int = 0, place: tuple[int, int] | None = (0, 0)) -> Span:
+    return Span(name=name, step=step, began_s=began_s, ended_s=ended_s, microbatch=place)
+
+
+def read(group: int, index: int, at_s: float) -> Line:
+    return Line(source=f"group-{group}", at_s=at_s, record=EntryRecord(group=group, index=index, entry={}))
+
+
+def events(trace: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == kind]
+
+
+def test_files_give_back_what_was_written(tmp_path: Path) -> None:
+    parts = [
+        part(1, 0, span("forward", 1.25, 2.5), span("vote", 3.0, 3.5, place=None)),
+        part(1, 1, span("backward", 1.0, 2.0, place=(2, 5))),
+    ]
+    file = SpansFile(tmp_path, 0)
+    for one in parts:
+        file.write(one)
+    file.close()
+    assert [(one.group, one.rank, list(one.spans)) for one in read_spans_of(tmp_path)] == [
+        (one.group, one.rank, list(one.spans)) for one in parts
+    ]
+
+
+def test_passes_of_a_microbatch_are_joined_from_stage_to_stage() -> None:
+    forward = [part(0, stage, span("forward", 10.0 + stage, 10.9 + stage)) for stage in range(3)]
+    backward = [part(0, stage, span("backward", 16.0 - stage, 16.9 - stage)) for stage in range(3)]
+    trace = trace_of([*forward, *backward], Journal(lines=()))
+    starts = {event["id"]: event for event in events(trace, "s")}
+    joined = [(starts[event["id"]]["tid"], event["tid"]) for event in events(trace, "f")]
+    assert joined == [(0, 1), (1, 2), (2, 1), (1, 0)]
+    for event in events(trace, "f"):
+        assert starts[event["id"]]["ts"] < event["ts"]
+    assert min(event["ts"] for event in events(trace, "X")) == 0.0
+
+
+def test_clocks_of_machines_are_aligned_by_the_entries_that_all_read() -> None:
+    """The second machine started 500 s later, and its wall clock is 30 s ahead."""
+    parts = [part(0, 0, span("vote", 100.0, 101.0)), part(1, 0, span("vote", 600.0, 601.0), machine="b", wall_s=530.0)]
+    lines = [read(0, index, 1100.0 + index) for index in range(5)]
+    lines += [read(1, index, 1130.0 + index + late_s) for index, late_s in enumerate([0.0, 0.001, 0.0, 2.0, 0.0])]
+    assert clock_offsets(parts, Journal(lines=tuple(lines))) == {"a": 1000.0, "b": 500.0}
+    first, second = events(trace_of(parts, Journal(lines=tuple(lines))), "X")
+    assert (first["ts"], second["ts"]) == (0.0, 0.0)
+
+
+def test_a_loss_is_marked_with_its_cause_and_what_ranks_were_about() -> None:
+    pending = [{"rank": 1, "operation": "transfer", "step": 0}]
+    loss = LossRecord(group=1, rank=1, cause="no heartbeat", entry_index=3, pending=pending)
+    journal = Journal(lines=(Line(source="supervisor-0", at_s=1010.5, record=loss),))
+    (mark,) = events(trace_of([part(0, 0, span("reduce", 10.0, 12.0, place=None))], journal), "i")
+    assert mark["name"] == "group 1 lost: rank 1: no heartbeat"
+    assert mark["ts"] == pytest.approx(0.5e6)
+    assert mark["args"] == {"pending": pending}
+
+
+def test_steps_that_were_not_kept_are_refused_with_those_that_were(tmp_path: Path) -> None:
+    parts = [part(0, 0, *(span("vote", 1.0, 2.0, step=step, place=None) for step in (3, 4, 5, 9)))]
+    with pytest.raises(ValueError, match="nothing was kept of steps 6 to 8; what was: steps 3 to 5, 9"):
+        trace_of(parts, Journal(lines=()), range(6, 9))
+    with pytest.raises(FileNotFoundError, match="holds no timeline"):
+        read_spans_of(tmp_path)

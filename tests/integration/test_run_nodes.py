@@ -48,60 +48,45 @@ done
 echo $$ > "$(dirname "$0")/pid-$on"
 exec "$@"
 """
+SCANCEL = """#!/bin/sh
+echo "$1" >> "$(dirname "$0")/cancelled"
+"""
 
 
-def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_run_ends_when_asked(
+def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_nodes_prove_the_run_without_a_driver(
     text_corpus: Path, tmp_path: Path, etcd_cluster: EtcdCluster
 ) -> None:
     """Against commands of Slurm that run everything here."""
     bin_dir, run_dir = tmp_path / "bin", tmp_path / "run"
     bin_dir.mkdir()
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("scancel", SCANCEL)):
         (bin_dir / name).write_text(text)
         (bin_dir / name).chmod(0o755)
     environment = {"PATH": f"{bin_dir}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     preset = write_preset(text_corpus, tmp_path, etcd_cluster, "srun")
-    with started(tmp_path, "train", "--config", str(preset), "--run-dir", str(run_dir), **environment) as driver:
+    command = ("train", "--config", str(preset), "--run-dir", str(run_dir))
+    with supervisors_ended(bin_dir, run_dir), started(tmp_path, *command, **environment) as driver:
         wait_until(lambda: committed(run_dir) > 0, driver)
-        os.kill(int((bin_dir / "pid-n2").read_text()), signal.SIGKILL)
+        os.kill(pid_on(bin_dir, "n2"), signal.SIGKILL)
         # The spare node, not the one that has lost its supervisor.
-        wait_until(lambda: (bin_dir / "pid-n3").exists(), driver)
         wait_until(lambda: "rejoined" in output_of(tmp_path), driver)
-        for name in ("pid-n1", "pid-n3"):
-            os.kill(int((bin_dir / name).read_text()), signal.SIGUSR1)
-        assert driver.wait(TIMEOUT_S) == 5, output_of(tmp_path)
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["outcome"], summary["verdict"]) == ("finished", "valid"), summary["reasons"]
-    assert (summary["groups_lost"], summary["groups_rejoined"]) == (1, 1)
-    assert summary["steps_left"] == NUM_STEPS - summary["steps_committed"] > 0
-    assert list((run_dir / "nodes").iterdir()) == []
-
-
-def test_nodes_started_by_hand_go_on_without_the_driver_and_prove_the_run(
-    text_corpus: Path, tmp_path: Path, etcd_cluster: EtcdCluster
-) -> None:
-    """The driver's machine is lost with the driver and its own supervisor."""
-    run_dir = tmp_path / "run"
-    preset = write_preset(text_corpus, tmp_path, etcd_cluster, "hand")
-    with (
-        started(tmp_path, "train", "--config", str(preset), "--run-dir", str(run_dir)) as driver,
-        started(tmp_path / "other", "supervise", str(run_dir), "--node", "1") as other,
-    ):
-        wait_until(lambda: committed(run_dir) > 0, driver, other)
+        supervisors = [psutil.Process(pid_on(bin_dir, name)) for name in ("n1", "n3")]
         below = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
         driver.wait(TIMEOUT_S)
-        before = committed(run_dir, 1)
-        wait_until(lambda: committed(run_dir, 1) > before + 3, other)
-        other.send_signal(signal.SIGUSR1)
-        assert other.wait(TIMEOUT_S) == 0, output_of(tmp_path / "other")
-    assert psutil.wait_procs(below, timeout=TIMEOUT_S)[1] == []
+        before = committed(run_dir)
+        wait_until(lambda: committed(run_dir) > before + 3)
+        for supervisor in supervisors:
+            supervisor.send_signal(signal.SIGUSR1)
+        assert psutil.wait_procs([*supervisors, *below], timeout=TIMEOUT_S)[1] == []
     journal = read_journal(run_dir)
     verdict = check_journal(journal)
     assert verdict.verdict == "valid", verdict.reasons
-    assert [end.outcome for end in journal.of(EndRecord)] == ["finished"]
+    assert [end.outcome for end in journal.of(EndRecord)] == ["finished"] * 2
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["groups_lost"], summary["steps_committed"]) == (1, verdict.steps_committed)
+    assert (summary["groups_lost"], summary["groups_rejoined"]) == (1, 1)
+    assert summary["steps_left"] == NUM_STEPS - verdict.steps_committed > 0
+    assert (bin_dir / "cancelled").read_text().split() == ["7", "7"]
 
 
 def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -> Path:
@@ -145,6 +130,24 @@ def started(folder: Path, *words: str, **environment: str) -> Iterator[subproces
         for child in below:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+
+
+@contextlib.contextmanager
+def supervisors_ended(bin_dir: Path, run_dir: Path) -> Iterator[None]:
+    """None outlives the block, whatever becomes of the driver."""
+    try:
+        yield
+    finally:
+        for file in bin_dir.glob("pid-*"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(file.read_text()))
+                if str(run_dir) in process.cmdline():
+                    process.kill()
+
+
+def pid_on(bin_dir: Path, name: str) -> int:
+    """The process that was last started on a node of Slurm."""
+    return int((bin_dir / f"pid-{name}").read_text())
 
 
 def output_of(folder: Path) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
-from spare_megatron.core.phases import PHASES_OF_A_SAVE, Phase
+from spare_megatron.core.phases import PHASES_AFTER_A_WIPE_OUT, PHASES_OF_A_LOAD, PHASES_OF_A_SAVE, Phase
 
 _OF_THE_FIRST_RANK = (Phase.SAVE_MANIFEST, Phase.SAVE_RENAME, Phase.SAVE_DROP)
 _KINDS = ("kill", "stop")
@@ -16,6 +16,8 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     for index, fault in enumerate(config.faults.trace):
         if fault.phase in PHASES_OF_A_SAVE:
             yield from _fault(config, f"faults.trace[{index}]", fault)
+        if fault.phase in PHASES_OF_A_LOAD:
+            yield from _unreachable_load(config, index, fault)
 
 
 def _settings(checkpoint: CheckpointConfig) -> Iterator[str]:
@@ -67,3 +69,15 @@ def _fault(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:
         yield f"{where}.phase={fault.phase} is reached by rank 0 alone; set {where}.rank to 0"
     if fault.group is None:
         yield f"{where}.phase={fault.phase} strikes the group that saves, the groups in turn; name one in {where}.group"
+
+
+def _unreachable_load(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:
+    where = f"faults.trace[{index}].phase={fault.phase}"
+    may_restart = index > 0 and config.checkpoint.max_restarts > 0
+    if may_restart or (config.checkpoint.load and fault.phase not in PHASES_AFTER_A_WIPE_OUT):
+        return
+    at_the_start = "" if fault.phase in PHASES_AFTER_A_WIPE_OUT else ", or set checkpoint.load"
+    yield (
+        f"{where} is reached only when a checkpoint is loaded: put faults before it that wipe the run out, with "
+        f"checkpoint.max_restarts, which is {config.checkpoint.max_restarts}, of at least 1{at_the_start}"
+    )

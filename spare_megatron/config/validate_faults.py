@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
-from spare_megatron.core.phases import PHASES_WITH_SLICES, Phase
+from spare_megatron.core.phases import PHASES_OF_A_JOIN, PHASES_WITH_SLICES, Phase
 
 _WHILE_SUMS_GROW = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
 """Phases at which the local gradient sums have yet to enter the reduction."""
@@ -51,7 +51,7 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
             f"{where}.phase={fault.phase} is never reached with optimizer.sharding=replicated; choose another phase or "
             f"set optimizer.sharding to stacked"
         )
-    if fault.phase is Phase.JOIN:
+    if fault.phase in PHASES_OF_A_JOIN:
         yield from _unreachable_join(config, index, fault)
     yield from _unlikely_times(config, where, fault)
     yield from _impossible_corruption(config, where, fault)
@@ -61,11 +61,13 @@ def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iter
     where = f"faults.trace[{index}]"
     if index == 0 or not config.spare.rejoins:
         yield (
-            f"{where}.phase=join is reached only when a lost group comes back: put a fault before it, and set "
+            f"{where}.phase={fault.phase} is reached only when a lost group comes back: put a fault before it, and set "
             f"spare.rejoins, which is {config.spare.rejoins}, to at least 1"
         )
     if fault.group is None:
-        yield f"{where}.phase=join strikes who gives the state and who takes it; name one in {where}.group"
+        yield f"{where}.phase={fault.phase} strikes who gives the state and who takes it; name one in {where}.group"
+    if fault.phase is Phase.JOIN_TRANSFER and fault.kind not in ("kill", "stop"):
+        yield f"{where}.kind={fault.kind} cannot strike a thread beside the training; choose kill or stop"
 
 
 def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:

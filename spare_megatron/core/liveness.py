@@ -2,7 +2,8 @@
 
 A beat says that a process is scheduled at all; progress says that its main thread gets on with its work. Only
 differences of the watcher's monotonic clock count, so that clocks that jump or differ between machines mean nothing.
-Time that a rank spends ready to run, waiting for a processor, is not its own and does not count.
+Time that a rank spends ready to run, waiting for a processor, is not its own and does not count. Of its progress that
+of the other ranks of its group does not count, either: it may wait for them in the middle of any operation.
 
 Times, in heartbeat intervals: counters move every 1/4, are looked at every 1/4, and stand for lost after 1.5 without
 a change, so that whoever stops is found within 2.
@@ -40,6 +41,8 @@ class Operation(StrEnum):
     """The optimizer."""
     JOIN = "join"
     """Giving the state to a group that comes back, or taking it."""
+    LOAD = "load"
+    """Reading a checkpoint."""
     CHECK = "check"
     """Hashing the parameters, or packing the whole state: alone, and the longer the larger the model."""
     SAVE = "save"
@@ -62,6 +65,9 @@ _PATIENT = frozenset(
 )
 """Operations in which a rank waits for others, for the store or for storage: who is at fault shows elsewhere, or by a
 timeout."""
+
+_POLLING = frozenset({Operation.JOIN})
+"""Operations that make progress all the time, whoever they wait for."""
 
 _ALONE = frozenset({Operation.COMPUTE, Operation.CHECK})
 """Operations that need nobody else, tensor parallelism apart."""
@@ -95,7 +101,7 @@ class Liveness:
 
     Args:
         interval_s: The heartbeat interval.
-        first_limit_s: How long an operation may take that has not been done before.
+        first_limit_s: How long an operation may take that has not been done before, if it does not poll.
     """
 
     def __init__(self, interval_s: float, first_limit_s: float) -> None:
@@ -104,24 +110,23 @@ class Liveness:
         self._beats = _Counter()
         self._progress = _Counter()
         self._looked_at_s: float | None = None
-        self._starved_s = 0.0
 
-    def look(self, pulse: Pulse, now_s: float) -> str:
+    def look(self, pulse: Pulse, now_s: float, *, group_starved_s: float) -> str:
         """Why the rank has to be given up, for people; empty while it need not be.
 
         Args:
             pulse: What it shows now.
             now_s: The watcher's monotonic clock.
+            group_starved_s: That of all ranks of its group that the watcher sees, added up since some time.
         """
-        self._starved_s = max(pulse.starved_s, self._starved_s)  # threads that end take their time along
-        own_s = now_s - self._starved_s
+        own_s, group_s = now_s - pulse.starved_s, now_s - group_starved_s
         if self._looked_at_s is None or now_s - self._looked_at_s > self._interval_s:
             # The watcher itself was away. What it missed is no evidence.
             self._beats.see(pulse.beats, own_s, is_fresh=True)
-            self._progress.see(pulse.progress, own_s, is_fresh=True)
+            self._progress.see(pulse.progress, group_s, is_fresh=True)
         self._looked_at_s = now_s
         silent_s = self._beats.see(pulse.beats, own_s)
-        stuck_s = self._progress.see(pulse.progress, own_s)
+        stuck_s = self._progress.see(pulse.progress, group_s)
         if pulse.operation is Operation.END:
             return f"not ended for {silent_s:.1f} s" if silent_s >= self._first_limit_s else ""
         is_stuck = pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse)
@@ -132,7 +137,8 @@ class Liveness:
 
     def _stall_limit_s(self, pulse: Pulse) -> float:
         if pulse.slowest_s == 0.0:
-            return self._first_limit_s
+            is_quick = pulse.operation in _POLLING
+            return min(_STALL_FACTOR * self._interval_s, self._first_limit_s) if is_quick else self._first_limit_s
         return max(_LIMIT_INTERVALS * self._interval_s, _STALL_FACTOR * pulse.slowest_s)
 
 

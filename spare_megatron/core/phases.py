@@ -32,8 +32,26 @@ class Phase(StrEnum):
     """The slices hosted here are updated, the gathering of all parameters has not begun."""
     IN_GATHER = "in_gather"
     """Parameters are being gathered, and this rank has not sent its last ones."""
+    JOIN_WAIT = "join_wait"
+    """A group that comes back is up, and has not said so."""
     JOIN = "join"
     """Before the state is given to or taken by a group that comes back, between two steps."""
+    JOIN_TRANSFER = "join_transfer"
+    """The first tensors are given to or taken by a group that comes back, in a thread beside the main one."""
+    JOIN_CONFIRM = "join_confirm"
+    """The group that comes back holds the state, and nobody has confirmed it; on the others, before they do."""
+    JOIN_DONE = "join_done"
+    """The state of the group that comes back is confirmed, its first step has not begun."""
+    LOAD_SEARCH = "load_search"
+    """After a wipe-out, before a group looks for checkpoints that are whole."""
+    LOAD_WAIT = "load_wait"
+    """After a wipe-out, a group has said which checkpoints are whole, and waits."""
+    LOAD = "load"
+    """Before a checkpoint is loaded, at the start or after a wipe-out."""
+    LOAD_READ = "load_read"
+    """The tensors of a checkpoint are read, and not all of them are in their places."""
+    LOAD_DONE = "load_done"
+    """A checkpoint is loaded, and no step has begun."""
     SAVE = "save"
     """Before the state of a checkpoint is copied, between two steps."""
     SAVE_WRITE = "save_write"
@@ -47,7 +65,19 @@ class Phase(StrEnum):
 
 
 PHASES_OF_A_SAVE = frozenset({Phase.SAVE, Phase.SAVE_WRITE, Phase.SAVE_MANIFEST, Phase.SAVE_RENAME, Phase.SAVE_DROP})
-"""Phases that only the group reaches that saves, at its first save at or after a step."""
+"""Phases that only the group reaches that saves."""
+
+PHASES_OF_A_JOIN = frozenset({Phase.JOIN_WAIT, Phase.JOIN, Phase.JOIN_TRANSFER, Phase.JOIN_CONFIRM, Phase.JOIN_DONE})
+"""Phases of the admission of a group that comes back."""
+
+PHASES_AFTER_A_WIPE_OUT = frozenset({Phase.LOAD_SEARCH, Phase.LOAD_WAIT})
+"""Phases of a load that one at the start has not."""
+
+PHASES_OF_A_LOAD = PHASES_AFTER_A_WIPE_OUT | {Phase.LOAD, Phase.LOAD_READ, Phase.LOAD_DONE}
+"""Phases of taking over a checkpoint. After a wipe-out they belong to the step that was wiped out."""
+
+PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD
+"""Nobody knows beforehand between which steps they are reached: what is aimed at them strikes at or after its step."""
 
 PHASES_WITH_SLICES = frozenset({Phase.BEFORE_GATHER, Phase.IN_GATHER})
 """Phases that are reached only where the optimizer state is cut into slices."""

@@ -122,7 +122,8 @@ def decide_restart(
     """The entry that ends a wipe-out; None while it is better to wait for more groups.
 
     The newest checkpoint counts that all who wait find valid: every one of them has to load it. A snapshot that is not
-    older is there sooner.
+    older is there sooner. Who cannot look for checkpoints is waited for, too, where there is no snapshot: training from
+    the beginning for want of a folder that is back soon would cost much.
 
     Args:
         step: The step that was wiped out.
@@ -146,7 +147,8 @@ def decide_restart(
     """
     if num_recent >= limits.max_restarts:
         return GiveUp(step=step, reason=_too_many(num_recent, limits))
-    groups = frozenset(item.member.group for item in waiting)
+    able = [item for item in waiting if not item.failure or snapshot is not None]
+    groups = frozenset(item.member.group for item in able)
     if len(groups) < placement.num_groups and waited_s < limits.wait_s:
         return None
     uncovered = () if last_resort else placement.uncovered(groups)
@@ -156,9 +158,11 @@ def decide_restart(
             f"groups {absent} have not come back within checkpoint.restart_wait_s={limits.wait_s:g}, and no other "
             f"group hosts shards {[int(shard) for shard in uncovered]}"
         )
+        failures = dict.fromkeys(item.failure for item in waiting if item.failure)
+        reason += "".join(f"; {failure}" for failure in failures)
         return GiveUp(step=step, reason=reason)
-    members = tuple(sorted(item.member for item in waiting))
-    step = max(set.intersection(*(set(item.steps) for item in waiting)) | {first_step})
+    members = tuple(sorted(item.member for item in able))
+    step = max(set.intersection(*(set(item.steps) for item in able)) | {first_step})
     if snapshot is not None and snapshot.step >= step:
         return Restart(step=snapshot.step, members=members, snapshot=snapshot.attempt)
     return Restart(step=step, members=members)

@@ -23,11 +23,13 @@ class Waiting:
         member: The group in its new life.
         steps: Committed steps of the checkpoints that it finds valid.
         held: Snapshots of its rank positions that are whole on its nodes.
+        failure: Why it cannot look for any, for people; empty where it can.
     """
 
     member: Member
     steps: tuple[int, ...]
     held: tuple[Held, ...] = ()
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

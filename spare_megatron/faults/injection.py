@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from spare_megatron.core.phases import PHASES_OF_A_SAVE, Phase
+from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, Phase
 from spare_megatron.faults.trace import Fault
 
 _FOR_GOOD_S = 1e6
@@ -73,8 +73,7 @@ class Injector:
     def _is_reached(self, fault: Fault, phase: Phase) -> bool:
         if fault.phase is not phase:
             return False
-        if phase is Phase.JOIN or phase in PHASES_OF_A_SAVE:
-            # Nobody knows the step beforehand: processes take their time to be up again, or to write.
+        if phase in PHASES_BETWEEN_STEPS:  # processes take their time to be up again, or to write
             return fault.step <= self._step
         return (fault.step, fault.ordinal) == (self._step, self._num_reached[phase])
 

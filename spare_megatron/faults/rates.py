@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultKind, RunConfig
-from spare_megatron.core.phases import PHASES_OF_A_SAVE, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.mix import kind_weights
@@ -40,7 +40,7 @@ _LASTING_OR_NOT: tuple[FaultKind, ...] = ("hang", "stop", "cut", "stop_node")
 _OF_A_NODE: tuple[FaultKind, ...] = ("cut", "stop_node", "kill_supervisor")
 _OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
 _SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
-_PHASES = tuple(phase for phase in Phase if phase not in PHASES_OF_A_SAVE | PHASES_WITH_SLICES | {Phase.JOIN})
+_PHASES = tuple(phase for phase in Phase if phase not in PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES)
 _CORRUPTIBLE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
 _PHASES_OF_A_RECOVERY = (Phase.PATCH, Phase.REBUILD)
 _BEFORE_THE_SUM = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.BEFORE_REDUCE)

@@ -6,20 +6,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind, RunConfig
-from spare_megatron.core.phases import PHASES_OF_A_SAVE, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.phases import (
+    PHASES_BETWEEN_STEPS,
+    PHASES_OF_A_JOIN,
+    PHASES_OF_A_LOAD,
+    PHASES_WITH_SLICES,
+    Phase,
+)
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId
 
 PHASES_OF_A_MICROBATCH = frozenset({Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD})
 """Phases that a rank reaches at least once for every microbatch it computes."""
 
-PHASES_AFTER_A_LOSS = frozenset({Phase.PATCH, Phase.REBUILD, Phase.JOIN})
+PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {Phase.PATCH, Phase.REBUILD}
 """Phases that are reached only when a group has been lost: in this step, or before a join, which may come any time
 later.
 """
 
+_WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | PHASES_OF_A_LOAD
+"""Phases whose open step is that of the fault before."""
+
 PHASES_OF_EVERY_STEP = tuple(
-    phase for phase in Phase if phase not in PHASES_AFTER_A_LOSS | PHASES_OF_A_SAVE | PHASES_WITH_SLICES
+    phase for phase in Phase if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES
 )
 """Phases that some rank of every group reaches in every step."""
 
@@ -31,7 +40,7 @@ class Fault:
     """One fault, fully decided.
 
     Attributes:
-        step: Step at which the rank is hit, from 0; with phase join or of a save the first at which it may be.
+        step: Step at which the rank is hit, from 0; with a phase between steps the first at which it may be.
         group: Group that is hit.
         rank: Rank inside that group.
         phase: Moment of the step.
@@ -115,8 +124,10 @@ def _choose_steps(trace: Sequence[FaultConfig], num_steps: int, shares: Sequence
     for index, fault in enumerate(trace):
         if fault.step is not None:
             steps.append(fault.step)
-        elif fault.phase in PHASES_AFTER_A_LOSS and steps:
+        elif fault.phase in _WITH_THE_ONE_BEFORE and steps:
             steps.append(steps[-1])
+        elif fault.phase in PHASES_OF_A_LOAD:
+            steps.append(0)
         else:
             first = steps[-1] + 1 if steps else 0
             num_open, end = _open_stretch(trace[index:], num_steps)
@@ -132,7 +143,7 @@ def _open_stretch(rest: Sequence[FaultConfig], num_steps: int) -> tuple[int, int
     for fault in rest:
         if fault.step is not None:
             return num_open, fault.step
-        num_open += fault.phase not in PHASES_AFTER_A_LOSS
+        num_open += fault.phase not in _WITH_THE_ONE_BEFORE
     return max(num_open, 1), num_steps
 
 

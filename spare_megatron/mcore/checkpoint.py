@@ -212,6 +212,7 @@ def load_checkpoint(
     chunks: Sequence[Chunk],
     optimizer: Optimizer | StackedOptimizer,
     groups: ProcessGroupCollection,
+    on_read: Callable[[], None],
     slices: Collection[SliceId] = (),
 ) -> None:
     """Takes the state over from a checkpoint, whatever layout wrote it, with slices or without.
@@ -223,6 +224,7 @@ def load_checkpoint(
         chunks: The rank's part of the model.
         optimizer: Its optimizer.
         groups: The process groups inside the group.
+        on_read: Called when all tensors are read, and not all are in their places.
         slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
 
     Raises:
@@ -236,10 +238,12 @@ def load_checkpoint(
         # What nobody here asks for is not missing.
         asked = {"model": model, "slices": parts}
         state = dist_checkpointing.load(asked, str(folder), validate_access_integrity=False)
+        on_read()
         optimizer.restore(state["optimizer"], states)  # filled in place
     else:
         asked = {"model": model, "optimizer": _optimizer_state(model, optimizer, is_loading=True)}
         state = dist_checkpointing.load(asked, str(folder))
+        on_read()
         optimizer.load_state_dict(state["optimizer"])
     for number, chunk in enumerate(chunks):
         chunk.module.module.load_state_dict(state["model"][str(number)])

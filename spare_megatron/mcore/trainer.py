@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,8 @@ class GroupTrainer:
             folder: The checkpoint.
             slices: Where `optimizer.sharding` is stacked, the slices to hold from here on.
         """
-        load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, slices)
+        on_read = partial(self._probe, Phase.LOAD_READ)
+        load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, slices)
 
     def params_sha256(self) -> str:
         """The SHA-256 of this rank's parameters, bit for bit."""

@@ -24,6 +24,9 @@ from spare_megatron.core.votes import decode_vote
 
 T = TypeVar("T")
 
+_MOST_ENTRIES = 512
+"""Of the log, that are told at a time."""
+
 
 class Fenced(Exception):
     """The log says that this group is lost. It must not touch the run any more."""
@@ -221,22 +224,24 @@ class GroupAgreement:
         if self.is_leader:
             self._log.announce(self.member)
 
-    def announce_restart(self, steps: Sequence[int], held: Sequence[Held] = ()) -> None:
+    def announce_restart(self, steps: Sequence[int], held: Sequence[Held] = (), failure: str = "") -> None:
         """Leader: says that the group waits for training to start again, and what there is to start from.
 
         Args:
             steps: Of the checkpoints that it finds valid.
             held: Snapshots that are whole on its nodes.
+            failure: Why it could not look for checkpoints.
         """
-        self._log.announce_restart(self.member, json.dumps([steps, held]))
+        self._log.announce_restart(self.member, json.dumps([steps, held, failure]))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[Waiting, ...]:
         """Those of the groups that have ever said so, asked of the store by this rank alone."""
         waiting: list[Waiting] = []
         for (group, incarnation), text in self._log.waiting_to_restart(groups):
-            steps, held = json.loads(text)
+            steps, held, failure = json.loads(text)
             member = Member(GroupId(group), incarnation)
-            waiting.append(Waiting(member=member, steps=tuple(steps), held=tuple(Held(*one) for one in held)))
+            snapshots = tuple(Held(*one) for one in held)
+            waiting.append(Waiting(member=member, steps=tuple(steps), held=snapshots, failure=failure))
         return tuple(waiting)
 
     def is_lost(self, other: Member, from_index: int) -> bool:
@@ -284,16 +289,45 @@ class GroupAgreement:
             GroupBroken: Another rank of the group is gone.
             StoreTimeout: The entry was not written within the decision timeout.
         """
-        text = (told or self.await_entry(index)).encode() if self.is_leader else b""
-        length = torch.tensor([len(text)])
-        self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))
-        message = torch.tensor(list(text) or [0] * int(length), dtype=torch.uint8)
-        self._collective(lambda: dist.broadcast(message, group=self._ranks, group_src=0))
+        entry = decode_entry(self._tell((told or self.await_entry(index)) if self.is_leader else ""))
         self.head = index + 1
-        return decode_entry(bytes(message.tolist()).decode())
+        return entry
+
+    def read_entries(self, index: int) -> list[Entry]:
+        """The entry at the index, as soon as it is written, and those that follow it already, some hundred at most.
+
+        Collective over: all ranks of the group.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+            StoreTimeout: The entry was not written within the decision timeout.
+        """
+        texts: list[str] = []
+        while self.is_leader and len(texts) < _MOST_ENTRIES and (not texts or self._log.has(index + len(texts))):
+            texts.append(self._log.wait(index + len(texts), self._decision_timeout_s))
+        return [decode_entry(text) for text in self._tell("\n".join(texts)).split("\n")]
+
+    def _tell(self, text: str) -> str:
+        """What the leader says."""
+        content = text.encode()
+        length = torch.tensor([len(content)])
+        self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))
+        message = torch.frombuffer(bytearray(content or bytes(int(length))), dtype=torch.uint8)
+        self._collective(lambda: dist.broadcast(message, group=self._ranks, group_src=0))
+        return bytes(message.tolist()).decode()
 
     def _collective(self, run: Callable[[], object]) -> None:
         try:
             run()
         except RuntimeError as error:
             raise GroupBroken(f"a rank of group {self.member.group} is gone: {error}") from error
+
+
+def _waiting(member: tuple[int, int], text: str) -> Waiting:
+    group, incarnation = member
+    steps, _, failure = text.partition(";")
+    return Waiting(
+        member=Member(GroupId(group), incarnation),
+        steps=tuple(int(step) for step in steps.split(",") if step),
+        failure=failure,
+    )

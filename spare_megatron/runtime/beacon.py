@@ -5,11 +5,11 @@ Each field has one writer and is aligned, so that it is read whole without a loc
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
-from pathlib import Path
 
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, OPERATIONS, Operation, Pulse
 from spare_megatron.runtime.spans import Ring, SpanRecorder
@@ -26,8 +26,6 @@ class Page(ctypes.Structure):
         ("progress", ctypes.c_uint64),
         ("operation", ctypes.c_uint64),
         ("step", ctypes.c_int64),
-        ("beating_thread", ctypes.c_uint64),
-        ("writing_thread", ctypes.c_uint64),
         ("progress_at_s", ctypes.c_double),
         ("slowest_s", ctypes.c_double * len(OPERATIONS)),
         ("end_asked", ctypes.c_uint64),
@@ -42,8 +40,13 @@ def new_page(context: BaseContext) -> Page:
     return page
 
 
-def read_page(page: Page, pid: int) -> Pulse:
-    """What the rank shows now, and the kernel of it. Fields may be some microseconds apart."""
+def read_page(page: Page, starved_s: float) -> Pulse:
+    """What the rank shows now. Fields may be some microseconds apart.
+
+    Args:
+        page: Its page.
+        starved_s: What `Starvation` says of it.
+    """
     index = page.operation
     return Pulse(
         beats=page.beats,
@@ -52,21 +55,44 @@ def read_page(page: Page, pid: int) -> Pulse:
         step=page.step,
         progress_at_s=page.progress_at_s,
         slowest_s=page.slowest_s[index],
-        # Who waits for a processor with the interpreter's lock in hand keeps the others waiting, which does not show.
-        # Added up: what one lacks has to show, however much another has lacked before.
-        starved_s=sum(_starved_s(pid, thread) for thread in (pid, page.beating_thread, page.writing_thread)),
+        starved_s=starved_s,
     )
 
 
-def _starved_s(pid: int, thread: int) -> float:
-    """Seconds that a thread has been ready to run and had no processor; 0 where the kernel does not tell, or it ended.
+class Starvation:
+    """For how long the threads of a rank have been ready to run and had no processor, by the kernel.
+
+    All of them: who waits for a processor with the interpreter's lock in hand keeps the others waiting, and so does who
+    carries out their collectives, which does not show of those that wait. Added up: what one lacks has to show, however
+    much another has lacked before.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._lacked_s: dict[str, float] = {}  # of each thread, when it was last looked at
+        self._total_s = 0.0
+
+    def seconds(self) -> float:
+        """Up to now. Never falls, though threads end."""
+        lacked_s = _starved_s(self._pid)
+        self._total_s += sum(max(0.0, now_s - self._lacked_s.get(thread, 0.0)) for thread, now_s in lacked_s.items())
+        self._lacked_s = lacked_s
+        return self._total_s
+
+
+def _starved_s(pid: int) -> dict[str, float]:
+    """Seconds that each thread has been ready to run and had no processor; of none where the kernel does not tell.
 
     The second number of the file, in nanoseconds (Linux, Documentation/scheduler/sched-stats).
     """
-    try:
-        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]) * 1e-9
-    except (OSError, IndexError):
-        return 0.0
+    starved_s: dict[str, float] = {}
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, IndexError):  # the thread has ended
+                # Unbuffered: all threads of a node are looked at several times a second.
+                with open(f"/proc/{pid}/task/{thread}/schedstat", "rb", buffering=0) as file:
+                    starved_s[thread] = int(file.read(64).split()[1]) * 1e-9
+    return starved_s
 
 
 class Beacon:
@@ -83,10 +109,6 @@ class Beacon:
     def start_beating(self, interval_s: float) -> None:
         """Beats from a thread of its own until the process ends."""
         threading.Thread(target=self._beat, args=(interval_s / BEATS_PER_INTERVAL,), daemon=True).start()
-
-    def write_here(self) -> None:
-        """The calling thread writes checkpoints from now on, beside the main thread and the one that beats."""
-        self._page.writing_thread = threading.get_native_id()
 
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step. The first step warms everything up, and is no measure of the others."""
@@ -132,7 +154,6 @@ class Beacon:
         self._page.progress += 1
 
     def _beat(self, pause_s: float) -> None:
-        self._page.beating_thread = threading.get_native_id()
         while True:
             self._page.beats += 1
             time.sleep(pause_s)

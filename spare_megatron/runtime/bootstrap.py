@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from spare_megatron.control.store import ControlStore
 from spare_megatron.runtime.processes import die_with, log_to_file
-from spare_megatron.runtime.spec import ALL_GROUPS_READY, RankSpec
+from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
+from spare_megatron.runtime.spec import RankSpec
 
 _MARGIN_S = 30.0
 """Ranks wait this much longer for their leader than the leader waits for the store."""
@@ -59,7 +60,7 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
 
 
 def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.ProcessGroup) -> None:
-    """Returns when every group has its model built.
+    """Returns when every group has its model built, or is lost.
 
     Collective over: all ranks of the group.
 
@@ -68,7 +69,6 @@ def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.Process
     """
     dist.barrier(group=ranks)
     if spec.rank == 0:
-        if store.put_counted(f"ready/{spec.group}", "yes", "groups_ready") == spec.config.layout.num_groups:
-            store.put(ALL_GROUPS_READY, "yes")
+        note_ready(store, spec.group, "itself", spec.config.layout.num_groups)
         store.wait(ALL_GROUPS_READY, spec.config.control.startup_timeout_s)
     dist.barrier(group=ranks)

@@ -20,17 +20,22 @@ from spare_megatron.core.messages import (
     StopWipeOut,
     entry_fields,
 )
+from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
+from spare_megatron.core.snapshots import Held
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
 from spare_megatron.runtime.fold import Stop
+from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.start_over import StartOver
 
 _POLL_S = 0.05
 _POLL_S_PER_GROUP = 0.001
 """All groups ask the store for what all groups say."""
+_SEARCH_AGAIN_S = 1.0
+"""A folder of checkpoints that cannot be read may be back."""
 
 
 class CatchUp:
@@ -43,6 +48,7 @@ class CatchUp:
         start_over: What there is to start again from.
         groups: All groups of the run.
         may_restart: Whether a wipe-out is to be waited out; else it ends the run.
+        probe: Told of the moments before the group is taken in.
         announced: Called when the group has said that it waits, and whether after a wipe-out.
     """
 
@@ -55,6 +61,7 @@ class CatchUp:
         start_over: StartOver,
         groups: Sequence[GroupId],
         may_restart: bool,
+        probe: RankProbe,
         announced: Callable[[bool], None],
     ) -> None:
         self._controller = controller
@@ -63,9 +70,14 @@ class CatchUp:
         self._start_over = start_over
         self._groups = groups
         self._may_restart = may_restart
+        self._probe = probe
         self._announced = announced
         self._has_announced: bool | None = None  # whether as one that waits for a restart
         self._waits_since_s = 0.0
+        self._searched_at_s = 0.0
+        self._steps: tuple[int, ...] = ()
+        self._held: tuple[Held, ...] = ()
+        self._failure = ""  # why there was no looking for checkpoints
         self._unwritten: list[EntryRecord] = []  # from the last commit on
 
     def run(self) -> deque[Action] | Stop:
@@ -85,17 +97,24 @@ class CatchUp:
             is_wiped_out = controller.restarts.wipe_out is not None
             if self._has_announced != is_wiped_out and agreement.is_at_end(controller.head):
                 self._announce(is_wiped_out)
-            index = controller.head
             if is_wiped_out:
-                self._decide_restart(index)
-            entry = agreement.read_entry(index)
-            if isinstance(entry, Fence) and entry.hits(agreement.member):
-                raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
-            actions = controller.handle(EntryRead(index=index, entry=entry), now_s=self._start_over.now_s())
-            self._note(index, entry, is_wiped_out)
-            first = self._first(actions)
-            if first is not None:
-                return first
+                self._decide_restart(controller.head)
+            # Told one by one, what all ranks of the group wait for would add up to most of the return.
+            for entry in agreement.read_entries(controller.head):
+                first = self._fold(entry)
+                if first is not None:
+                    return first
+
+    def _fold(self, entry: Entry) -> deque[Action] | Stop | None:
+        """The next entry of the log; returns what of it is the group's to carry out, None while it waits on."""
+        controller, agreement, index = self._controller, self._agreement, self._controller.head
+        was_wiped_out = controller.restarts.wipe_out is not None
+        if isinstance(entry, Fence) and entry.hits(agreement.member):
+            raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
+        actions = controller.handle(EntryRead(index=index, entry=entry), now_s=self._start_over.now_s())
+        agreement.head = controller.head
+        self._note(index, entry, was_wiped_out)
+        return self._first(actions)
 
     def _first(self, actions: Sequence[Action]) -> deque[Action] | Stop | None:
         """What of these actions is the group's to carry out; None while it waits on."""
@@ -115,20 +134,40 @@ class CatchUp:
 
     def _announce(self, is_wiped_out: bool) -> None:
         if is_wiped_out:
+            self._probe.between_steps(self._controller.step, Phase.LOAD_SEARCH)
             self._waits_since_s = time.monotonic()
-            steps = self._start_over.valid_steps() if self._agreement.is_leader else ()
-            held = self._start_over.held()
             if self._agreement.is_leader:
-                self._agreement.announce_restart(steps, held)
+                self._search()
+            self._held = self._start_over.held()
+            self._tell()
+            self._probe(Phase.LOAD_WAIT)
         else:
+            self._probe.between_steps(self._controller.step, Phase.JOIN_WAIT)
             self._agreement.announce()
         self._has_announced = is_wiped_out
         self._announced(is_wiped_out)
+
+    def _search(self) -> None:
+        """On the leader, looks which checkpoints are whole."""
+        self._steps, self._failure = (), ""
+        try:
+            self._steps = self._start_over.valid_steps()
+        except OSError as error:
+            self._failure = str(error)
+        self._searched_at_s = time.monotonic()
+
+    def _tell(self) -> None:
+        """On the leader, says what there is to start again from, or why that cannot be told."""
+        if self._agreement.is_leader:
+            self._agreement.announce_restart(self._steps, self._held, self._failure)
 
     def _decide_restart(self, index: int) -> None:
         """On the leader, writes the entry that ends the wipe-out as soon as it may, unless another is written."""
         pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(self._groups))
         while self._agreement.is_leader and not self._agreement.is_written(index):
+            if self._failure and time.monotonic() - self._searched_at_s > _SEARCH_AGAIN_S:
+                self._search()
+                self._tell()
             waiting = self._agreement.waiting_to_restart(self._groups)
             event = WaitingRead(waiting=waiting, waited_s=time.monotonic() - self._waits_since_s)
             for action in self._controller.handle(event, now_s=self._start_over.now_s()):

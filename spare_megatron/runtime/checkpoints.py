@@ -23,6 +23,7 @@ from spare_megatron.config.terms import global_batch, terms_of
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.runtime.lock import LOCK
 
 FOLDER = "checkpoints"
 """In a run's directory, unless `checkpoint.folder` says otherwise."""
@@ -180,6 +181,17 @@ def aside_path(folder: Path, step: int, member: Member) -> Path:
     """Where a group writes the checkpoint."""
     name = checkpoint_path(folder, step).name
     return folder / f"{name}.group-{member.group:04d}-life-{member.incarnation}.tmp"
+
+
+def require_folder(folder: Path) -> None:
+    """Makes sure that the folder is the one that the run has locked, and not an empty place where it was.
+
+    Raises:
+        OSError: It is not there, or cannot be read.
+    """
+    if not (folder / LOCK).exists():
+        raise FileNotFoundError(f"{folder} is not the folder of checkpoints that the run began with: put that back")
+    os.listdir(folder)
 
 
 def visible_steps(folder: Path) -> list[int]:

@@ -33,6 +33,7 @@ from spare_megatron.runtime.processes import (
     start_store,
     stop_child,
 )
+from spare_megatron.runtime.readiness import ALL_GROUPS_READY
 from spare_megatron.runtime.reports import (
     ExitCode,
     FaultWanted,
@@ -50,7 +51,7 @@ from spare_megatron.runtime.reports import (
     Starting,
     StoreGone,
 )
-from spare_megatron.runtime.spec import ALL_GROUPS_READY, NodeSpec, RankMain
+from spare_megatron.runtime.spec import NodeSpec, RankMain
 from spare_megatron.runtime.stand_in import Launcher, stand_in
 
 STORE_END_TIMEOUT_S = 2.0
@@ -252,9 +253,11 @@ class Driver:
                     return  # several watch a node
                 self._last_lost[group] = incarnation
                 self._last_cause = cause
+                # At the start, what is raised by one is likely to be raised by all.
+                may_mask = not report.traceback and not self._are_lost(self._nodes)
                 # Whoever is ready has seen that all are. The store is not asked then: a fault may have stopped it, and
                 # only this process lets it go on.
-                if not (self._has_begun or self._store.exists(ALL_GROUPS_READY)):
+                if not (may_mask or self._has_begun or self._store.exists(ALL_GROUPS_READY)):
                     self._on_event(report)
                     raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
         self._on_event(report)

@@ -132,8 +132,7 @@ class GroupExecutor:
             JoinFailed: It cannot be loaded.
         """
         self._head = head
-        with self._probe.during(Operation.JOIN):
-            self._start_over.load(action, self._agreement.member)
+        self._start_over.load(action, self._agreement.member)
         self._step = None
         self.num_steps = action.step
         self._digest.check(action.step, self.num_restarts)
@@ -141,9 +140,7 @@ class GroupExecutor:
         record = self._start_over.record(member, action)
         self._write_if_leader(record)
         rejected = tuple(record.rejected)
-        self._report_if_leader(
-            GroupRestarted(member=member, step=action.step, source=record.loaded_from, rejected=rejected)
-        )
+        self._report(GroupRestarted(member=member, step=action.step, source=record.loaded_from, rejected=rejected))
 
     def admit(self, action: AdmitGroups, head: int) -> None:
         """Takes part in the admission of groups, be it as one of them, and has the next vote compare parameters.

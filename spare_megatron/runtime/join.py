@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 from spare_megatron.core.messages import AdmitGroups
+from spare_megatron.core.phases import Phase
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.probe import RankProbe
 
@@ -32,7 +33,7 @@ def confirm(
         head: Entries of the log folded so far, that of the admission the last.
         agreement: The group's voice.
         timeout_s: Longest wait for the others.
-        probe: Told that the rank is there while it waits.
+        probe: Told that the rank is there while it waits, and of the end.
 
     Raises:
         JoinFailed: They do not, or have not said so in time.
@@ -45,6 +46,7 @@ def confirm(
         probe.progress()
     if not verdict:
         raise JoinFailed("the state that was taken over is not that of the other groups")
+    probe(Phase.JOIN_DONE)
 
 
 def _told(action: AdmitGroups, head: int, agreement: GroupAgreement) -> list[str | None]:

@@ -28,14 +28,10 @@ class RankProbe:
         self._injector.step = step
         self._beacon.begin_step(step)
 
-    def begin_join(self, step: int) -> None:
-        """Groups are taken in that take part from this step on."""
+    def between_steps(self, step: int, phase: Phase) -> None:
+        """A moment between two steps, of which this is the next."""
         self._injector.step = step
-        self._injector(Phase.JOIN)
-
-    def write_here(self) -> None:
-        """The calling thread writes checkpoints from now on."""
-        self._beacon.write_here()
+        self._injector(phase)
 
     def progress(self) -> None:
         self._beacon.progress()

@@ -7,7 +7,6 @@ import traceback
 from collections import deque
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
@@ -284,8 +283,7 @@ class _Rank:
 
     def _start(self, executor: GroupExecutor) -> deque[Action]:
         """With all others, at the start of the run."""
-        if self._spec.config.checkpoint.load:
-            self._trainer.load_checkpoint(Path(self._spec.config.checkpoint.load), self._hosted())
+        self._start_over.begin(self._hosted())
         executor.start(self._controller.step)
         wait_for_all_groups(self._spec, self._store, self._ranks)
         self._report_ready()
@@ -301,6 +299,7 @@ class _Rank:
             start_over=self._start_over,
             groups=_all_groups(config),
             may_restart=config.checkpoint.max_restarts > 0,
+            probe=self._probe,
             announced=self._report_waiting,
         )
         first = catching_up.run()

@@ -11,7 +11,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Pulse
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
-from spare_megatron.runtime.beacon import Page, new_page, read_page
+from spare_megatron.runtime.beacon import Page, Starvation, new_page, read_page
 from spare_megatron.runtime.node_keeper import NodeKeeper
 from spare_megatron.runtime.processes import Child, end_child, start_child
 from spare_megatron.runtime.reports import ExitCode, RankKey
@@ -38,6 +38,7 @@ class RankProcesses:
         self._keys = spec.config.parallel.ranks_on(spec.node)
         self._children: dict[RankKey, Child] = {}
         self._pages: dict[RankKey, Page] = {}
+        self._starvation: dict[RankKey, Starvation] = {}
         self._faults = set(spec.faults)  # that have yet to strike
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.keeper = NodeKeeper(spec, self._context) if spec.config.snapshot.every_steps else None
@@ -88,6 +89,7 @@ class RankProcesses:
             keeper=None if self.keeper is None else self.keeper.address,
         )
         child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
+        self._starvation[key] = Starvation(child.pid)
         self.pipes[child.reports] = key
         self.sentinels[child.process.sentinel] = key
 
@@ -138,7 +140,7 @@ class RankProcesses:
 
     def pulse(self, key: RankKey) -> Pulse:
         """What the rank shows of itself now."""
-        return read_page(self._pages[key], self._children[key].pid)
+        return read_page(self._pages[key], self._starvation[key].seconds())
 
     def page(self, key: RankKey) -> Page | None:
         """The memory shared with the rank's present process; None if it has had none here."""

@@ -1,8 +1,9 @@
 """A supervisor's eye on its ranks: which of them have stopped."""
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 
-from spare_megatron.core.liveness import Liveness, first_to_stop
+from spare_megatron.core.liveness import Liveness, Pulse, first_to_stop
 from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.reports import RankKey
@@ -22,6 +23,10 @@ class RankWatch:
         self._interval_s = interval_s
         self._group_timeout_s = group_timeout_s
         self._liveness: dict[RankKey, Liveness] = {}
+        self._starved_s: dict[RankKey, float] = {}  # at the last look
+        self._group_starved_s: defaultdict[GroupId, float] = defaultdict(
+            float
+        )  # never less than before, though ranks end
 
     def begin(self, group: GroupId) -> None:
         """From here on: what comes before has the timeout of the start."""
@@ -32,6 +37,7 @@ class RankWatch:
         """These are not watched any more."""
         for key in keys:
             self._liveness.pop(key, None)
+            self._starved_s.pop(key, None)
 
     def is_watched(self, group: GroupId) -> bool:
         """Whether some rank of the group is."""
@@ -49,13 +55,23 @@ class RankWatch:
             known: Groups that are lost already. The caller adds each that it is given.
         """
         pulses = {key: self._ranks.pulse(key) for key in self._liveness}
-        causes = {key: cause for key in pulses if (cause := self._liveness[key].look(pulses[key], now_s))}
+        self._add_starvation(pulses)
+        causes = {
+            key: cause
+            for key in pulses
+            if (cause := self._liveness[key].look(pulses[key], now_s, group_starved_s=self._group_starved_s[key[0]]))
+        }
         for (group, rank), cause in causes.items():
             if group not in known:
                 peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
                 culprit = rank if "heartbeat" in cause else first_to_stop(peers)
                 pulse = peers[culprit]
                 yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
+
+    def _add_starvation(self, pulses: Mapping[RankKey, Pulse]) -> None:
+        for key, pulse in pulses.items():
+            self._group_starved_s[key[0]] += pulse.starved_s - self._starved_s.get(key, pulse.starved_s)
+            self._starved_s[key] = pulse.starved_s
 
     def _new_liveness(self) -> Liveness:
         return Liveness(self._interval_s, self._group_timeout_s)

@@ -59,7 +59,7 @@ class RestartAwaited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRestarted:
-    """The group takes part again after a wipe-out; sent by its leader.
+    """The group takes part again after a wipe-out; sent by each of its ranks, told on by the node of its leader.
 
     Attributes:
         member: The group in its new life.

@@ -39,6 +39,7 @@ from spare_megatron.runtime.checkpoints import (
     drop,
     manifest_of,
     publish,
+    require_folder,
     verify_file,
     visible_steps,
 )
@@ -105,8 +106,7 @@ class Saver:
         self._probe = probe
         self._copied = threading.Event()
         self._copied.set()
-        # One thread for all saves, which the beacon knows.
-        self._thread = ThreadPoolExecutor(max_workers=1, initializer=probe.write_here)
+        self._thread = ThreadPoolExecutor(max_workers=1)
         self._store: ControlStore | None = None  # of that thread
         self._save: _Save | None = None  # whose copy is being made
         self._under_way: deque[tuple[_Save, Future[None]]] = deque()
@@ -235,7 +235,8 @@ class Saver:
             if save.outcome != "saved":
                 save.outcome, save.reason = "failed", _in_a_line(error)
             if save.is_saver and self._is_first:
-                clear_leftovers(self._folder, save.others)
+                with contextlib.suppress(OSError):  # perhaps what made the save fail
+                    clear_leftovers(self._folder, save.others)
         finally:
             self._copied.set()
             self._tell_end(save)
@@ -247,7 +248,7 @@ class Saver:
         if save.action.hosts:
             self._open_board(save)
         if save.is_saver and self._is_first:
-            aside.parent.mkdir(parents=True, exist_ok=True)
+            require_folder(aside.parent)  # not made: where storage is unmounted, its place is there
             clear_leftovers(aside.parent, save.others)
             aside.mkdir()
             if save.board is not None:

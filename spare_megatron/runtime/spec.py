@@ -12,9 +12,6 @@ from spare_megatron.faults.trace import Fault
 from spare_megatron.runtime.beacon import Page
 from spare_megatron.runtime.keeper_wire import KeeperAddress
 
-ALL_GROUPS_READY = "all_groups_ready"
-"""Key of the control store that is written once every group has its model built. From then on losses are masked."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:

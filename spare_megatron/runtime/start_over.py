@@ -1,9 +1,13 @@
-"""What a rank needs to start again after a wipe-out: what to load, and since when training stands still."""
+"""What a rank begins with, or starts again with after a wipe-out, and since when training stands still."""
 
 import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.snapshots import Held
 from spare_megatron.core.topology import Member, SliceId
@@ -13,11 +17,13 @@ from spare_megatron.runtime.checkpoints import (
     DamagedCheckpoint,
     checkpoint_path,
     folder_of,
+    require_folder,
     step_of,
     verify,
     visible_steps,
 )
 from spare_megatron.runtime.join import JoinFailed
+from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.snapshot_loader import SnapshotLoader
 
 _NUM_OFFERED = 3
@@ -25,7 +31,7 @@ _NUM_OFFERED = 3
 
 
 class StartOver:
-    """One rank's part in a restart.
+    """One rank's part in a start from a checkpoint.
 
     Args:
         config: The run's configuration.
@@ -34,6 +40,7 @@ class StartOver:
         wiped_out_at_s: Monotonic time at which the rank's supervisor knew of the wipe-out; None if the rank's process
             was started before.
         snapshots: What the nodes hold; None where no snapshots are taken.
+        probe: Told of the moments of a load.
 
     Attributes:
         rejected: Checkpoints and snapshots that cannot be used, and why, as of the last look.
@@ -47,13 +54,16 @@ class StartOver:
         trainer: GroupTrainer,
         wiped_out_at_s: float | None,
         snapshots: SnapshotLoader | None,
+        probe: RankProbe,
     ) -> None:
         self._folder = folder_of(config, run_dir)
+        self._takes_checkpoints = config.checkpoint.is_wanted
         self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
         self._trainer = trainer
         self._wiped_out_at_s = wiped_out_at_s
         self._snapshots = snapshots
         self._load_s = 0.0
+        self._probe = probe
         self.rejected: tuple[str, ...] = ()
 
     def now_s(self) -> float:
@@ -69,7 +79,12 @@ class StartOver:
         self._wiped_out_at_s = None
 
     def valid_steps(self) -> tuple[int, ...]:
-        """Committed steps of the newest checkpoints that are whole, read from the first to the last byte."""
+        """Committed steps of the newest checkpoints that are whole, read from the first to the last byte.
+
+        Raises:
+            OSError: The folder of the checkpoints cannot be read.
+        """
+        self._require_folder()
         valid: list[int] = []
         rejected: list[str] = []
         for step in visible_steps(self._folder):
@@ -81,6 +96,7 @@ class StartOver:
             valid.append(step)
             if len(valid) == _NUM_OFFERED:
                 break
+        self._require_folder()  # else what is missing is not damaged
         self.rejected = tuple(rejected)
         return tuple(valid)
 
@@ -95,6 +111,19 @@ class StartOver:
         self.rejected += rejected
         return held
 
+    def _require_folder(self) -> None:
+        if self._takes_checkpoints:
+            require_folder(self._folder)
+
+    def begin(self, slices: Collection[SliceId]) -> None:
+        """At the start of the run: takes over what it begins with, if that is a checkpoint, and slices to host.
+
+        Collective over: all ranks of the group.
+        """
+        if self._first is not None:
+            with self._loading(step_of(self._first)):
+                self._trainer.load_checkpoint(self._first, slices)
+
     def load(self, action: LoadCheckpoint, member: Member) -> None:
         """Takes over the checkpoint or the snapshot, or what the run began with, and the slices the group is to host.
 
@@ -104,11 +133,12 @@ class StartOver:
             JoinFailed: It is not there any more.
         """
         began_s = time.monotonic()
-        if action.snapshot is None:
-            self._load_checkpoint(action, member)
-        else:
-            assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
-            self._snapshots.load(action.snapshot)
+        with self._loading(action.step + action.rework_steps):
+            if action.snapshot is None:
+                self._load_checkpoint(action, member)
+            else:
+                assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
+                self._snapshots.load(action.snapshot)
         self._load_s = time.monotonic() - began_s
 
     def _load_checkpoint(self, action: LoadCheckpoint, member: Member) -> None:
@@ -120,6 +150,14 @@ class StartOver:
             self._trainer.load_checkpoint(self._first, slices)
         elif action.step > 0:  # at 0 a new process has it
             raise JoinFailed(f"the checkpoint {path} is gone")
+
+    @contextmanager
+    def _loading(self, step: int) -> Iterator[None]:
+        """Around a load, before this step."""
+        self._probe.between_steps(step, Phase.LOAD)
+        with self._probe.during(Operation.LOAD):
+            yield
+        self._probe(Phase.LOAD_DONE)
 
     def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:
         """For the journal, when it is loaded."""

@@ -70,6 +70,7 @@ class StateKeeping:
             trainer=self._trainer,
             wiped_out_at_s=self._spec.wiped_out_at_s,
             snapshots=None if self._keeper is None else self._loader(self._keeper, store),
+            probe=self._probe,
         )
 
     def _saver(self) -> Saver:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AdmitGroups
+from spare_megatron.core.phases import Phase
 from spare_megatron.core.pieces import Piece, pieces_of
 from spare_megatron.core.topology import Member
 from spare_megatron.mcore.state import ForeignState, IncomingState
@@ -16,7 +17,7 @@ from spare_megatron.runtime.join import JoinFailed
 from spare_megatron.runtime.piece_client import PieceClient
 from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.runtime.probe import RankProbe
-from spare_megatron.runtime.state_source import StateSource
+from spare_megatron.runtime.state_source import Content, StateSource
 
 _POLL_S = 0.005
 _LOG_POLL_S = 0.010
@@ -68,21 +69,23 @@ class StateTransfer:
         """
         for newcomer, donor in zip(action.members, action.donors, strict=True):
             if self._agreement.member == donor:
-                self._probe.begin_join(action.step)
+                self._probe.between_steps(action.step, Phase.JOIN)
                 self._offer(action.step, has_state)
             elif self._agreement.member == newcomer:
-                self._probe.begin_join(action.step)
+                self._probe.between_steps(action.step, Phase.JOIN)
                 self._take(action.step, donor, head)
+        self._probe.between_steps(action.step, Phase.JOIN_CONFIRM)
 
     def _offer(self, step: int, has_state: bool) -> None:
         if not has_state:
             self._source.offer(step, {_DESCRIPTION: LengthFirst(b"")})
             return
         state = self._trainer.outgoing_state()
-        self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: state.tensors})
+        tensors = _Told(state.tensors, self._probe)
+        self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: tensors})
 
     def _take(self, step: int, donor: Member, head: int) -> None:
-        fetch = _Fetch(self._find_server(donor), step, self._trainer, self._timeout_s)
+        fetch = _Fetch(self._find_server(donor), step, self._trainer, self._timeout_s, self._probe)
         fetch.start()
         ask_log_at_s = 0.0
         while fetch.is_alive():
@@ -106,12 +109,15 @@ class _Fetch(threading.Thread):
         failure: Why they are not, for people.
     """
 
-    def __init__(self, server: Address, step: int, trainer: GroupTrainer, timeout_s: float) -> None:
+    def __init__(
+        self, server: Address, step: int, trainer: GroupTrainer, timeout_s: float, probe: Callable[[Phase], None]
+    ) -> None:
         super().__init__(name="fetch-state", daemon=True)
         self._server = server
         self._step = step
         self._trainer = trainer
         self._timeout_s = timeout_s
+        self._probe = probe
         self.state: IncomingState | None = None
         self.failure = "it ended early"
 
@@ -125,6 +131,8 @@ class _Fetch(threading.Thread):
                 state = self._trainer.incoming_state(description)
                 for piece in pieces_of(state.tensors.num_bytes):
                     state.tensors.write(piece, client.fetch(_TENSORS, self._step, piece))
+                    if not piece.start:
+                        self._probe(Phase.JOIN_TRANSFER)
                 self.state = state
         except (TransferBroken, NotOffered, WrongStep, ForeignState) as error:
             self.failure = str(error)
@@ -143,6 +151,20 @@ class _Fetch(threading.Thread):
             time.sleep(_POLL_S)
         pieces = LengthFirst.pieces(length)
         return b"".join(client.fetch(_DESCRIPTION, self._step, piece) for piece in pieces)
+
+
+class _Told:
+    """Content that a probe is told of before the first of it is given."""
+
+    def __init__(self, content: Content, probe: Callable[[Phase], None]) -> None:
+        self._content = content
+        self._probe = probe
+        self.num_bytes = content.num_bytes
+
+    def read(self, piece: Piece) -> bytes:
+        if not piece.start:
+            self._probe(Phase.JOIN_TRANSFER)
+        return self._content.read(piece)
 
 
 class LengthFirst:

@@ -18,6 +18,7 @@ from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Absence
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence
 from spare_megatron.runtime.fold import LogFollower, Stop
+from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
 
 NUM_WATCHED = 3
 """Nodes that each supervisor watches: the next ones in a ring of all. Few, so that the store serves any number."""
@@ -97,6 +98,7 @@ class StoreLink:
     Args:
         node: The supervisor's node.
         num_nodes: Nodes of the run.
+        num_groups: Its groups.
         interval_s: The heartbeat interval.
         connect: Opens the connection.
         outbox: Where events go.
@@ -108,6 +110,7 @@ class StoreLink:
         *,
         node: int,
         num_nodes: int,
+        num_groups: int,
         interval_s: float,
         connect: Callable[[], ControlStore],
         outbox: Connection,
@@ -115,6 +118,7 @@ class StoreLink:
     ) -> None:
         self._life = life
         self._node = node
+        self._num_groups = num_groups
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
@@ -191,6 +195,8 @@ class StoreLink:
         member = wanted.member or Member(wanted.group, _incarnation(store, wanted.group))
         index = fence(log, member, wanted.cause, wanted.from_index, error=wanted.error)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
+        if not store.exists(ALL_GROUPS_READY):
+            note_ready(store, wanted.group, f"node {self._node}", self._num_groups)
         return True
 
     def _is_replaced(self, store: ControlStore) -> bool:

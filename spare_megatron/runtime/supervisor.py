@@ -80,8 +80,7 @@ class Supervisor:
         self._wiped_out_at_s: float | None = None
         self._is_following = False  # the log, for want of ranks that do
         self._restarts = Restarts(spec.config.spare.rejoins, self._interval_s)
-        self._has_begun = False
-        self._is_over = False
+        self._has_begun = self._is_over = False
         self._store_failure = ""
         self._head_hint = 0
         self._agenda = Agenda()
@@ -92,6 +91,7 @@ class Supervisor:
         self._link = StoreLink(
             node=spec.node,
             num_nodes=spec.config.cluster.num_nodes,
+            num_groups=spec.config.layout.num_groups,
             interval_s=self._interval_s,
             connect=lambda: open_store(spec.store),
             outbox=outbox,
@@ -187,6 +187,8 @@ class Supervisor:
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._restarts.not_admitted.discard(member.group)
                 self._wiped_out_at_s = None
+                if self._ranks.pipes[pipe][1] > 0:
+                    return True  # its leader tells, perhaps on another node
             case RestartAwaited():
                 self._wiped_out()
                 return True
@@ -360,7 +362,7 @@ class Supervisor:
         """Starts the group again, at once or later; False if it is to stay away."""
         is_whole = len(self._ranks.of(group)) == self._spec.config.parallel.ranks_per_group
         is_wiped_out = self._wiped_out_at_s is not None
-        if self._is_over or not self._has_begun or not (is_whole or is_wiped_out):
+        if self._is_over or not (is_whole or is_wiped_out):
             return False
         if group in self._restarts.coming_back:
             return True

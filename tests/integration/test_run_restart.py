@@ -14,7 +14,7 @@ from spare_megatron.runtime.checkpoints import checkpoint_path
 from spare_megatron.runtime.reports import GroupRestarted, RunEvent
 from spare_megatron.runtime.run import rank_main, start_run
 from spare_megatron.runtime.spec import RankSpec
-from tests.integration.whole_run import Run, complete_run, entries_of, kill, read_run, tiny_config
+from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -120,3 +120,26 @@ def test_groups_of_several_nodes_start_again(text_corpus: Path, tmp_path: Path) 
     run = complete_run(config, tmp_path / "run")
     assert_restarted(run, 1)
     assert {event.member.group for event in run.events if isinstance(event, GroupRestarted)} == {0, 1, 2}
+
+
+def test_groups_that_span_nodes_start_again(text_corpus: Path, tmp_path: Path) -> None:
+    """Group 1 has a rank on each of two nodes, of which the second hosts no leader of it."""
+    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
+    cluster = ClusterConfig(device="cpu", num_nodes=2)
+    faults = [kill(Phase.FORWARD, 2, 0), kill(Phase.FORWARD, 2, 1)]
+    config = tiny_config(
+        text_corpus,
+        layout,
+        steps=4,
+        redundancy=2,
+        mode="reproducible",
+        hidden_dropout=0.1,
+        faults=faults,
+        max_restarts=1,
+        cluster=cluster,
+    )
+    config = replace(config, control=replace(config.control, heartbeat_interval_s=5.0))
+    run = complete_run(config, tmp_path / "run")
+    assert_restarted(run, 1)
+    assert [event.member.group for event in run.events if isinstance(event, GroupRestarted)].count(1) == 1
+    assert all(len(found) == 1 for found in losses_of(run.journal).values()), "steps 0 and 1 came out as before"

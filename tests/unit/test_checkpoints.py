@@ -27,11 +27,13 @@ from spare_megatron.runtime.checkpoints import (
     newest_valid,
     publish,
     read_manifest,
+    require_folder,
     step_of,
     verify,
     visible_steps,
 )
 from spare_megatron.runtime.loading import resolve_load, resumed
+from spare_megatron.runtime.lock import locked
 
 CONFIG = RunConfig()
 STACKED = replace(CONFIG, optimizer=replace(CONFIG.optimizer, sharding="stacked", redundancy=1))
@@ -276,3 +278,18 @@ def test_later_checkpoints_in_the_folder_are_not_written_over(tmp_path: Path) ->
     with pytest.raises(ValueError, match="holds checkpoints after 10 steps, and the run begins after 0"):
         resolve_load(load_config("", interval_steps=5), tmp_path, pytest.fail)
     assert resolve_load(load_config(""), tmp_path, pytest.fail).checkpoint.load == ""
+
+
+def test_an_empty_place_where_the_folder_was_is_not_the_folder(tmp_path: Path) -> None:
+    folder, away = tmp_path / "checkpoints", tmp_path / "away"
+    with locked(folder):
+        require_folder(folder)
+        folder.rename(away)
+        with pytest.raises(FileNotFoundError, match="put that back"):
+            require_folder(folder)
+        folder.mkdir()  # as a mount point is there without its storage
+        with pytest.raises(FileNotFoundError, match="put that back"):
+            require_folder(folder)
+        folder.rmdir()
+        away.rename(folder)
+        require_folder(folder)

@@ -113,6 +113,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (["faults.trace=[{phase='forward'}, {phase='join'}]"], "name one in faults.trace[1].group"),
         (
+            ["faults.trace=[{phase='forward'}, {phase='join_transfer', group=1, kind='raise'}]"],
+            "faults.trace[1].kind=raise cannot strike a thread beside the training",
+        ),
+        (
             ["faults.trace=[{phase='forward', group=1}, {phase='forward', group=1}]", *NOBODY_COMES_BACK],
             "faults.trace[1].group=1 is the group that faults.trace[0] hits",
         ),

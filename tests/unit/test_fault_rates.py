@@ -16,7 +16,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_rates import rate_problems
 from spare_megatron.core.interruptions import LLAMA3_INTERRUPTIONS
-from spare_megatron.core.phases import PHASES_OF_A_SAVE, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.mix import kind_weights, survivable_kinds
@@ -65,7 +65,7 @@ def test_all_kinds_that_a_run_can_survive_are_drawn_with_every_phase_group_and_r
     faults = [fault for seed in range(20) for fault in draw_faults(with_seed(config, seed))]
     assert {fault.kind for fault in faults} == set(survivable_kinds(config))
     assert "kill_store" not in survivable_kinds(config)
-    assert {fault.phase for fault in faults} == set(Phase) - {Phase.JOIN} - PHASES_OF_A_SAVE - PHASES_WITH_SLICES
+    assert {fault.phase for fault in faults} == set(Phase) - PHASES_BETWEEN_STEPS - PHASES_WITH_SLICES
     assert {fault.group for fault in faults} == set(range(12))
     assert {fault.rank for fault in faults} == {0, 1}
     assert {fault.ordinal for fault in faults if fault.phase is Phase.BACKWARD} == {1, 2, 3, 4}

@@ -18,6 +18,7 @@ def found_at_s(
     progresses: bool,
     slowest_s: float = 0.01,
     starved: float = 0.0,
+    peers_starved: float = 0.0,
     until_s: float = 20.0,
 ) -> tuple[float, str] | None:
     """When a rank is found lost that stands still, in part or in whole, from time 0 on, and why."""
@@ -33,7 +34,7 @@ def found_at_s(
             slowest_s=slowest_s,
             starved_s=starved * now_s,
         )
-        if cause := liveness.look(pulse, now_s):
+        if cause := liveness.look(pulse, now_s, group_starved_s=(starved + peers_starved) * now_s):
             return now_s, cause
     return None
 
@@ -84,23 +85,27 @@ def test_a_rank_that_leaves_has_the_time_of_a_first_operation_to_end() -> None:
     assert found == (FIRST_LIMIT_S, "not ended for 60.0 s")
 
 
-def test_the_starvation_of_a_thread_that_has_ended_is_not_taken_back() -> None:
-    """A process that ends under load has lost its beating thread, and with it what the kernel knew of that."""
-    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S)
-    pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
-    assert liveness.look(replace(pulse, starved_s=5.0), 10.0) == ""
-    assert liveness.look(replace(pulse, starved_s=0.5), 10.25) == ""
-    assert liveness.look(replace(pulse, starved_s=0.5), 11.0) == ""
-    assert liveness.look(replace(pulse, starved_s=0.5), 11.5) == "no heartbeat for 1.5 s"
+def test_a_rank_that_waits_for_one_without_a_processor_is_not_lost_while_it_beats() -> None:
+    """As in an all-reduce of its group, which may stand in the middle of an update."""
+    assert found_at_s(Operation.UPDATE, beats=True, progresses=False, peers_starved=1.0) is None
+    found = found_at_s(Operation.UPDATE, beats=True, progresses=False, peers_starved=0.5)
+    assert found == (3.0, "no progress for 1.5 s")
+    found = found_at_s(Operation.UPDATE, beats=False, progresses=False, peers_starved=1.0)
+    assert found == (1.5, "no heartbeat for 1.5 s")
+
+
+def test_who_polls_is_missed_sooner_than_who_does_something_for_the_first_time() -> None:
+    found = found_at_s(Operation.JOIN, beats=True, progresses=False, slowest_s=0.0, until_s=FIRST_LIMIT_S)
+    assert found == (10.0, "no progress for 10.0 s")
 
 
 def test_a_watcher_that_was_away_begins_anew() -> None:
     liveness, absence = Liveness(INTERVAL_S, FIRST_LIMIT_S), Absence(INTERVAL_S)
     pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
     for now_s in (0.0, 0.25, 30.0, 30.25, 31.25):
-        assert liveness.look(pulse, now_s) == ""
+        assert liveness.look(pulse, now_s, group_starved_s=0.0) == ""
         assert absence.look(1, now_s) == ""
-    assert liveness.look(replace(pulse, progress=2), 31.5) == "no heartbeat for 1.5 s"
+    assert liveness.look(replace(pulse, progress=2), 31.5, group_starved_s=0.0) == "no heartbeat for 1.5 s"
     assert absence.look(1, 31.5) == "no heartbeat for 1.5 s"
     assert absence.look(2, 31.75) == ""
 

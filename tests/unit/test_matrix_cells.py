@@ -4,15 +4,15 @@ from collections import Counter
 
 import pytest
 
-from spare_megatron.core.phases import PHASES_OF_A_SAVE, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
 from tests.matrix.cells import CELLS, KINDS, MOMENTS, NUM_GROUPS, NUM_STAGES, draw_faults, sample_cells
 
 AGAIN = {Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE}
 
 
 def test_every_kind_meets_every_phase_and_every_stage_of_a_recovery() -> None:
-    """Those of test_run_rejoin_faults.py, test_run_checkpoint.py and test_run_stacked.py apart."""
-    assert {moment.phase for moment in MOMENTS} == set(Phase) - {Phase.JOIN} - PHASES_OF_A_SAVE - PHASES_WITH_SLICES
+    """Those between steps, which tests/stages has, and those of test_run_stacked.py apart."""
+    assert {moment.phase for moment in MOMENTS} == set(Phase) - PHASES_BETWEEN_STEPS - PHASES_WITH_SLICES
     assert {m.phase for m in MOMENTS if m.in_recovery} == {Phase.PATCH, Phase.REBUILD} | AGAIN
     assert {m.phase for m in MOMENTS if m.is_again} == AGAIN
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == len(KINDS) * len(MOMENTS) == 75

@@ -28,7 +28,7 @@ def quiet_link() -> tuple[StoreLink, Any]:
     def connect() -> Any:
         raise AssertionError("nobody asks the store")
 
-    return StoreLink(node=0, num_nodes=2, interval_s=1.0, connect=connect, outbox=outbox), inbox
+    return StoreLink(node=0, num_nodes=2, num_groups=2, interval_s=1.0, connect=connect, outbox=outbox), inbox
 
 
 def events_of(inbox: Any) -> list[Any]:

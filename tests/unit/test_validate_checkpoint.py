@@ -48,6 +48,16 @@ def test_faults_that_no_save_can_meet_are_refused(fields: dict[str, Any], text: 
     assert text in only_problem(fault(**fields), interval_steps=2)
 
 
+@pytest.mark.parametrize("phase", [Phase.LOAD, Phase.LOAD_SEARCH])
+def test_a_fault_needs_a_load_to_strike(phase: Phase) -> None:
+    assert "is reached only when a checkpoint is loaded" in only_problem(fault(phase=phase))
+    config = RunConfig(checkpoint=CheckpointConfig(load="runs/a/checkpoints"))
+    config = replace(config, faults=replace(config.faults, trace=(fault(phase=phase),)))
+    assert len(list(checkpoint_problems(config))) == (phase is Phase.LOAD_SEARCH), "at the start nobody searches"
+    wiped_out = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=phase))))
+    assert not [text for text in checkpoint_problems(wiped_out) if "is loaded" in text]
+
+
 def test_a_fault_needs_a_save_to_strike() -> None:
     assert "is reached only when a checkpoint is taken" in only_problem(fault())
 

@@ -1,0 +1,71 @@
+"""When a run begins: with every group ready or lost, whoever dies while saying so."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
+
+NUM_GROUPS = 2
+TOLD = [(GroupId(0), "itself"), (GroupId(1), "itself"), (GroupId(1), "node 0"), (GroupId(1), "node 1")]
+
+
+class Died(Exception):
+    """The process is gone."""
+
+
+class Store:
+    """A control store whose client dies after so many writes."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+        self.writes_left = 99
+
+    def _write(self, key: str, value: str) -> None:
+        if not self.writes_left:
+            raise Died
+        self.writes_left -= 1
+        self.values[key] = value
+
+    def put(self, key: str, value: str) -> None:
+        self._write(key, value)
+
+    def put_counted(self, key: str, value: str, counter: str) -> int:
+        assert key not in self.values
+        self._write(key, value)
+        self.counts[counter] = self.counts.get(counter, 0) + 1
+        return self.counts[counter]
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.values.get(key) for key in keys]
+
+
+def begins_after(told: Sequence[tuple[GroupId, str]], *, dies: int | None = None, after: int = 0) -> int | None:
+    """How many have told when all begin; one of them dies after so many of its writes."""
+    store: Any = Store()
+    for number, (group, teller) in enumerate(told):
+        store.writes_left = after if number == dies else 99
+        try:
+            note_ready(store, group, teller, NUM_GROUPS)
+        except Died:
+            continue
+        if ALL_GROUPS_READY in store.values:
+            return number + 1
+    return None
+
+
+def test_all_begin_when_nobody_is_waited_for_and_not_before() -> None:
+    for told in itertools.permutations(TOLD):
+        first = next(number + 1 for number in range(len(told)) if {group for group, _ in told[: number + 1]} == {0, 1})
+        assert begins_after(told) == first
+
+
+def test_who_dies_while_it_says_that_it_is_ready_is_told_of_by_its_node() -> None:
+    ready, other, node = TOLD[1], TOLD[0], TOLD[2]
+    for after in range(3):
+        for told in ((ready, other, node), (other, ready, node), (ready, node, other)):
+            begun = begins_after(told, dies=told.index(ready), after=after)
+            assert begun is not None, f"{told} with a death after {after} writes"
+            assert begun >= 1 + max(told.index(other), min(told.index(ready), told.index(node)))

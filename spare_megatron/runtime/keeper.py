@@ -18,7 +18,15 @@ from pathlib import Path
 
 from spare_megatron.core.pieces import Piece
 from spare_megatron.core.snapshots import Held
-from spare_megatron.runtime.keeper_wire import COPIED, CopyWanted, HeldTold, HeldWanted, KeeperAddress, PassOver
+from spare_megatron.runtime.keeper_wire import (
+    COPIED,
+    CopyWanted,
+    HeldTold,
+    HeldWanted,
+    KeeperAddress,
+    MemoryWanted,
+    PassOver,
+)
 from spare_megatron.runtime.piece_server import PieceServer
 from spare_megatron.runtime.piece_wire import NotOffered
 from spare_megatron.runtime.processes import die_with, log_to_file
@@ -101,6 +109,8 @@ class Keeper:
                     if not self._held.get(position):
                         self._give_back(position, None)
                     connection.send("")
+                case MemoryWanted(position=position, attempt=attempt):
+                    self._give(connection, position, attempt)
                 case HeldWanted(position=position, host=host):
                     connection.send(self._tell(position, host))
 
@@ -123,6 +133,15 @@ class Keeper:
         with self._lock:
             self._held.setdefault(wanted.position, {})[wanted.attempt] = (memory, sha256)
         connection.send(sha256)
+
+    def _give(self, connection: Connection, position: int, attempt: int) -> None:
+        with self._lock:
+            memory, _ = self._held.get(position, {}).get(attempt, (None, ""))
+            if memory is not None:
+                connection.send("")
+                send_handle(connection, memory.fd, os.getpid())
+                return
+        connection.send(f"its keeper does not hold attempt {attempt} of rank {position}")
 
     def _memory(self, position: int, num_bytes: int) -> _Memory:
         with self._lock:

@@ -8,7 +8,15 @@ from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle
 from typing import TypeVar
 
-from spare_megatron.runtime.keeper_wire import COPIED, CopyWanted, HeldTold, HeldWanted, KeeperAddress, PassOver
+from spare_megatron.runtime.keeper_wire import (
+    COPIED,
+    CopyWanted,
+    HeldTold,
+    HeldWanted,
+    KeeperAddress,
+    MemoryWanted,
+    PassOver,
+)
 
 T = TypeVar("T")
 
@@ -48,15 +56,7 @@ class KeeperClient:
 
         def converse(connection: Connection) -> str:
             connection.send(wanted)
-            refusal = str(connection.recv())
-            if refusal:
-                raise KeeperGone(refusal)
-            fd = recv_handle(connection)
-            try:
-                memory = mmap.mmap(fd, num_bytes)
-            finally:
-                os.close(fd)
-            write(memory)
+            write(_receive_memory(connection, mmap.PROT_READ | mmap.PROT_WRITE))
             connection.send(COPIED)
             return str(connection.recv())
 
@@ -74,6 +74,19 @@ class KeeperClient:
             connection.recv()
 
         self._converse(converse)
+
+    def memory(self, attempt: int) -> mmap.mmap:
+        """The snapshot of the position itself, to be read.
+
+        Raises:
+            KeeperGone: It is not there any more.
+        """
+
+        def converse(connection: Connection) -> mmap.mmap:
+            connection.send(MemoryWanted(position=self._position, attempt=attempt))
+            return _receive_memory(connection, mmap.PROT_READ)
+
+        return self._converse(converse)
 
     def held(self, host: str) -> HeldTold:
         """The snapshots of the position, which are served on this IP address of the machine from now on.
@@ -95,3 +108,14 @@ class KeeperClient:
                 return converse(connection)
         except (AuthenticationError, EOFError, OSError) as error:
             raise KeeperGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error
+
+
+def _receive_memory(connection: Connection, protection: int) -> mmap.mmap:
+    refusal = str(connection.recv())
+    if refusal:
+        raise KeeperGone(refusal)
+    fd = recv_handle(connection)
+    try:
+        return mmap.mmap(fd, os.fstat(fd).st_size, prot=protection)
+    finally:
+        os.close(fd)

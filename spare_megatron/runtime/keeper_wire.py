@@ -70,4 +70,15 @@ class HeldTold:
     server: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryWanted:
+    """A snapshot of this rank position is wanted on this node.
+
+    The answer is an empty text, or why it is not to be had; then a descriptor of its memory.
+    """
+
+    position: int
+    attempt: int
+
+
 COPIED = "copied"

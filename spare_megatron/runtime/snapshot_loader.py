@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.pieces import Piece, pieces_of
@@ -63,7 +65,7 @@ class SnapshotLoader:
         self._groups = groups
         self._timeout_s = timeout_s
         self._progress = progress
-        self._own_server = ""
+        self._own: dict[int, str] = {}  # SHA-256 of what the own node has, by attempt
 
     def held(self) -> tuple[tuple[Held, ...], tuple[str, ...]]:
         """Snapshots of the group's rank positions that are whole on its nodes, and why others are not.
@@ -83,7 +85,7 @@ class SnapshotLoader:
                 f"rank {self._position}: the snapshot of attempt {attempt} is not what was copied, by its SHA-256"
                 for attempt in told.damaged
             )
-            self._own_server = told.server
+            self._own = {one.attempt: one.sha256 for one in held}
             self._store.put(_keeper_key(self._member, self._position), told.server)
         finally:
             asking.shutdown(wait=False)
@@ -99,13 +101,20 @@ class SnapshotLoader:
         Raises:
             JoinFailed: Nobody has it any more, or gave it in time.
         """
-        servers = self._servers(attempt)
         failure = "nobody has it"
+        if attempt in self._own:
+            try:
+                self._take_over(_pieces_of(self._keeper.memory(attempt)), self._own[attempt])
+                return
+            except (KeeperGone, ForeignState, _Unusable) as error:
+                failure = str(error)
+        servers = self._servers(attempt)
         end_s = time.monotonic() + self._timeout_s
         while servers and time.monotonic() < end_s:
             for server, sha256 in list(servers.items()):
                 try:
-                    self._fetch(Address.parse(server), attempt, sha256)
+                    with contextlib.closing(PieceClient(Address.parse(server), self._timeout_s)) as client:
+                        self._take_over(partial(client.fetch, str(self._position), attempt), sha256)
                     return
                 except TransferBroken as error:  # perhaps for having too much to do
                     failure = str(error)
@@ -116,7 +125,7 @@ class SnapshotLoader:
         raise JoinFailed(f"the snapshot of attempt {attempt} has not come: {failure}")
 
     def _servers(self, attempt: int) -> dict[str, str]:
-        """Who has said to have it, each with its SHA-256: the own node first, then the groups after this one."""
+        """Who has said to have it, each with its SHA-256: the next groups after this one first."""
         num_groups = len(self._groups)
         waiting = sorted(
             self._agreement.waiting_to_restart(self._groups),
@@ -127,27 +136,32 @@ class SnapshotLoader:
             for held in one.held:
                 if (held.attempt, held.position) == (attempt, self._position):
                     found[self._store.wait(_keeper_key(one.member, self._position), self._timeout_s)] = held.sha256
-        return dict(sorted(found.items(), key=lambda item: item[0] != self._own_server))
+        return found
 
-    def _fetch(self, server: Address, attempt: int, sha256: str) -> None:
-        name, digest = str(self._position), hashlib.sha256()
-        with contextlib.closing(PieceClient(server, self._timeout_s)) as client:
+    def _take_over(self, read: Callable[[Piece], memoryview], sha256: str) -> None:
+        """Takes over what is read, if it is what was copied."""
+        digest = hashlib.sha256()
 
-            def fetch(piece: Piece) -> memoryview:
-                content = client.fetch(name, attempt, piece)
-                digest.update(content)
-                self._progress()
-                return content
+        def checked(piece: Piece) -> memoryview:
+            content = read(piece)
+            digest.update(content)
+            self._progress()
+            return content
 
-            head = fetch(LengthFirst.PIECE)
-            description = b"".join(fetch(piece) for piece in LengthFirst.pieces(head))
-            start = LengthFirst.PIECE.stop + len(description)
-            state = self._trainer.incoming_state(description)
-            for piece in pieces_of(state.tensors.num_bytes):
-                state.tensors.write(piece, fetch(Piece(start + piece.start, start + piece.stop)))
+        head = checked(LengthFirst.PIECE)
+        description = b"".join(checked(piece) for piece in LengthFirst.pieces(head))
+        start = LengthFirst.PIECE.stop + len(description)
+        state = self._trainer.incoming_state(description)
+        for piece in pieces_of(state.tensors.num_bytes):
+            state.tensors.write(piece, checked(Piece(start + piece.start, start + piece.stop)))
         if digest.hexdigest() != sha256:
             raise _Unusable("it is not what was copied, by its SHA-256")
         state.install()
+
+
+def _pieces_of(memory: mmap.mmap) -> Callable[[Piece], memoryview]:
+    """Reads pieces of it, each once and for all: what is checked is what is taken over."""
+    return lambda piece: memoryview(bytearray(memory[piece.start : piece.stop]))
 
 
 def _keeper_key(member: Member, rank: int) -> str:

@@ -119,6 +119,9 @@ def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeKe
         assert client.held(HOST).held == tuple(Held(one, 3, sha256(contents[one])) for one in kept)
         assert num_kept() == len(kept)
     assert fetched(client, 3, 5, 5000) == contents[5]
+    assert client.memory(5)[:] == contents[5]
+    with pytest.raises(KeeperGone, match="does not hold attempt 4 of rank 3"):
+        client.memory(4)
     assert KeeperClient(keeper.address, 2).held(HOST).held == ()
     with pytest.raises(NotOffered):
         fetched(client, 3, 4, 5000)

@@ -76,8 +76,17 @@ class _Memory:
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
 
+    def is_still(self, sha256: str) -> bool:
+        """Whether its bytes are those that were copied."""
+        try:
+            return self.sha256() == sha256
+        except ValueError:  # it was closed meanwhile
+            return False
+
     def close(self) -> None:
-        os.close(self.fd)  # the mapping goes when nobody reads it any more
+        os.close(self.fd)
+        with contextlib.suppress(BufferError):  # who reads it now lets it go afterwards
+            self.content.close()
 
 
 class Keeper:
@@ -174,7 +183,7 @@ class Keeper:
             if self._server is None:
                 self._server = PieceServer(host, self, _TIMEOUT_S)
                 self._server.start()
-        whole = {attempt for attempt, (memory, sha256) in held.items() if memory.sha256() == sha256}
+        whole = {attempt for attempt, (memory, sha256) in held.items() if memory.is_still(sha256)}
         with self._lock:
             present = self._held.get(position, {})  # what went meanwhile may have been written over
             damaged = {attempt: present.pop(attempt)[0] for attempt in set(held) - whole if attempt in present}

@@ -58,8 +58,7 @@ def without_keeper(spec: RankSpec, reports: Connection) -> None:
     if spec.member == Member(GroupId(0), 1):
         keeper = keeper_of(spec)
         keeper.kill()
-        while keeper.is_running() and keeper.status() != psutil.STATUS_ZOMBIE:
-            pass
+        keeper.wait(30.0)  # until the supervisor has reaped it
     rank_main(spec, reports)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.comparison import LEAST_HOSTS_TO_COMPARE
 
 
 def rate_problems(config: RunConfig) -> Iterator[str]:
@@ -13,10 +14,7 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
     if faults.trace:
         yield "faults.mean_steps draws faults, and faults.trace states them; remove one of them"
     if config.optimizer.sharding == "stacked":
-        yield (
-            "faults.mean_steps draws faults that are masked for sure, and with optimizer.sharding=stacked a slice may "
-            "lose its last host before it has another; state the faults in faults.trace, or set it to replicated"
-        )
+        yield from _too_few_hosts(config)
     above_zero = {
         "faults.mean_steps": faults.mean_steps,
         "faults.shape": faults.shape,
@@ -30,6 +28,20 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
         yield f"faults.domain_share={faults.domain_share} lies outside 0 to 1; choose a share"
     yield from _impossible_kinds(config)
     yield from _too_long(config)
+
+
+def _too_few_hosts(config: RunConfig) -> Iterator[str]:
+    hosts = config.optimizer.redundancy
+    if hosts < 2:
+        yield (
+            f"faults.mean_steps draws faults that are masked for sure, and with optimizer.redundancy={hosts} each lost "
+            f"group takes the only copy of a slice along; raise that to at least 2"
+        )
+    if "param_flip" in config.faults.kinds and hosts < LEAST_HOSTS_TO_COMPARE:
+        yield (
+            f"faults.kinds has param_flip, which ends a run with optimizer.redundancy={hosts}: most hosts of a slice "
+            f"are not right then; remove it, or raise that to at least {LEAST_HOSTS_TO_COMPARE}"
+        )
 
 
 def _impossible_kinds(config: RunConfig) -> Iterator[str]:

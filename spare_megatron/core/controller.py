@@ -17,9 +17,8 @@ all of them have voted is the attempt decided, by the next entry: Commit if each
 group contributed before it was lost stays counted), Retry otherwise. So a loss at any moment, also in the
 middle of a recovery, is just one more entry.
 
-Votes carry a digest of the parameters wherever they are compared. A group that differs from the majority has added
-wrong gradients to the sum: the fence that puts it out discards the attempt. Some of its sums may stand in the place of
-local sums by then, so that the step can only be computed again from zero.
+Votes carry digests of the state wherever it is compared (`core.comparison`). The fence that puts out a group for wrong
+state discards the attempt. Its sums may stand in place of local sums by then: the step is computed again from zero.
 
 Whoever writes the commit also decides by its own clock whether a checkpoint is due and whether the run's time is over,
 and which waiting groups to take in; the entry tells everybody, so that no two groups need the same clock.
@@ -34,7 +33,7 @@ hits nobody, and one for a later incarnation hits the earlier as well, which som
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spare_megatron.core.decision import Attempted, decide
+from spare_megatron.core.decision import decide
 from spare_megatron.core.log_clock import LogClock
 from spare_megatron.core.messages import (
     Action,
@@ -72,12 +71,10 @@ from spare_megatron.core.slices import Ownership, Slicing, StateWipeOut, first_o
 from spare_megatron.core.snapshots import SnapshotPolicy
 from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
 from spare_megatron.core.topology import GroupId, Member, ShardId
+from spare_megatron.core.votes import Attempted
 
 MAX_RETRIES_WITHOUT_LOSS = 5
-"""Attempts of one step that may fail in a row without any group being lost, before the run halts.
-
-A broken connection between two living groups is worth another attempt; one that breaks every time is not.
-"""
+"""Attempts of one step that may fail in a row without any group being lost: one that always does halts the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +210,8 @@ class Controller:
         try:
             repairs = self._own(self.ownership and self.ownership.for_members(left))
         except StateWipeOut as wipe_out:
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, slices=wipe_out.slices))
+            stop = StopWipeOut(step=self.step, slices=wipe_out.slices, cause=fence.reason if fence.discard else "")
+            return self.restarts.wiped_out(stop)
         return (
             self._build_communicator(),
             *repairs,
@@ -288,7 +286,7 @@ class Controller:
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
             return (StopHalted(step=self.step, reason=reason),)
-        gather = self._gather_params() if retry.gather else ()
+        gather = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         if self._is_over:
             return (*build, *gather, self._attempt_finish(), ReadEntry(index=self.head))
         if retry.recompute:
@@ -316,6 +314,7 @@ class Controller:
     def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
         attempted = Attempted(
             step=self.step,
+            attempt=self.attempt,
             members=self.members,
             voters=self._attempted_by,
             is_discarded=self._is_discarded,
@@ -366,8 +365,9 @@ class Controller:
             return ()
         return (StartRepairs(repairs=ownership.repairs, hosts=ownership.hosts),)
 
-    def _gather_params(self) -> tuple[Action, ...]:
-        return () if self.ownership is None else (GatherParams(step=self.step, owners=self.ownership.owners),)
+    def _gather_params(self, *, is_anew: bool = False) -> tuple[Action, ...]:
+        owners = () if self.ownership is None else self.ownership.owners
+        return (GatherParams(step=self.step, owners=owners, is_anew=is_anew),) if owners else ()
 
     def _build_communicator(self) -> BuildCommunicator:
         self._is_communicator_unused = True

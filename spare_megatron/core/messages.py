@@ -84,7 +84,8 @@ class Retry:
         kept: For each rank of a group, the first buckets whose sums all survivors hold: they stay as they are, and only
             the others are patched and reduced. None if empty.
         recompute: No sum of this step may stay: everybody computes all of its work again, from zero sums.
-        gather: Some survivor lacks parameters: they are gathered once more before anything else.
+        gather: Some survivor lacks parameters: they are gathered once more before anything else. With `recompute` they
+            may be wrong everywhere, and all take them.
     """
 
     step: int
@@ -331,6 +332,8 @@ class StopWipeOut:
     step: int
     shards: tuple[ShardId, ...] = ()
     slices: tuple[SliceId, ...] = ()
+    cause: str = ""
+    """Why the last hosts were put out, where they are not lost by themselves."""
     reason: str = ""
     """Why training does not start again; empty where that is still to be decided."""
 

@@ -5,7 +5,7 @@ parameters are whole: a group that could not gather them computes nothing and sa
 Retry all groups gather once more, from the owners that are left, and those groups compute what the others have. After
 the last step AttemptFinish is the vote that says so, and the entry Finish its answer. A slice without a host is a
 wipe-out at once, for nobody can update it. Copies that have become whole are named in votes; the commit that these
-decide makes their members hosts.
+decide makes their members hosts. Where hosts differ (`core.comparison`) all groups gather all parameters anew.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,13 @@ class GatherParams:
     Attributes:
         step: Committed steps that they hold.
         owners: For each slice, who sends it.
+        is_anew: Nobody has them: those that were gathered may come from an owner that was put out for wrong ones. The
+            next vote compares them again.
     """
 
     step: int
     owners: tuple[Member, ...]
+    is_anew: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

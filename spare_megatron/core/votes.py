@@ -2,9 +2,38 @@
 
 import json
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from spare_megatron.core.saves import SaveEnd
-from spare_megatron.core.topology import SliceId
+from spare_megatron.core.topology import GroupId, Member, SliceId
+
+
+class SliceDigest(NamedTuple):
+    """What a host says of a slice: the parameters that it has computed, and all optimizer state.
+
+    Attributes:
+        slice: The slice.
+        sha256: Over all ranks of the group. It is the same for all hosts of the slice.
+        is_proven: The copy has been compared with those of other hosts. One that was made since tells only what its
+            donor has.
+    """
+
+    slice: SliceId
+    sha256: str
+    is_proven: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digests:
+    """What a vote says of the state before a step, where that is compared; else empty.
+
+    Attributes:
+        params: Digest of all parameters of the group.
+        slices: Of the state of each slice that the group hosts, ascending.
+    """
+
+    params: str = ""
+    slices: tuple[SliceDigest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +43,13 @@ class Vote:
     Attributes:
         is_complete: Every rank of the group holds the whole cross-group sum of this attempt.
         plan_digest: Digest of all the work the group believes the step consists of.
-        params_digest: Digest of the group's parameters before this step, where they were compared; else empty.
+        params_digest: As in `Digests`.
         num_complete: For each rank of the group, the buckets whose sums it holds, from the first on; none if empty.
         lacks_params: The group could not gather the parameters of this step, has computed nothing, and reduces nothing.
         restored: Slices of which the group has a whole copy, of the state before this step, that a repair has asked it
             for. It says so in every vote until the log has it: a commit makes it a host of them.
         save_ends: Saves of the group that have ended; it says so, too, until a commit has it.
+        slice_digests: As in `Digests`.
     """
 
     is_complete: bool
@@ -29,6 +59,7 @@ class Vote:
     lacks_params: bool = False
     restored: tuple[SliceId, ...] = ()
     save_ends: tuple[SaveEnd, ...] = ()
+    slice_digests: tuple[SliceDigest, ...] = ()
 
 
 def encode_vote(vote: Vote) -> str:
@@ -40,4 +71,28 @@ def decode_vote(text: str) -> Vote:
     for name in ("num_complete", "restored"):  # JSON knows no tuples
         fields[name] = tuple(fields[name])
     fields["save_ends"] = tuple(SaveEnd(*end) for end in fields["save_ends"])
+    fields["slice_digests"] = tuple(SliceDigest(*digest) for digest in fields["slice_digests"])
     return Vote(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempted:
+    """The attempt that is decided by votes, as the log has it by now.
+
+    Attributes:
+        step: The step.
+        attempt: The attempt.
+        members: The groups that are left, ascending.
+        voters: All that began the attempt, also those that were lost since.
+        is_discarded: A group with wrong parameters contributed to it: the sum is never committed.
+        is_over: All steps are committed; it decides whether the run can end.
+        is_shared: Each group has most parameters from others: where one is wrong, all may have it.
+    """
+
+    step: int
+    attempt: int
+    members: tuple[GroupId, ...]
+    voters: tuple[Member, ...]
+    is_discarded: bool
+    is_over: bool
+    is_shared: bool = False

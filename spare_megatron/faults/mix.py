@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from spare_megatron.config.schema import FaultKind, RunConfig
+from spare_megatron.core.comparison import LEAST_HOSTS_TO_COMPARE
 from spare_megatron.core.interruptions import LLAMA3_INTERRUPTIONS
 
 _ANYWHERE: tuple[FaultKind, ...] = (
@@ -44,6 +45,8 @@ _LIKE: Mapping[str, tuple[FaultKind, ...]] = {
 def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
     """Every kind that can be injected into this run without being sure to end it."""
     kinds = _ANYWHERE
+    if config.optimizer.sharding == "stacked" and config.optimizer.redundancy < LEAST_HOSTS_TO_COMPARE:
+        kinds = tuple(kind for kind in kinds if kind != "param_flip")
     if config.control.store == "embedded":
         kinds += ("stop_store",)
     if config.cluster.num_nodes > 1:

@@ -8,6 +8,8 @@ random group among those that may be hit then:
 - Every shard keeps a host among the other groups, or any group where all can read all data. Where parameters may be
   corrupted the groups that are not hit outnumber those that are and are not known to be gone for good, so that a
   majority knows who is right.
+- Where optimizer state is stacked, every slice keeps a host, and a majority of hosts that knows who is right
+  (`faults.slice_margin`).
 - Only one corruption is open at a time: two groups that find the same in one step show a fault of the training.
 - A fault in the middle of a recovery waits for the next one that is sure to bring a patch, and strikes in its step.
 - Where lost groups come back, a node is lost for good only if what is left can stand another such fault.
@@ -28,6 +30,7 @@ from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES,
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.mix import kind_weights
+from spare_megatron.faults.slice_margin import SliceMargin
 from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault
 
 FIRST_STEP = 3
@@ -41,8 +44,12 @@ _OF_A_NODE: tuple[FaultKind, ...] = ("cut", "stop_node", "kill_supervisor")
 _OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
 _SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
 _PHASES = tuple(phase for phase in Phase if phase not in PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES)
+_PHASES_WITH_SLICES = (*_PHASES, Phase.BEFORE_GATHER)
+"""Without that in a gather: where another group is lost in the same gather, it is not reached."""
 _CORRUPTIBLE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
 _PHASES_OF_A_RECOVERY = (Phase.PATCH, Phase.REBUILD)
+_NUM_MANTISSA_BITS = 23
+"""A flip of any other bit of a parameter may be so large that the gradients of all who gather it are not finite."""
 _BEFORE_THE_SUM = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.BEFORE_REDUCE)
 """Who is lost here has not been counted, so that others have to compute its microbatches in the same step."""
 _HARMLESS_INTERVALS = 0.5
@@ -88,6 +95,7 @@ class _Condition:
     recovery_steps: int
     num_rejoins: int
     has_last_resort: bool
+    slices: SliceMargin | None
     hit_until: dict[GroupId, float] = field(default_factory=dict)
     lost_until: dict[GroupId, float] = field(default_factory=dict)
     gone_from: dict[GroupId, int] = field(default_factory=dict)
@@ -112,6 +120,9 @@ class _Condition:
             return True
         everybody = frozenset(GroupId(group) for group in range(self.placement.num_groups))
         left = everybody - lost - groups
+        num_members, is_flip = len(everybody - lost), draw.kind == "param_flip"
+        if self.slices is not None and not self.slices.allows(step, len(groups), num_members, is_flip=is_flip):
+            return False
         gone = {group for group in lost if self.gone_from.get(group, math.inf) <= step}
         if draw.is_for_good and self.num_rejoins:
             return all(self._is_enough(left - others, everybody - gone - groups) for others in targets)
@@ -135,11 +146,13 @@ class _Condition:
                 self.hit_until[group] = self.lost_until[group]
         if draw.kind in _CORRUPTIONS:
             self.corrupt_until = until
+        if draw.costs and self.slices is not None:
+            self.slices.hit(step, len(groups), is_flip=draw.kind == "param_flip")
 
     def next_change(self, step: int) -> float:
         """The first later step at which more may be allowed; infinity if there is none."""
-        later = [until for until in (*self.hit_until.values(), self.corrupt_until) if until > step]
-        return min(later, default=math.inf)
+        changes = [*self.hit_until.values(), self.corrupt_until, *(self.slices.changes() if self.slices else ())]
+        return min((change for change in changes if change > step), default=math.inf)
 
 
 def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
@@ -154,6 +167,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
     if faults.mean_steps is None:
         return ()
     spare, weights = config.spare, kind_weights(config)
+    is_stacked = config.optimizer.sharding == "stacked"
     num_groups = config.layout.num_groups
     condition = _Condition(
         placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
@@ -161,6 +175,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
         recovery_steps=faults.recovery_steps,
         num_rejoins=spare.rejoins if config.parallel.has_whole_groups else 0,
         has_last_resort=config.data.access == "shared",
+        slices=SliceMargin(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
     )
     end = config.train.steps - faults.recovery_steps
     at = float(FIRST_STEP)
@@ -214,9 +229,13 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
     unreachable: set[Phase] = set() if config.layout.pipeline_parallel > 1 else {Phase.SEND, Phase.RECEIVE}
     if not set(weights).intersection(_SURE_TO_COST):
         unreachable.update(_PHASES_OF_A_RECOVERY)
-    reachable = _CORRUPTIBLE_PHASES if kind in ("nan", "bit_flip") else _PHASES
+    is_stacked = config.optimizer.sharding == "stacked"
+    anywhere = _PHASES_WITH_SLICES if is_stacked else _PHASES
+    reachable = _CORRUPTIBLE_PHASES if kind in ("nan", "bit_flip") else anywhere
     phases = [phase for phase in reachable if phase not in unreachable]
     num_bits = 64 if kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
+    if is_stacked and kind == "param_flip":
+        num_bits = _NUM_MANTISSA_BITS
     return _Draw(
         kind=kind,
         phase=phases[rng.integers(len(phases))],

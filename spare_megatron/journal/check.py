@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.journal.check_params import check_params
 from spare_megatron.journal.check_restarts import check_restored
 from spare_megatron.journal.check_slices import check_slices, has_lost_state
 from spare_megatron.journal.check_sums import check_contributions, check_kept, microbatches_of, was_fenced
@@ -25,7 +26,6 @@ from spare_megatron.journal.records import (
     EntryRecord,
     FaultRecord,
     LossRecord,
-    ParamsRecord,
     RunRecord,
     UpdateRecord,
     VoteRecord,
@@ -53,7 +53,7 @@ def check_journal(journal: Journal) -> Verdict:
     fold = fold_journal(journal, run)
     for rule in (_check_log, _check_fold, check_contributions, check_kept, _check_hosts, _check_votes, _check_updates):
         findings += rule(journal, run, fold)
-    for rule in (check_slices, check_restored, _check_params, _check_faults, _check_end):
+    for rule in (check_slices, check_restored, check_params, _check_faults, _check_end):
         findings += rule(journal, run, fold)
     return _verdict(findings, len(fold.kept))
 
@@ -200,34 +200,6 @@ def _check_applied(run: RunRecord, commit: Committed, records: list[UpdateRecord
     for group, times in sorted(appliers.items()):
         if times > 1:
             yield Finding(severity="invalid", reason=f"step {step}: group {group} applied it {times} times")
-
-
-def _check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Wherever the parameters were compared, all groups had the same, but for those that were put out for it."""
-    digests: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
-    for record in journal.of(ParamsRecord):
-        digests[record.num_restarts, record.step][record.group] = record.sha256
-    contributed = {(record.group, record.step) for record in journal.of(ContributionRecord)}
-    for key, by_group in sorted(digests.items()):
-        step, put_out = key[1], fold.discarded.get(key, frozenset())
-        if step < fold.next_step:  # whoever was lost before it entered the next reduction spoiled nothing with its own
-            lost = set(by_group) & set(fold.last_fenced_at)
-            put_out |= {group for group in lost if (group, step) not in contributed}
-        if len({sha256 for group, sha256 in by_group.items() if group not in put_out}) > 1:
-            yield Finding(severity="invalid", reason=f"after {step} steps the groups hold different parameters")
-    silent = fold.members - set(digests.get((fold.num_restarts, fold.next_step), {}))
-    # Whoever lacks parameters when the last host of a slice is lost has no digest to give.
-    for group in sorted(silent) if silent and not has_lost_state(run, fold) else ():
-        yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
-    went_on = {(record.group, record.attempt) for record in journal.of(ContributionRecord)}
-    compared = {(record.group, record.step) for record in journal.of(ParamsRecord)}
-    for commit in fold.kept:
-        if not run.params_check_every_steps or (commit.step + 1) % run.params_check_every_steps:
-            continue
-        for group in sorted(commit.members):
-            if (group, commit.attempt + 1) in went_on and (group, commit.step + 1) not in compared:
-                reason = f"after {commit.step + 1} steps: no digest of the parameters of group {group} in the journal"
-                yield Finding(severity="unknown", reason=reason)
 
 
 def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:

@@ -62,6 +62,7 @@ class Fold:
         last_fenced_at: Group -> index of the last entry that fenced it.
         fenced: Index of each fence that ended a life which took part -> group and incarnation.
         discarded: Restarts and committed steps before it -> the groups whose part in a step was discarded.
+        computed_anew: The steps, as restarts and committed steps before it, that were begun anew from zero sums.
         opened: Attempt -> the groups that took part when it began, each with its incarnation; attempts that no entry
             tells of are absent.
         members: The groups that take part after the last entry.
@@ -75,6 +76,7 @@ class Fold:
     last_fenced_at: Mapping[int, int]
     fenced: Mapping[int, tuple[int, int]]
     discarded: Mapping[tuple[int, int], Members]
+    computed_anew: frozenset[tuple[int, int]]
     opened: Mapping[int, Mapping[int, int]]
     members: Members
     num_restarts: int
@@ -101,6 +103,7 @@ class _Folding:
         self.attempts: list[Attempted] = []  # of the step, decided
         self.is_discarded = False
         self.discarded: dict[tuple[int, int], Members] = {}
+        self.computed_anew: set[tuple[int, int]] = set()
         self.commits: list[Committed] = []
         self.undone: set[int] = set()
         self.last_fenced_at: dict[int, int] = {}
@@ -151,9 +154,13 @@ class _Folding:
         before, self.kept = self.kept, tuple(entry.get("kept", ()))
         if entry.get("recompute", False):
             self.attempts.clear()
+            self.computed_anew.add((self.num_restarts, self.step))
             before = ()
         elif self.is_discarded:
             what = f"attempt {entry['attempt']} was discarded, and not all of it is computed again"
+            self.errors.append(f"step {entry['step']}: {what}")
+        if self.run.slice_redundancy and entry.get("recompute", False) and not entry.get("gather", False):
+            what = f"attempt {entry['attempt']} was void, and its parameters are not gathered anew"
             self.errors.append(f"step {entry['step']}: {what}")
         if any(now < earlier for now, earlier in zip_longest(self.kept, before, fillvalue=0)):
             what = f"after attempt {entry['attempt']} fewer buckets are kept than before"
@@ -222,6 +229,7 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
         last_fenced_at=folding.last_fenced_at,
         fenced=folding.fenced,
         discarded=folding.discarded,
+        computed_anew=frozenset(folding.computed_anew),
         opened=folding.opened,
         members=frozenset(folding.incarnations),
         num_restarts=folding.num_restarts,

@@ -110,13 +110,15 @@ class UpdateRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamsRecord:
-    """Digest of all parameters of a group after `step` committed steps."""
+    """Digest of all parameters of a group after `step` committed steps; once more if they had to be gathered anew."""
 
     group: int
     step: int
     sha256: str
     num_restarts: int = 0
     """Restarts before it: the same step done again may end in other bits."""
+    slices: dict[str, str] = field(default_factory=dict)
+    """Digests of the state of the slices that the group hosts, by their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

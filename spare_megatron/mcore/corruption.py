@@ -1,6 +1,6 @@
 """Faults of memory and arithmetic, inflicted on purpose: numbers that change behind the program's back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -30,7 +30,14 @@ def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
         case "bit_flip":
             flip_bit(trainer.gradients.local_sums(), bit)
         case "param_flip":
-            flip_bit((optimized(named.parameter).detach() for named in named_parameters(trainer.chunks)), bit)
+            flip_bit(_optimized_values(trainer), bit)
+
+
+def _optimized_values(trainer: GroupTrainer) -> Iterator[Tensor]:
+    """Parameters as the optimizer keeps them: of the slices that are hosted here, if there are any."""
+    if trainer.stacked is not None:
+        yield from trainer.stacked.kept_values()
+    yield from (optimized(named.parameter).detach() for named in named_parameters(trainer.chunks))
 
 
 def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:

@@ -8,6 +8,7 @@ come to the same bits. The other parameters are stale after an update until they
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -194,6 +195,23 @@ class StackedOptimizer:
         """State of one element."""
         return (_NUM_MOMENTS + self.has_main) * torch.float32.itemsize
 
+    def kept_values(self) -> Iterator[Tensor]:
+        """The parameters as they are updated here, slice by slice."""
+        for updated in sorted(self._updated, key=lambda updated: (updated.number, updated.fragment.offset)):
+            yield updated.values
+
+    def state_sha256(self, number: SliceId) -> str:
+        """The SHA-256 of a slice that is here whole: its parameters as the model and as the optimizer has them, and all
+        other state, bit for bit the same on all hosts.
+        """
+        digest = sha256()
+        with self._lock:
+            for fragment in self.slices.fragments(number, slice(0, self.slices.length(number))):
+                digest.update(_bytes_of(fragment.values))
+            if number in self._hosted:
+                digest.update(_bytes_of(self._hosted[number].state))
+        return digest.hexdigest()
+
     def read_piece(self, number: SliceId, piece: int) -> PieceState:
         """The state of a piece that is held here, as of one update."""
         with self._lock:
@@ -292,6 +310,10 @@ class StackedOptimizer:
 
     def _num_installed(self, number: SliceId) -> int:
         return len(self._hosted[number].installed_at) if number in self._hosted else 0
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return memoryview(values.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _build_adam(

@@ -155,15 +155,18 @@ class GroupAgreement:
         self._collective(lambda: dist.all_gather_object(values, value, group=self._ranks))
         return values
 
-    def combine_digests(self, digest: str) -> str:
-        """SHA-256 over the digests of the group's ranks in the order of the ranks.
+    def combine_digests(self, digests: Sequence[str]) -> list[str]:
+        """For each place in a row of digests, SHA-256 over those of the group's ranks in the order of the ranks.
 
-        Collective over: all ranks of the group.
+        Collective over: all ranks of the group, with as many digests, at least one.
         """
-        mine = torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
         all_digests = [torch.empty_like(mine) for _ in range(self._ranks.size())]
         self._collective(lambda: dist.all_gather(all_digests, mine, group=self._ranks))
-        return hashlib.sha256(b"".join(bytes(part.tolist()) for part in all_digests)).hexdigest()
+        of_ranks = [bytes(part.tolist()) for part in all_digests]
+        size = len(of_ranks[0]) // len(digests)
+        starts = range(0, len(of_ranks[0]), size)
+        return [hashlib.sha256(b"".join(row[start : start + size] for row in of_ranks)).hexdigest() for start in starts]
 
     def blocks(self, voters: Sequence[Member]) -> Blocks:
         """Who votes by way of whom."""

@@ -30,12 +30,12 @@ from spare_megatron.runtime.agreement import Fenced
 from spare_megatron.runtime.gather import ParamsGather
 from spare_megatron.runtime.group_saves import GroupSaves
 from spare_megatron.runtime.join import NO_DIGEST, confirm
-from spare_megatron.runtime.params_digest import ParamsDigest
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.recovery_clock import RecoveryClock
 from spare_megatron.runtime.reduction import Reduction
 from spare_megatron.runtime.reports import GroupRejoined, GroupRestarted, StepCommitted
 from spare_megatron.runtime.start_over import StartOver
+from spare_megatron.runtime.state_digests import StateDigests
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
 from spare_megatron.runtime.voting import Voting
@@ -69,9 +69,7 @@ class GroupExecutor:
         join_timeout_s: How long one that comes back waits for the others to confirm its state.
         report: Tells the supervisor of a committed step.
         probe: Told what the rank is about.
-        digest: Of the group's parameters, for comparisons.
-        params_check_every_steps: Steps between comparisons of the parameters of all groups; 0 for those after a
-            recovery and at the end only.
+        digests: Of the group's state, for comparisons.
         saves: Checkpoints and snapshots.
     """
 
@@ -89,8 +87,7 @@ class GroupExecutor:
         join_timeout_s: float,
         report: Callable[[StepCommitted | GroupRejoined | GroupRestarted], None],
         probe: RankProbe,
-        digest: ParamsDigest,
-        params_check_every_steps: int,
+        digests: StateDigests,
         saves: GroupSaves,
     ) -> None:
         self._trainer = trainer
@@ -106,13 +103,11 @@ class GroupExecutor:
         self._join_timeout_s = join_timeout_s
         self._report = report
         self._probe = probe
-        self._digest = digest
-        self._params_check_every_steps = params_check_every_steps
+        self._digests = digests
         self._saves = saves
         self._clock = RecoveryClock(self._group)
         self._step: _Step | None = None
         self._head = 0
-        self._has_lost = False  # a group, in the step under way
         self.num_steps = 0  # that the parameters hold
         self.num_restarts = 0  # of the run
 
@@ -121,7 +116,7 @@ class GroupExecutor:
     def start(self, num_steps: int) -> None:
         """Has the first vote compare the parameters with which the run begins, after this many steps."""
         self.num_steps = num_steps
-        self._digest.check(num_steps, self.num_restarts)
+        self._digests.check(num_steps, self.num_restarts)
 
     def restart(self, action: LoadCheckpoint, head: int) -> None:
         """Takes part again after a wipe-out, and has the first vote compare the parameters with which it does.
@@ -135,7 +130,7 @@ class GroupExecutor:
         self._start_over.load(action, self._agreement.member)
         self._step = None
         self.num_steps = action.step
-        self._digest.check(action.step, self.num_restarts)
+        self._digests.check(action.step, self.num_restarts)
         member = self._agreement.member
         record = self._start_over.record(member, action)
         self._write_if_leader(record)
@@ -158,15 +153,15 @@ class GroupExecutor:
         if self.lacks_params:
             self._agreement.publish_digest(head - 1, NO_DIGEST)
             return
-        self._digest.take()
+        self._digests.take()
         if self._agreement.member in action.members:
             with self._probe.during(Operation.JOIN):
-                confirm(self._digest.value, action, head, self._agreement, self._join_timeout_s, self._probe)
+                confirm(self._digests.value.params, action, head, self._agreement, self._join_timeout_s, self._probe)
             self._report_if_leader(GroupRejoined(member=self._agreement.member, step=action.step))
         else:
-            self._agreement.publish_digest(head - 1, self._digest.value)
+            self._agreement.publish_digest(head - 1, self._digests.value.params)
         # Not before: a state that was refused is not the state of a group that takes part.
-        self._digest.write(action.step, self.num_restarts)
+        self._digests.write(action.step, self.num_restarts)
         self.num_steps = action.step
 
     # --------------------------------------------------------------------------------------------------- compute
@@ -181,7 +176,7 @@ class GroupExecutor:
         if is_under_way and plan.digest in self._now.plans:
             return
         self._probe.begin_step(plan.step)
-        is_again = is_under_way and bool(self._now.plans)
+        is_again = is_under_way and bool(self._now.computed)
         self._step = _Step(
             step=plan.step,
             started_s=self._now.started_s if is_under_way else time.monotonic(),
@@ -239,7 +234,7 @@ class GroupExecutor:
         """
         if self._gather is not None and self._gather.is_lacking:
             return self._reduction.abstain(action, self._gather.evidence)
-        events = self._reduction.attempt(action, self._now.computed, params_digest=self._digest.value, head=self._head)
+        events = self._reduction.attempt(action, self._now.computed, digests=self._digests.value, head=self._head)
         self._clock.reduced(self._reduction.ready_at_s)
         return events
 
@@ -270,7 +265,7 @@ class GroupExecutor:
             if entry.hits(self._agreement.member):
                 raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")
             self._clock.lost(self._now.step, entry.group)
-            self._has_lost = True
+            self._digests.has_lost = True
         else:
             self._clock.decided()
         return [EntryRead(index=index, entry=entry)]
@@ -286,9 +281,10 @@ class GroupExecutor:
         self._saves.await_copies(step + 1)
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.loss_sum)
+        self._digests.committed()
         if self._gather is not None:
             self._gather.updated()
-            self._digest.value = ""
+            self._digests.forget()
         step_s = time.monotonic() - self._now.started_s
         self._write_if_leader(
             UpdateRecord(
@@ -339,27 +335,29 @@ class GroupExecutor:
     def gather_params(self, action: GatherParams) -> None:
         """Brings all parameters together, if the others are there to do so."""
         assert self._gather is not None, "only slices are gathered"
+        if action.is_anew:
+            self._gather.updated()
+            self._digests.has_lost = True
+            if self._step is not None:
+                self._step.plans.clear()  # they were computed with what may be wrong
+        lacked = self.lacks_params
         self._gather.run(action, self._connected, lambda: self._agreement.is_written(self._head))
-        if not self.lacks_params and self.num_steps < action.step:
+        if lacked and not self.lacks_params:
             self._hold_params(action.step)
             self._saves.go_on(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
         """Has missing copies made, and lets go of slices that this group is not to hold any more."""
+        self._digests.host(action)
         self._reduction.start_repairs(action)
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns all votes on the leader whose vote was the last, else nothing."""
-        return self._reduction.vote_to_finish(action, self._digest.value, lacks_params=self.lacks_params)
+        return self._reduction.vote_to_finish(action, self._digests.value, lacks_params=self.lacks_params)
 
     def _hold_params(self, step: int) -> None:
-        """All parameters are those after this many steps. The next vote compares them if due, or after a recovery."""
         self.num_steps = step
-        is_due = self._params_check_every_steps and step % self._params_check_every_steps == 0
-        self._digest.value = ""
-        if is_due or self._has_lost:
-            self._digest.check(step, self.num_restarts)
-        self._has_lost = False
+        self._digests.hold(step, self.num_restarts)
 
     def stop(self, step: int) -> None:
         """Writes down how the group ends after this many committed steps.
@@ -368,8 +366,8 @@ class GroupExecutor:
         """
         self._clock.stopped()
         self._write_recoveries()
-        if not self._digest.value and not self.lacks_params:
-            self._digest.check(step, self.num_restarts)
+        if not self._digests.value.params and not self.lacks_params:
+            self._digests.check(step, self.num_restarts)
         self._saves.finish()
         self._saves.tell()
 

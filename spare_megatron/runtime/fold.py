@@ -97,3 +97,12 @@ class LogFollower:
             if isinstance(self._stop, FinishRun | StopHalted):
                 break
         return self._stop
+
+
+def why_wiped_out(stop: StopWipeOut) -> str:
+    """What has no host any more, and why training does not start again, for people."""
+    reason = f"no surviving group hosts shards {[int(shard) for shard in stop.shards]}"
+    if stop.slices:
+        reason = f"no surviving group holds slices {[int(one) for one in stop.slices]} of the optimizer state"
+        reason += f": {stop.cause}" if stop.cause else ""
+    return f"{reason}; {stop.reason}" if stop.reason else reason

@@ -37,11 +37,10 @@ from spare_megatron.runtime.catch_up import CatchUp
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
 from spare_megatron.runtime.executor import GroupExecutor
-from spare_megatron.runtime.fold import Stop, controller_setup
+from spare_megatron.runtime.fold import Stop, controller_setup, why_wiped_out
 from spare_megatron.runtime.gather import ParamsGather
 from spare_megatron.runtime.group_repairs import GroupRepairs
 from spare_megatron.runtime.join import JoinFailed
-from spare_megatron.runtime.params_digest import ParamsDigest
 from spare_megatron.runtime.piece_server import PieceServer
 from spare_megatron.runtime.piece_wire import Address
 from spare_megatron.runtime.probe import RankProbe
@@ -60,6 +59,7 @@ from spare_megatron.runtime.shared_data import check_shared_data
 from spare_megatron.runtime.slice_content import slice_contents
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.staging import Staging
+from spare_megatron.runtime.state_digests import StateDigests
 from spare_megatron.runtime.state_keeping import StateKeeping
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
@@ -207,8 +207,7 @@ class _Rank:
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
             probe=self._probe,
-            digest=ParamsDigest(trainer=self._trainer, agreement=agreement, journal=self._journal, probe=self._probe),
-            params_check_every_steps=config.train.params_check_every_steps,
+            digests=self._build_digests(agreement),
             saves=keeping.saves(self._journal, self._reports.send, reduction.save_ends.append),
         )
 
@@ -235,6 +234,16 @@ class _Rank:
         """The slices that the group hosts at the start of the run."""
         ownership = self._controller.ownership
         return () if ownership is None else ownership.hosted_by(self._spec.member)
+
+    def _build_digests(self, agreement: GroupAgreement) -> StateDigests:
+        return StateDigests(
+            trainer=self._trainer,
+            agreement=agreement,
+            journal=self._journal,
+            probe=self._probe,
+            every_steps=self._spec.config.train.params_check_every_steps,
+            hosted=() if self._spec.incarnation else self._hosted(),
+        )
 
     def _build_gather(
         self, agreement: GroupAgreement, communicator: CrossGroupCommunicator, staging: Staging
@@ -323,13 +332,7 @@ class _Rank:
     def _stopped(self, stop: Stop) -> ExitCode:
         if isinstance(stop, FinishRun):
             return ExitCode.FINISHED
-        if isinstance(stop, StopWipeOut):
-            reason = f"no surviving group hosts shards {[int(shard) for shard in stop.shards]}"
-            if stop.slices:
-                reason = f"no surviving group holds slices {[int(one) for one in stop.slices]} of the optimizer state"
-            reason += f"; {stop.reason}" if stop.reason else ""
-        else:
-            reason = stop.reason
+        reason = why_wiped_out(stop) if isinstance(stop, StopWipeOut) else stop.reason
         if self._spec.rank == 0:
             self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason))
         if isinstance(stop, StopHalted):

@@ -23,7 +23,7 @@ from spare_megatron.core.saves import SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, SliceId
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -173,7 +173,7 @@ class Reduction:
     # ------------------------------------------------------------------------------------------------ an attempt
 
     def attempt(
-        self, action: AttemptReduce, computed: Sequence[Microbatch], *, params_digest: str, head: int
+        self, action: AttemptReduce, computed: Sequence[Microbatch], *, digests: Digests, head: int
     ) -> list[Event]:
         """Sums over the groups what is not kept and casts the group's vote.
 
@@ -182,7 +182,7 @@ class Reduction:
         Args:
             action: What to reduce, with whom.
             computed: The microbatches in the rank's local sums.
-            params_digest: What the vote says of the group's parameters.
+            digests: What the vote says of the group's state.
             head: Entries of the log folded so far; the next one ends the attempt.
 
         Returns:
@@ -202,7 +202,7 @@ class Reduction:
             self._agree_on_finding(action.step)
         if self._window.is_complete:
             self._probe(Phase.AFTER_REDUCE)
-        return self._vote(action, digest_of_work(computed), params_digest)
+        return self._vote(action, digest_of_work(computed), digests)
 
     def _judge_all(self, step: int, num_computed: int) -> None:
         for bucket in range(self._first, len(self._guards)):
@@ -274,7 +274,7 @@ class Reduction:
                 self._put(bucket)
         return num_come
 
-    def _vote(self, action: AttemptReduce, work_digest: str, params_digest: str) -> list[Event]:
+    def _vote(self, action: AttemptReduce, work_digest: str, digests: Digests) -> list[Event]:
         is_complete = self._window.is_complete
         with self._probe.during(Operation.SETTLE):
             opinion = self._agreement.settle(
@@ -285,7 +285,7 @@ class Reduction:
             )
         self.loss_sum = opinion.loss_sum
         restored = () if self._repairs is None else self._repairs.restored()
-        return self._cast(action, opinion, work_digest, params_digest, restored=restored)
+        return self._cast(action, opinion, work_digest, digests, restored=restored)
 
     def abstain(self, action: AttemptReduce, evidence: str) -> list[Event]:
         """Casts the vote of a group that has no parameters to compute the step with. It reduces nothing.
@@ -299,9 +299,9 @@ class Reduction:
         self.begin(action)
         self._communicator.evidence = evidence
         opinion = GroupOpinion(is_complete=False, loss_sum=math.nan, num_complete=())
-        return self._cast(action, opinion, digest_of_work([]), "", lacks_params=True)
+        return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True)
 
-    def vote_to_finish(self, action: AttemptFinish, params_digest: str, *, lacks_params: bool) -> list[Event]:
+    def vote_to_finish(self, action: AttemptFinish, digests: Digests, *, lacks_params: bool) -> list[Event]:
         """Casts the vote on whether the run can end.
 
         Returns:
@@ -312,8 +312,9 @@ class Reduction:
         vote = Vote(
             is_complete=not lacks_params,
             plan_digest=action.plan_digest,
-            params_digest=params_digest,
+            params_digest=digests.params,
             lacks_params=lacks_params,
+            slice_digests=digests.slices,
         )
         with self._probe.during(Operation.VOTE):
             cast = self._voting.vote(action.attempt, vote, action.voters)
@@ -324,7 +325,7 @@ class Reduction:
         action: AttemptReduce,
         opinion: GroupOpinion,
         work_digest: str,
-        params_digest: str,
+        digests: Digests,
         *,
         lacks_params: bool = False,
         restored: tuple[SliceId, ...] = (),
@@ -345,11 +346,12 @@ class Reduction:
             vote = Vote(
                 is_complete=opinion.is_complete,
                 plan_digest=action.plan_digest,
-                params_digest=params_digest,
+                params_digest=digests.params,
                 num_complete=opinion.num_complete,
                 lacks_params=lacks_params,
                 restored=restored,
                 save_ends=tuple(self.save_ends),
+                slice_digests=digests.slices,
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))

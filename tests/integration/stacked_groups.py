@@ -16,6 +16,7 @@ from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId, SliceId
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore import trainer as trainer_module
+from spare_megatron.mcore.corruption import flip_bit
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.mcore.slices import Slices
@@ -97,8 +98,22 @@ def train_both_ways(config: RunConfig, num_steps: int) -> list[tuple[Arrays, Upd
     return answers
 
 
+def digests_of_changed_state(config: RunConfig) -> list[str]:
+    """Of a slice as it is, and after a flipped bit in each kind of number that it consists of, one after the other."""
+    trainers, hosts = build_groups(config), first_hosts(config).hosts
+    advance(trainers, hosts, config, 0)
+    optimizer, number = stacked(trainers[hosts[1][0]]), SliceId(1)
+    digests = [optimizer.state_sha256(number)]
+    model = [fragment.values for fragment in optimizer.slices.fragments(number, slice(0, 3))]
+    for values in (model[0], *optimizer.whole_slices()[number]):
+        flip_bit([values], 0)
+        digests.append(optimizer.state_sha256(number))
+    return digests
+
+
 def assert_alike_on_hosts(trainers: Sequence[GroupTrainer], hosts: Sequence[Sequence[int]]) -> None:
     for number, row in enumerate(hosts):
+        assert len({stacked(trainers[group]).state_sha256(SliceId(number)) for group in row}) == 1
         for piece in range(stacked(trainers[0]).slices.num_pieces(SliceId(number))):
             states = {stacked(trainers[group]).read_piece(SliceId(number), piece) for group in row}
             assert len(states) == 1

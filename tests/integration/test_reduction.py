@@ -15,7 +15,7 @@ from spare_megatron.core.messages import AttemptReduce
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member, ShardId
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.runtime.agreement import GroupOpinion
@@ -163,7 +163,7 @@ class Rank:
         )
 
     def attempt(self, number: int, *kept: int) -> Vote:
-        self.reduction.attempt(action(number, *kept), COMPUTED, params_digest="", head=0)
+        self.reduction.attempt(action(number, *kept), COMPUTED, digests=Digests(), head=0)
         return self.agreement.votes[-1]
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:

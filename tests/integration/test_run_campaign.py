@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.config.schema import FaultsConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import FaultKind, FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
 from tests.integration.whole_run import tiny_config
 
 pytestmark = [pytest.mark.timeout(450), pytest.mark.slow]
@@ -52,6 +52,20 @@ def test_random_faults_of_all_kinds_are_masked_and_nothing_is_left_behind(text_c
     goodput = figures["goodput"]
     assert goodput["useful_s"] + sum(goodput["lost_s"].values()) == pytest.approx(goodput["wall_s"])
     assert 0.0 < goodput["goodput"] < 1.0
+
+
+def test_random_faults_with_stacked_state_are_masked(text_corpus: Path, tmp_path: Path) -> None:
+    """Wrong state of a host, then losses that every slice survives, whether lost copies were made anew or not."""
+    optimizer = OptimizerConfig(sharding="stacked", redundancy=3)
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=5), steps=60, optimizer=optimizer)
+    kinds: tuple[FaultKind, ...] = ("kill", "raise", "param_flip", "slow")
+    faults = FaultsConfig(seed=1, mean_steps=4.0, recovery_steps=12, max_seconds=0.2, kinds=kinds)
+    code, figures = campaign(dataclasses.replace(config, faults=faults), tmp_path)
+    assert figures["problems"] == []
+    assert (code, figures["is_passed"], figures["verdict"]) == (0, True, "valid")
+    fired = {kind: count["fired"] for kind, count in figures["faults"].items() if count["fired"]}
+    assert fired == {"slow": 1, "param_flip": 1, "kill": 2}
+    assert figures["losses"] == 3
 
 
 def test_a_campaign_ends_in_time_and_fails_if_no_fault_struck(text_corpus: Path, tmp_path: Path) -> None:

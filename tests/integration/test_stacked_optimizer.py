@@ -139,6 +139,16 @@ def test_a_group_without_state_takes_a_slice_over_by_the_piece(make_config: Make
         assert run_group(groups.repair_a_group, config, 10_000)[0] > 3
 
 
+@pytest.mark.parametrize(("precision", "kinds"), [("fp32", 3), ("bf16", 4)])
+def test_a_flipped_bit_of_any_kind_of_state_changes_the_digest_of_its_slice(
+    make_config: MakeConfig, precision: str, kinds: int
+) -> None:
+    """Of parameters, both moments, and main parameters where there are any."""
+    config = make_config(model={"precision": precision, "num_layers": 2}, num_groups=3)
+    (digests,) = run_group(groups.digests_of_changed_state, config)
+    assert len(digests) == len(set(digests)) == kinds + 1
+
+
 @pytest.mark.parametrize(("precision", "bytes_each"), [("fp32", 8), ("bf16", 12)])
 def test_a_rank_holds_the_state_of_its_slices_and_no_more(
     make_config: MakeConfig, precision: str, bytes_each: int

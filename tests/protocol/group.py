@@ -4,11 +4,11 @@ It does what `runtime.executor` does, in the same order. Every `yield` is a mome
 elsewhere, or the process may die.
 """
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.controller import Controller
@@ -43,7 +43,7 @@ from tests.protocol.communicators import Reduction
 from tests.protocol.invariants import AT_FIRST
 from tests.protocol.links import Fenced, Links
 from tests.protocol.relaying import Relaying
-from tests.protocol.slices import NUM_PIECES, SliceStates
+from tests.protocol.slices import NUM_PIECES, WRONG, SliceStates, marked
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
 from tests.protocol.violation import Violation
@@ -109,9 +109,10 @@ class Group:
         except Fenced:
             self._world.invariants.counts["fenced while alive"] += 1
 
-    def corrupt(self) -> None:
-        """Its parameters change behind its back, to others than anybody has."""
-        self._params += f"corrupted in {self.name};"
+    def corrupt(self, random: Random) -> None:
+        """Its parameters, or its state of a slice, change behind its back, to others than anybody has."""
+        if self.held is None or not self.held.corrupt(random, len(self._world.groups), self.name):
+            self._params = f"{WRONG} in {self.name}"
 
     def _handle(self, event: Event) -> tuple[Action, ...]:
         try:
@@ -190,11 +191,11 @@ class Group:
     def _update(self, step: int, attempt: int) -> None:
         change = self._world.invariants.updated(self.name, step, attempt, self._buckets.sums())
         if self.held is None:
-            self._params = hashlib.sha256(f"{self._params}|{change}".encode()).hexdigest()
+            self._params = marked([self._params], f"{self._params}|{change}")
             self._has_params(step + 1)
         else:
             self.held.update(change)
-            self._world.invariants.slices.updated(self.name, self.member, self._generation, attempt, self.held)
+            self._world.invariants.slices.updated(self.name, self.member, self._generation, attempt, self.held, change)
             self._lacks_params = True
 
     def _has_params(self, step: int) -> None:
@@ -206,6 +207,9 @@ class Group:
 
     def _gather(self, action: GatherParams) -> Steps:
         assert self.held is not None, "only slices are gathered"
+        if action.is_anew:
+            self._lacks_params, self._computed = True, []
+            self._world.invariants.counts["gather anew"] += 1
         sent = {index: self.held.whole(index) for index, owner in enumerate(action.owners) if owner == self.member}
         posted = yield from self._links.collect(f"gather {action.step}", sent)
         if posted is None:
@@ -214,7 +218,8 @@ class Group:
             self._world.invariants.counts["broken gather"] += 1
         elif self._lacks_params:
             gathered = self._world.invariants.slices.gathered
-            self._params = gathered(self.name, self._generation, action.step, action.owners, posted)
+            params = gathered(self.name, self._generation, action.owners, posted, self.held)
+            self._params = params if action.step or params.startswith(WRONG) else AT_FIRST
             self._lacks_params = False
             self._has_params(action.step)
 
@@ -238,6 +243,8 @@ class Group:
                     raise Violation(f"{repair.donor} is to give slice {repair.slice}, and has it not")
                 yield None
                 yield None  # on its way
+                if repair not in held.repairs:
+                    return
                 is_installed = held.install(repair.slice, piece, step, state[piece])
                 world.invariants.counts["piece in time" if is_installed else "piece too late"] += 1
 
@@ -335,13 +342,15 @@ class Group:
             yield from self._reduce(action)
             num_complete = (self._buckets.window.num_complete,)
         is_complete = not self._lacks_params and (isinstance(action, AttemptFinish) or self._buckets.sums() is not None)
+        is_compared = not (action.step % 2 or self._lacks_params)
         vote = Vote(
             is_complete=is_complete,
             plan_digest=action.plan_digest,
-            params_digest="" if action.step % 2 or self._lacks_params else self._params,
+            params_digest=self._params if is_compared else "",
             num_complete=num_complete,
             lacks_params=self._lacks_params,
             restored=() if self.held is None else self.held.restored(),
+            slice_digests=() if self.held is None else self.held.tell(is_compared=is_compared),
         )
         if self.held is not None:
             self._world.invariants.slices.voted(self.name, self._generation, vote.restored, self.held)

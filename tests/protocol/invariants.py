@@ -8,8 +8,9 @@
    The same holds for a group that came back and its earlier incarnations. A fence ends the life that it names and those
    before it, none after.
 4. When the faults stop, all steps are committed, unless a shard has no host left, or there is no group.
-5. Where members that voted on an attempt have compared parameters and differ, it is never committed; whoever is put out
-   for it does have wrong ones; the run halts only if there is no majority.
+5. Where members that voted on an attempt have compared parameters, or hosts of a slice its state, and differ, it is
+   never committed; whoever is put out for it does have wrong ones; the run halts only if there is no majority. With
+   slices, hosts go that are right where not more than half of them are known to be, by copies compared before.
 6. After a wipe-out training starts again only in lives that have not taken part, from what was saved, and with a host
    for every shard; or a group says why not.
 7. No log entry is written twice; no communicator's name is used twice (`communicators`).
@@ -37,9 +38,9 @@ from spare_megatron.core.placement import Placement
 from spare_megatron.core.restart_messages import GiveUp
 from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.votes import Vote
+from spare_megatron.core.votes import SliceDigest, Vote
 from tests.protocol.communicators import Sums
-from tests.protocol.slices import SliceObserver
+from tests.protocol.slices import WRONG, SliceObserver
 from tests.protocol.violation import Violation
 
 Life = tuple[int, int]
@@ -86,6 +87,7 @@ class Invariants:
         self._params: dict[tuple[int, int], str] = {}  # by restarts and step
         self._corrupted: set[str] = set()
         self._is_discarded = False  # the attempt under way
+        self._is_anew = False  # it follows one of which nothing may stay
         self._is_halted = False
         self._is_finished = not slices.exist  # the log has said that the run can end
         self.counts: Counter[str] = Counter()
@@ -141,10 +143,21 @@ class Invariants:
         self._is_given_up = True
 
     def _discarded(self, process: str, writer: str) -> None:
-        if process not in self._corrupted:
+        if process not in self._corrupted and not self._is_unconfirmed(life_of(process)):
             raise Violation(f"{writer} puts out {process}, whose parameters are right")
         self._is_discarded = True
         self.counts["discard"] += 1
+
+    def _is_unconfirmed(self, life: Life) -> bool:
+        """Whether it has state that is wrong by now, or that other groups' votes do not confirm."""
+        own = self._votes[life, self.attempt]
+        told = [own.params_digest, *(digest.sha256 for digest in own.slice_digests)]
+        votes = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == self.attempt}
+        of_members = [vote for voter, vote in votes.items() if voter in self.members]
+        # Whoever decides may have seen the votes of lost groups, or not.
+        return any(one.startswith(WRONG) for one in told) or any(
+            _is_unconfirmed(own, seen) for seen in (list(votes.values()), of_members)
+        )
 
     def _halted(self, reason: str, writer: str) -> None:
         digests = {
@@ -194,26 +207,25 @@ class Invariants:
         silent = [life for life, vote in votes.items() if vote is None]
         if silent:
             raise Violation(f"{writer} writes {entry} without the votes of groups {silent}")
-        digests = {vote.params_digest for vote in votes.values() if vote is not None} - {""}
-        if len(digests) > 1:
-            raise Violation(f"{writer} writes {entry} though the members have different parameters")
+        is_anew = self._compared(entry, writer)
         if isinstance(entry, Commit) and self._is_discarded:
             raise Violation(f"{writer} writes {entry}, the sum of a group that was put out for its parameters")
         is_complete = all(vote.is_complete for vote in votes.values() if vote is not None)
         lacks_params = any(vote.lacks_params for vote in votes.values() if vote is not None)
-        if isinstance(entry, Retry) == (is_complete and not self._is_discarded):
+        if isinstance(entry, Retry) == (is_complete and not is_anew):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         if isinstance(entry, Retry):
             held = [vote.num_complete for vote in votes.values() if vote is not None]
-            least = () if self._is_discarded or () in held else (min(held)[0],)
-            if (entry.recompute, entry.kept) != (self._is_discarded, least):
+            least = () if is_anew or () in held else (min(held)[0],)
+            if (entry.recompute, entry.kept) != (is_anew, least):
                 raise Violation(f"{writer} writes {entry} though the members hold {held}")
             self.counts["retry that keeps buckets"] += any(entry.kept)
-        if isinstance(entry, Retry) and entry.gather != lacks_params:
+        if isinstance(entry, Retry) and entry.gather != (lacks_params or (is_anew and self.slices.exist)):
             raise Violation(f"{writer} writes {entry} though the members voted {votes}")
         if not isinstance(entry, Retry) and isinstance(entry, Finish) != (self.step == self._num_steps):
             raise Violation(f"{writer} writes {entry} after {self.step} of {self._num_steps} steps")
         self._is_finished |= isinstance(entry, Finish)
+        self._is_anew = isinstance(entry, Retry) and entry.recompute
         if isinstance(entry, Commit):
             self.slices.committed(self.attempt, entry.restored, self.members)
             self._commits[self.attempt] = (self.step, self.members)
@@ -226,6 +238,30 @@ class Invariants:
         self._is_discarded = False
         self.attempt += 1
         self._opened[self.attempt] = Opening(self.step, self.members, self.epoch)
+
+    def _compared(self, entry: Entry, writer: str) -> bool:
+        """Whether no sum of the attempt may stay, by what all who voted said of their state."""
+        votes = {life: vote for (life, attempt), vote in self._votes.items() if attempt == self.attempt}
+        members = [vote for life, vote in votes.items() if life in self.members]
+        if any(vote.lacks_params for vote in members) and not isinstance(entry, Commit | Finish):
+            return self._is_discarded
+        states = {(digest.slice, digest.sha256) for vote in members for digest in vote.slice_digests}
+        is_different = len({vote.params_digest for vote in members} - {""}) > 1
+        is_different |= len(states) > len({index for index, _ in states})
+        if is_different and not (self.slices.exist and isinstance(entry, Retry)):
+            raise Violation(f"{writer} writes {entry} though the members have different parameters")
+        all_right = {index for index, sha256 in states if not sha256.startswith(WRONG)}
+        is_wrong = any(vote.params_digest.startswith(WRONG) for vote in members)
+        if isinstance(entry, Commit | Finish) and is_wrong and all_right and len(all_right) == self.slices.num_slices:
+            raise Violation(f"{writer} writes {entry} though parameters are wrong, and each slice has a right host")
+        is_all_right = not any(one.sha256.startswith(WRONG) for vote in votes.values() for one in vote.slice_digests)
+        for life, vote in votes.items():
+            is_strange = vote.params_digest.startswith(WRONG) and "{}.{}".format(*life) not in self._corrupted
+            if self._is_anew and is_strange and is_all_right:
+                raise Violation(f"{life} has not gathered anew what may come from whoever was put out")
+        if isinstance(entry, Retry) and entry.recompute and len({vote.params_digest for vote in votes.values()}) > 1:
+            return self._is_discarded or self.slices.exist  # a vote of a lost group may have been seen, or not
+        return self._is_discarded or (self.slices.exist and is_different)
 
     # -------------------------------------------------------------------------------------------------- the groups
 
@@ -274,12 +310,12 @@ class Invariants:
 
     def saved(self, process: str, step: int, params: str) -> None:
         """A process has saved its parameters; that corrupted ones are saved is not simulated."""
-        if process not in self._corrupted:
+        if not params.startswith(WRONG):
             self.checkpoints[step] = params
 
     def has_params(self, process: str, generation: int, step: int, params: str) -> None:
         """A process has these parameters after this many steps, since that many restarts."""
-        if process not in self._corrupted and self._params.setdefault((generation, step), params) != params:
+        if not params.startswith(WRONG) and self._params.setdefault((generation, step), params) != params:
             raise Violation(f"{process} has other parameters after {step} steps than the others")
 
     # --------------------------------------------------------------------------------------------------------- ends
@@ -329,6 +365,19 @@ class Invariants:
     def _is_wiped_out(self) -> bool:
         groups = {group for group, _ in self.members}
         return self.slices.is_wiped_out or any(not (hosts & groups) for hosts in self._hosts.values())
+
+
+def _is_unconfirmed(own: Vote, votes: Sequence[Vote]) -> bool:
+    """Whether these votes leave open if the state that one of them tells of is right."""
+    told: dict[int, list[SliceDigest]] = {}
+    for digest in (digest for vote in votes for digest in vote.slice_digests):
+        told.setdefault(digest.slice, []).append(digest)
+    for digest in own.slice_digests:
+        of_slice = told[digest.slice]
+        num_right = sum(one.is_proven and one.sha256 == digest.sha256 for one in of_slice)
+        if len({one.sha256 for one in of_slice}) > 1 and 2 * num_right <= len(of_slice):
+            return True
+    return min(map(len, told.values()), default=2) == 1 and len({vote.params_digest for vote in votes} - {""}) > 1
 
 
 def life_of(process: str) -> Life:

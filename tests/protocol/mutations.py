@@ -135,8 +135,8 @@ class LeavesVotesToRelays(GroupAgreement):
 class GathersFromTheLost(Controller):
     """Goes on to expect parameters from the owners of the beginning."""
 
-    def _gather_params(self) -> tuple[Action, ...]:
-        actions = super()._gather_params()
+    def _gather_params(self, *, is_anew: bool = False) -> tuple[Action, ...]:
+        actions = super()._gather_params(is_anew=is_anew)
         owners = tuple(Member(group) for group in range(self._setup.placement.num_groups))
         return tuple(replace(action, owners=owners) for action in actions)
 
@@ -192,6 +192,21 @@ class ComputesWithoutParams(Controller):
         return super()._retry(replace(retry, gather=False))
 
 
+class ComparesParamsAlone(Controller):
+    """Takes the majority's parameters for right, which most have from one owner."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        votes = {group: replace(vote, slice_digests=()) for group, vote in event.votes.items()}
+        return super()._decide(replace(event, votes=votes), now_s)
+
+
+class KeepsWhatWasGathered(Controller):
+    """Has only those gather who lack parameters, also after an owner was wrong."""
+
+    def _gather_params(self, *, is_anew: bool = False) -> tuple[Action, ...]:
+        return super()._gather_params()
+
+
 class InstallsOldPieces(SliceStates):
     """Takes any piece for one of the present step."""
 
@@ -232,6 +247,10 @@ MUTATIONS = {
     "casts votes on an earlier attempt for a block": Protocol(votes_type=TakesOldVotes),
     "leaves votes to relays after a loss": Protocol(voice_type=LeavesVotesToRelays),
     "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
+}
+MUTATIONS_OF_COMPARISONS = {
+    "compares parameters alone": Protocol(controller_type=ComparesParamsAlone),
+    "keeps what was gathered from a wrong owner": Protocol(controller_type=KeepsWhatWasGathered),
 }
 MUTATIONS_OF_RESTARTS = {
     "starts again with lives that took part": Protocol(controller_type=RestartsThoseWhoTookPart),

@@ -5,21 +5,38 @@ The observer shares no code with `core.slices`. What must hold beyond the invari
 1. Whoever the log names as a host of a slice has all of its state, after every update that of the present step.
 2. Parameters are put together from owners that hold them, and are whole before a group computes, saves or ends.
 3. A run ends in a state wipe-out if and only if some slice has lost all hosts.
+
+State and parameters that come from a corruption carry a mark wherever they go. What carries none is right.
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from random import Random
 
 from spare_megatron.core.slices import Hosts, Repair, SliceCopy, Slicing, first_ownership
-from spare_megatron.core.topology import Member
+from spare_megatron.core.topology import Member, SliceId
+from spare_megatron.core.votes import SliceDigest
 from tests.protocol.violation import Violation
 
 NUM_PIECES = 2
 """What is copied as one is a part of a slice."""
 
+WRONG = "!"
+"""The mark."""
+
 State = tuple[str, ...]
 """Of a slice, piece by piece."""
+
+
+def marked(of: Iterable[str], text: str) -> str:
+    """The digest of a text that comes from these, with their mark if one of them has it."""
+    mark = WRONG if any(one.startswith(WRONG) for one in of) else ""
+    return mark + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _updated(index: int, piece: int, before: str, change: str) -> str:
+    return marked([before], f"{index}|{piece}|{before}|{change}")
 
 
 class SliceStates:
@@ -35,21 +52,46 @@ class SliceStates:
         self.repairs: tuple[Repair, ...] = ()
         self._member = member
         self._pieces: dict[int, dict[int, str]] = {index: dict.fromkeys(range(NUM_PIECES), "") for index in hosted}
+        self._hosted = frozenset(self._pieces)  # as the log has it
+        self._unproven: frozenset[int] = frozenset()
+        self._told: frozenset[int] = frozenset()
 
     def update(self, change: str) -> None:
         """Of all there is, also of copies that are still being made."""
         self.num_updates += 1
         for index, pieces in self._pieces.items():
             for piece, before in pieces.items():
-                pieces[piece] = hashlib.sha256(f"{index}|{piece}|{before}|{change}".encode()).hexdigest()
+                pieces[piece] = _updated(index, piece, before, change)
+        self._unproven -= self._told
+
+    def corrupt(self, random: Random, num_slices: int, name: str) -> bool:
+        """A piece of a copy changes to what nobody else has. Not if it falls on a slice that is not here."""
+        index = random.randrange(num_slices)
+        if self.whole(index) is None:
+            return False
+        self._pieces[index][random.randrange(NUM_PIECES)] = f"{WRONG} in {name}"
+        return True
+
+    def tell(self, *, is_compared: bool) -> tuple[SliceDigest, ...]:
+        """What a vote says of the slices that the log has here."""
+        self._told = self._hosted if is_compared else frozenset()
+        whole = {index: self.whole(index) or () for index in sorted(self._told)}
+        return tuple(
+            SliceDigest(SliceId(index), marked(state, repr(state)), index not in self._unproven)
+            for index, state in whole.items()
+        )
 
     def assign(self, repairs: Sequence[Repair], hosts: Hosts) -> list[Repair]:
         """Lets go of what it is not to have. Returns the repairs that are new."""
         mine = tuple(repair for repair in repairs if repair.receiver == self._member)
+        hosted = frozenset(index for index, row in enumerate(hosts) if self._member in row)
+        copied = {repair.slice for repair in self.repairs} & (hosted - self._hosted)
+        self._unproven = (self._unproven | copied) & hosted
+        self._hosted = hosted
         new = [repair for repair in mine if repair not in self.repairs]
         self.repairs = mine
-        wanted = {repair.slice for repair in mine}
-        wanted |= {index for index, row in enumerate(hosts) if self._member in row}
+        # A copy begins anew with another donor: the one before may have been put out for wrong state.
+        wanted = {repair.slice for repair in mine if repair not in new} | hosted
         self._pieces = {index: pieces for index, pieces in self._pieces.items() if index in wanted}
         return new
 
@@ -57,6 +99,7 @@ class SliceStates:
         """Goes on from a checkpoint."""
         self.num_updates, self.repairs = step, ()
         self._pieces = {index: dict(enumerate(state)) for index, state in states.items()}
+        self._hosted = frozenset(self._pieces)
 
     def whole(self, index: int) -> State | None:
         """The state of a slice, if all of it is here."""
@@ -101,6 +144,10 @@ class SliceObserver:
         return self._was_wiped_out or self.is_wiped_out
 
     @property
+    def num_slices(self) -> int:
+        return len(self._hosts)
+
+    @property
     def exist(self) -> bool:
         return bool(self._hosts)
 
@@ -132,9 +179,14 @@ class SliceObserver:
                 self.counts["restored"] += 1
         self._hosted_after[attempt] = [frozenset(row) for row in self._hosts]
 
-    def updated(self, process: str, life: tuple[int, int], generation: int, attempt: int, held: SliceStates) -> None:
+    def updated(
+        self, process: str, life: tuple[int, int], generation: int, attempt: int, held: SliceStates, change: str
+    ) -> None:
         """A process has applied what an attempt brought."""
         for index, row in enumerate(self._hosted_after[attempt]):
+            before = self._states[generation, index, held.num_updates - 1]
+            after = tuple(_updated(index, piece, state, change) for piece, state in enumerate(before))
+            self._states[generation, index, held.num_updates] = after
             if life in row:
                 self._holds(process, index, generation, held)
 
@@ -145,24 +197,29 @@ class SliceObserver:
 
     def _holds(self, process: str, index: int, generation: int, held: SliceStates) -> None:
         state, step = held.whole(index), held.num_updates
-        if state is None or state != self._states.setdefault((generation, index, step), state):
+        if state is None or self._is_strange(state, generation, index, step):
             raise Violation(f"{process} counts as a host of slice {index}, without its state after {step} steps")
+
+    def _is_strange(self, state: State, generation: int, index: int, step: int) -> bool:
+        """Whether it is neither right nor corrupted."""
+        is_corrupted = any(piece.startswith(WRONG) for piece in state)
+        return not is_corrupted and state != self._states[generation, index, step]
 
     def gathered(
         self,
         process: str,
         generation: int,
-        step: int,
         owners: Sequence[Member],
         posted: Mapping[str, Mapping[int, State | None]],
+        held: SliceStates,
     ) -> str:
-        """A process has received what all members sent. Returns the parameters that these are."""
-        params = []
+        """A process has received what all members sent. Returns its parameters, with those that it computed itself."""
+        params: list[State] = []
         for index, owner in enumerate(owners):
             sender = f"{owner.group}.{owner.incarnation}"
             state = posted.get(sender, {}).get(index)
-            if state is None or state != self._states.setdefault((generation, index, step), state):
+            if state is None or self._is_strange(state, generation, index, held.num_updates):
                 raise Violation(f"{process} gathers parameters without slice {index}, which {sender} owns")
-            params.append(state)
+            params.append(held.whole(index) or state)
         self.counts["gather"] += 1
-        return hashlib.sha256(repr(params).encode()).hexdigest()
+        return marked([piece for state in params for piece in state], repr(params))

@@ -11,6 +11,7 @@ from tests.protocol.world import FAULTS, MAX_BREAKS, Scene, World
 
 NUM_HISTORIES = 550
 NUM_WIPE_OUT_HISTORIES = 150
+NUM_CORRUPTION_HISTORIES = 100
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -42,6 +43,7 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "restored": 100,
         "piece too late": 3,
         "state wipe-out": 100,
+        "gather anew": 10,
         "Halt": 10,
         **dict.fromkeys(FAULTS, 100),
     }
@@ -54,6 +56,13 @@ def test_no_history_of_wipe_outs_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_WIPE_OUT_HISTORIES), draw=Scene.draw_wipe_outs)
     assert sample.violations == {}
     least = {"Restart": 100, "GiveUp": 3, "StopWipeOut": 50, "FinishRun": 200, "save": 100, "state wipe-out": 50}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_corruptions_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_CORRUPTION_HISTORIES), draw=Scene.draw_corruptions)
+    assert sample.violations == {}
+    least = {"corrupt": 100, "discard": 50, "gather anew": 50, "restored": 100, "FinishRun": 100, "state wipe-out": 10}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from hypothesis import find, settings
 
-from tests.protocol.mutations import CORRECT, MUTATIONS, MUTATIONS_OF_RESTARTS, Protocol
+from tests.protocol.mutations import CORRECT, MUTATIONS, MUTATIONS_OF_COMPARISONS, MUTATIONS_OF_RESTARTS, Protocol
 from tests.protocol.sample import run_histories
 from tests.protocol.test_histories import scenes
 from tests.protocol.violation import Violation
@@ -18,7 +18,7 @@ FOUND_AS = {
     "commits without all votes": "without the votes of groups|whose parameters are right|have different parameters",
     "reuses the names of communicators": "is built (twice|for)",
     "counts a patch twice": "times|named twice",
-    "ignores fences": "but the log says|no progress|is fenced",
+    "ignores fences": "but the log says|no progress|is fenced|no end",
     "commits what was discarded": "the sum of a group that was put out",
     "goes on with different parameters": "have different parameters",
     "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
@@ -35,6 +35,8 @@ FOUND_AS = {
     "writes sums over local sums at once": "has lost its local sum",
     "casts votes on an earlier attempt for a block": "without the votes|though the members|different plans",
     "leaves votes to relays after a loss": "no progress|no end",
+    "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
+    "keeps what was gathered from a wrong owner": "has not gathered anew",
     "installs pieces of an earlier step": "counts as a host of slice|other parameters",
 }
 
@@ -73,6 +75,15 @@ def test_the_simulation_finds_a_protocol_that(mutation: str) -> None:
 def test_the_simulation_of_wipe_outs_finds_a_protocol_that(mutation: str) -> None:
     protocol = MUTATIONS_OF_RESTARTS[mutation]
     found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_wipe_outs)
+    [violation] = found.violations.values()
+    with pytest.raises(Violation, match=FOUND_AS[mutation]):
+        raise Violation(violation)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS_OF_COMPARISONS)
+def test_the_simulation_of_corruptions_finds_a_protocol_that(mutation: str) -> None:
+    protocol = MUTATIONS_OF_COMPARISONS[mutation]
+    found = run_histories(range(MAX_SEEDS), protocol, until_found=True, draw=Scene.draw_corruptions)
     [violation] = found.violations.values()
     with pytest.raises(Violation, match=FOUND_AS[mutation]):
         raise Violation(violation)

@@ -36,7 +36,7 @@ MAX_BREAKS = 4
 FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "replace", "break", "corrupt")
 """What may happen: a process dies; a living group is suspected; a suspected one is suspected by one more; a process
 stands still; the store stops answering, or also forgets the answers on their way; a group starts again, whether it was
-lost or not; a reduction breaks; the parameters of a process change.
+lost or not; a reduction breaks; the parameters of a process change, or its state of a slice.
 """
 
 
@@ -136,6 +136,28 @@ class Scene:
             max_restarts=random.randint(1, 4),
             slice_redundancy=min(num_groups, random.choice((0, 0, 1, 2))),
             fan_in=random.choice((1, 1, 2)),
+        )
+
+    @classmethod
+    def draw_corruptions(cls, random: Random) -> "Scene":
+        """One with slices in which little else happens than that state changes, at any step."""
+        num_groups = random.randint(4, 7)
+        num_steps = random.randint(3, 8)
+        return cls(
+            num_groups=num_groups,
+            redundancy=num_groups - 1,
+            microbatches_per_shard=1,
+            num_steps=num_steps,
+            granularity="microbatch",
+            save_interval_s=None,
+            fault_moves=20 * num_groups * num_steps,
+            fault_budget={
+                "corrupt": random.randint(1, 2),
+                "crash": random.choice((0, 1)),
+                "replace": random.choice((0, 1)),
+                "break": random.choice((0, 0, 1)),
+            },
+            slice_redundancy=random.choice((2, 3, 3, 4)),
         )
 
 
@@ -349,7 +371,7 @@ class World:
                 self._restart_store()
             case "corrupt" if alive:
                 name = self._random.choice(alive).name
-                self._groups[name].corrupt()
+                self._groups[name].corrupt(self._random)
                 self.invariants.corrupted(name)
             case _:
                 return

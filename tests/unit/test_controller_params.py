@@ -11,7 +11,6 @@ from spare_megatron.core.messages import (
     ComputeStep,
     Entry,
     Fence,
-    Halt,
     ReadEntry,
     ReadVotes,
     Restart,
@@ -19,7 +18,6 @@ from spare_megatron.core.messages import (
     RunStarted,
     VotesRead,
 )
-from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
@@ -44,14 +42,6 @@ def decided(controller: Controller, cast: dict[GroupId, Vote]) -> Entry:
     assert isinstance(append, AppendEntry)
     assert append.index == controller.head
     return append.entry
-
-
-def test_with_slices_nobody_knows_who_is_right_for_the_majority_may_have_a_wrong_value_from_its_owner() -> None:
-    controller = make_controller(slices=Slicing(num_groups=4, redundancy=2))
-    controller.handle(RunStarted(), now_s=0.0)
-    entry = decided(controller, with_params("aaba"))
-    assert isinstance(entry, Halt)
-    assert "groups have different parameters" in entry.reason
 
 
 def test_a_group_whose_parameters_differ_from_the_majority_is_put_out_and_its_part_of_the_sum_with_it() -> None:

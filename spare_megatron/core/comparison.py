@@ -1,0 +1,106 @@
+"""Whose state is wrong, by the digests that votes tell of it.
+
+Where all groups hold all state, the parameters of the majority of all who voted are right.
+
+With slices a group has most parameters from their owners, and a wrong value may come to the majority. So it is the
+hosts of each slice that are compared first: they have computed it independently of each other, and all to the same
+bits. What more than half of them say is right, as long as it is told by copies that have been compared before: one made
+since the last comparison says what its donor has. Without such a majority nobody knows the slice's state, and all of
+its hosts are put out, which is a wipe-out of the slice.
+
+Where all hosts agree and parameters differ, somebody has a value that it has not computed, or not as it was sent. Those
+that differ from the majority are put out, unless the majority may be wrong: it is if all hosts of a slice are among
+those that differ, and may be if somebody was lost who has not voted. Then nobody is put out, if each slice has two
+hosts to confirm it: what the hosts say is right.
+
+In all these cases the attempt is void. All groups gather all parameters anew, for those that they have may come from
+whoever was put out, and compute the step from zero sums. Nothing is compared while a member lacks parameters: its vote
+is missing, and no commit can come of the attempt.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from spare_megatron.core.messages import Entry, Fence, Halt, Retry
+from spare_megatron.core.topology import GroupId, SliceId
+from spare_megatron.core.votes import Attempted, SliceDigest, Vote
+
+LEAST_HOSTS_TO_COMPARE = 3
+"""Hosts of a slice of which more than half are right when the state of one of them is wrong."""
+
+_Told = dict[SliceId, dict[GroupId, SliceDigest]]
+"""What the hosts of each slice say."""
+
+
+def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | None:
+    """What has to be said of state that differs, or None if there is nothing more to say.
+
+    One group after the other is put out, the lowest first. Whoever is lost already needs that only if nobody else has
+    discarded the attempt.
+
+    Args:
+        attempted: The attempt, on which all members have voted.
+        votes: Of all who voted, also of those that were lost since.
+    """
+    if any(votes[group].lacks_params for group in attempted.members):
+        return None
+    told: _Told = {}
+    for group, vote in votes.items():
+        for digest in vote.slice_digests:
+            told.setdefault(digest.slice, {})[group] = digest
+    found = _wrong_state(attempted.step, told) or _wrong_params(attempted, votes, told)
+    if not isinstance(found, dict):
+        return found
+    to_fence = found.keys() & set(attempted.members) if attempted.is_discarded else found.keys()
+    if not to_fence:
+        return None
+    group = min(to_fence)
+    return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=found[group], discard=True)
+
+
+def _wrong_state(step: int, told: _Told) -> dict[GroupId, str]:
+    """The groups whose state of some slice is wrong, or not known to be right, and why."""
+    wrong: dict[GroupId, str] = {}
+    for number, by_group in sorted(told.items()):
+        if len({digest.sha256 for digest in by_group.values()}) < 2:
+            continue
+        proven = Counter(digest.sha256 for digest in by_group.values() if digest.is_proven)
+        right, num_agreeing = (proven.most_common(1) or [("", 0)])[0]
+        reason = f"its state of slice {number} before step {step} differs from that of {num_agreeing} other hosts"
+        if 2 * num_agreeing <= len(by_group):
+            right, ids = "", [int(group) for group in sorted(by_group)]
+            reason = f"groups {ids} hold different state of slice {number} before step {step}, and no majority is right"
+        for group, digest in by_group.items():
+            if digest.sha256 != right:
+                wrong.setdefault(group, reason)
+    return wrong
+
+
+def _wrong_params(
+    attempted: Attempted, votes: Mapping[GroupId, Vote], told: _Told
+) -> dict[GroupId, str] | Retry | Halt | None:
+    """The groups whose parameters are wrong, and why; or what to do where nobody is put out. All hosts agree."""
+    counts = Counter(vote.params_digest for vote in votes.values() if vote.params_digest)
+    if len(counts) < 2:
+        return None
+    digest, num_agreeing = counts.most_common(1)[0]
+    wrong = {group for group, vote in votes.items() if vote.params_digest not in ("", digest)}
+    has_majority = 2 * num_agreeing > counts.total()
+    if told and all(len(hosts) > 1 for hosts in told.values()):
+        has_silent = any(voter.group not in votes for voter in attempted.voters)
+        is_from_owner = any(hosts.keys() <= wrong for hosts in told.values())
+        if not has_majority or has_silent or is_from_owner:
+            return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
+    if not has_majority:
+        reason = f"groups have different parameters: {by_value(votes, 'params_digest')}"
+        return Halt(step=attempted.step, reason=reason)
+    reason = f"its parameters before step {attempted.step} differ from those of {num_agreeing} groups"
+    return dict.fromkeys(wrong, reason)
+
+
+def by_value(votes: Mapping[GroupId, Vote], field: str) -> str:
+    """`value: groups` for every value that the votes hold, for a message."""
+    groups: dict[str, list[int]] = {}
+    for group in sorted(votes):
+        groups.setdefault(str(getattr(votes[group], field))[:12] or "none", []).append(group)
+    return "; ".join(f"{value}: groups {ids}" for value, ids in sorted(groups.items()))

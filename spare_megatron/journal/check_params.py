@@ -1,0 +1,80 @@
+"""Proof that wherever state was compared those who went on held the same, and that nothing else was left in the run.
+
+Where the optimizer state is cut into slices, an owner with wrong state may have sent wrong parameters to all others.
+Then the step is computed anew, and every group takes its digests once more, after it has gathered all parameters: those
+are the ones that it goes on with.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from spare_megatron.journal.check_slices import has_lost_state
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.finding import Finding
+from spare_megatron.journal.fold import Fold
+from spare_megatron.journal.records import ContributionRecord, ParamsRecord, RunRecord
+
+_Key = tuple[int, int]
+"""Restarts, and committed steps before."""
+
+
+def check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """All groups told of the same parameters, and all hosts of a slice of the same state, but for who was put out."""
+    told: dict[_Key, dict[int, ParamsRecord]] = defaultdict(dict)
+    for record in journal.of(ParamsRecord):
+        key = record.num_restarts, record.step
+        before = told[key].get(record.group)
+        if before is not None and before.sha256 != record.sha256 and key not in fold.computed_anew:
+            reason = f"after {record.step} steps group {record.group} holds other parameters than it did"
+            yield Finding(severity="invalid", reason=reason)
+        told[key][record.group] = record
+    brought = {(record.group, record.step, record.attempt) for record in journal.of(ContributionRecord)}
+    for key, by_group in sorted(told.items()):
+        put_out = _put_out(fold, key, by_group, brought)
+        yield from _compare(key[1], [record for group, record in by_group.items() if group not in put_out])
+    yield from _find_silent(journal, run, fold, told)
+
+
+def _put_out(fold: Fold, key: _Key, groups: Iterable[int], brought: set[tuple[int, int, int]]) -> frozenset[int]:
+    """The groups that may have had anything, for they had no part in what came of it."""
+    step, put_out = key[1], fold.discarded.get(key, frozenset())
+    lost = set(groups) & set(fold.last_fenced_at)
+    if step < fold.next_step:  # whoever was lost before it entered the next reduction spoiled nothing with its own
+        first = -1
+        if key in fold.computed_anew:
+            first = min(commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
+        contributed = {group for group, at, attempt in brought if at == step and attempt >= first}
+        put_out |= lost - contributed
+    elif key in fold.computed_anew:
+        put_out |= lost - fold.members
+    return put_out
+
+
+def _compare(step: int, records: list[ParamsRecord]) -> Iterator[Finding]:
+    if len({record.sha256 for record in records}) > 1:
+        yield Finding(severity="invalid", reason=f"after {step} steps the groups hold different parameters")
+    states: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        for number, sha256 in record.slices.items():
+            states[number].add(sha256)
+    for number in sorted((number for number in states if len(states[number]) > 1), key=int):
+        yield Finding(severity="invalid", reason=f"after {step} steps the hosts of slice {number} hold different state")
+
+
+def _find_silent(
+    journal: Journal, run: RunRecord, fold: Fold, told: Mapping[_Key, Mapping[int, ParamsRecord]]
+) -> Iterator[Finding]:
+    """Whoever compared nothing where all were to."""
+    silent = fold.members - set(told.get((fold.num_restarts, fold.next_step), {}))
+    # Whoever lacks parameters when the last host of a slice is lost has no digest to give.
+    for group in sorted(silent) if silent and not has_lost_state(run, fold) else ():
+        yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
+    went_on = {(record.group, record.attempt) for record in journal.of(ContributionRecord)}
+    compared = {(group, step) for (_, step), by_group in told.items() for group in by_group}
+    for commit in fold.kept:
+        if not run.params_check_every_steps or (commit.step + 1) % run.params_check_every_steps:
+            continue
+        for group in sorted(commit.members):
+            if (group, commit.attempt + 1) in went_on and (group, commit.step + 1) not in compared:
+                reason = f"after {commit.step + 1} steps: no digest of the parameters of group {group} in the journal"
+                yield Finding(severity="unknown", reason=reason)

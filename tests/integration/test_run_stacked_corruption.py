@@ -1,0 +1,68 @@
+"""State of slices that goes wrong on one of its hosts, in runs with stacked optimizer state."""
+
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.records import FaultRecord
+from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, params_of, tiny_config
+
+pytestmark = pytest.mark.timeout(180)
+
+GROUPS = LayoutConfig(num_groups=5)
+STEPS = 4
+
+
+def run_with(corpus: Path, run_dir: Path, redundancy: int, *faults: FaultConfig) -> Run:
+    config = tiny_config(
+        corpus,
+        GROUPS,
+        steps=STEPS,
+        faults=faults,
+        mode="reproducible",
+        optimizer=OptimizerConfig(sharding="stacked", redundancy=redundancy),
+    )
+    run = complete_run(config, run_dir)
+    assert len(run.journal.of(FaultRecord)) == len(faults)
+    return run
+
+
+def flip(group: int) -> FaultConfig:
+    """Before the update of step 1, in the first slice that the group hosts."""
+    return FaultConfig(phase=Phase.AFTER_COMMIT, step=1, group=group, rank=0, kind="param_flip", bit=10)
+
+
+def entries(run: Run, kind: str) -> list[dict[str, object]]:
+    return [entry for entry in entries_of(run.journal) if entry["entry"] == kind]
+
+
+def test_wrong_parameters_of_an_owner_are_found_by_its_stand_ins_and_cost_its_group_alone(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Slice 0 is on groups 0, 3 and 4. Group 0 owns it, so that groups 1 and 2 get what it has."""
+    expected = run_with(text_corpus, tmp_path / "none", 3)
+    assert (expected.summary.outcome, expected.summary.verdict) == ("finished", "valid"), expected.summary
+    run = run_with(text_corpus, tmp_path / "run", 3, flip(0))
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    [fence] = entries(run, "fence")
+    assert (fence["group"], fence["discard"]) == (0, True)
+    assert fence["reason"] == "its state of slice 0 before step 2 differs from that of 2 other hosts"
+    [retry] = entries(run, "retry")
+    assert (retry["step"], retry["recompute"], retry["gather"]) == (2, True, True)
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert run.summary.params_sha256 == expected.summary.params_sha256
+    assert params_of(run)[STEPS] == params_of(expected)[STEPS]
+
+
+def test_two_hosts_of_a_slice_that_differ_end_the_run_which_names_them(text_corpus: Path, tmp_path: Path) -> None:
+    """Slice 0 is on groups 0 and 4."""
+    run = run_with(text_corpus, tmp_path, 2, flip(0))
+    assert (run.summary.outcome, run.summary.verdict) == ("wipe_out", "valid"), run.summary
+    assert [entry["group"] for entry in entries(run, "fence")] == [0, 4]
+    assert run.summary.outcome_reason == (
+        "no surviving group holds slices [0] of the optimizer state: "
+        "groups [0, 4] hold different state of slice 0 before step 2, and no majority is right"
+    )
+    assert run.summary.steps_committed == 2

@@ -1,0 +1,154 @@
+"""Whose state is wrong, told by the digests in votes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from spare_megatron.core.comparison import objection
+from spare_megatron.core.messages import Fence, Halt, Retry
+from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.votes import Attempted, SliceDigest, Vote, decode_vote, encode_vote
+
+
+def attempted(num_groups: int, *, lost: str = "", is_discarded: bool = False) -> Attempted:
+    everybody = [GroupId(group) for group in range(num_groups)]
+    return Attempted(
+        step=7,
+        attempt=9,
+        members=tuple(group for group in everybody if str(group) not in lost),
+        voters=tuple(Member(group, 3) for group in everybody),
+        is_discarded=is_discarded,
+        is_over=False,
+        is_shared=True,
+    )
+
+
+def votes(params: str, *slices: str) -> dict[GroupId, Vote]:
+    """Votes of groups 0, 1, ...: a letter for the digest of each, first of the parameters, then of each slice.
+
+    In capitals those that tell of a copy made since the last comparison; - for one that hosts no copy.
+    """
+    return {
+        GroupId(group): Vote(
+            is_complete=True,
+            plan_digest="p",
+            params_digest=digest,
+            slice_digests=tuple(
+                SliceDigest(SliceId(number), row[group].lower(), row[group].islower())
+                for number, row in enumerate(slices)
+                if row[group] != "-"
+            ),
+        )
+        for group, digest in enumerate(params)
+    }
+
+
+def put_out(attempt: Attempted, cast: dict[GroupId, Vote]) -> Iterator[Fence]:
+    """One fence after the other, as the log would have them, until nothing more is said."""
+    while (entry := objection(attempt, cast)) is not None:
+        assert isinstance(entry, Fence), entry
+        assert entry.discard
+        yield entry
+        left = tuple(group for group in attempt.members if group != entry.group)
+        attempt = replace(attempt, members=left, is_discarded=True)
+
+
+def groups(attempt: Attempted, cast: dict[GroupId, Vote]) -> list[int]:
+    return [int(fence.group) for fence in put_out(attempt, cast)]
+
+
+def test_votes_tell_of_slices_in_the_store_as_they_were_cast() -> None:
+    [vote] = votes("a", "b", "C").values()
+    assert decode_vote(encode_vote(vote)) == vote
+
+
+def test_where_all_agree_nothing_is_said() -> None:
+    assert objection(attempted(4), votes("aaaa", "bb--", "-cc-", "--dd", "e--e")) is None
+
+
+def test_an_owner_whose_wrong_value_all_others_have_is_found_by_its_stand_ins() -> None:
+    """Group 0 owns slice 0 and has sent what 3 and 4 took over; only 1 and 2 have computed it themselves."""
+    [fence] = put_out(attempted(5), votes("xyyxx", "xyy--"))
+    assert (fence.group, fence.incarnation) == (0, 3)
+    assert fence.reason == "its state of slice 0 before step 7 differs from that of 2 other hosts"
+
+
+def test_parameters_that_came_from_a_wrong_owner_put_nobody_else_out() -> None:
+    assert groups(attempted(5), votes("xyyxz", "xyy--")) == [0]
+
+
+def test_two_hosts_that_differ_are_both_put_out_for_nobody_knows_who_is_right() -> None:
+    fences = list(put_out(attempted(4), votes("aaba", "a-b-")))
+    assert [fence.group for fence in fences] == [0, 2]
+    reason = "groups [0, 2] hold different state of slice 0 before step 7, and no majority is right"
+    assert {fence.reason for fence in fences} == {reason}
+
+
+def test_a_copy_that_was_made_since_the_last_comparison_does_not_speak_for_its_donor() -> None:
+    """Group 3 has copied from 1, which is wrong: together they are no majority. Nor is 1 that of itself and 3."""
+    assert groups(attempted(4), votes("aaaa", "-a-A")) == []
+    assert groups(attempted(4), votes("aaaa", "ba-A")) == [0, 1, 3]
+    assert groups(attempted(4), votes("aaaa", "-a-B")) == [1, 3]
+    assert groups(attempted(4), votes("aaaa", "aa-B")) == [3]
+
+
+def test_where_all_hosts_agree_a_group_that_differs_is_put_out_alone() -> None:
+    fences = list(put_out(attempted(4), votes("aaba", "cc--", "-dd-")))
+    assert [fence.group for fence in fences] == [2]
+    assert "its parameters before step 7 differ from those of 3 groups" in fences[0].reason
+
+
+ANEW = Retry(step=7, attempt=9, recompute=True, gather=True)
+
+
+def test_where_an_owner_has_sent_what_it_does_not_hold_its_hosts_are_right_against_the_majority() -> None:
+    assert objection(attempted(5), votes("aabbb", "cc---", "--dd-")) == ANEW
+
+
+def test_where_somebody_was_lost_who_may_have_sent_the_majority_wrong_values_hosts_are_right() -> None:
+    """Group 0 owned slice 0, and is gone without a vote. Group 4 has some wrong value, too."""
+    cast = votes("-bbaaa", "-cc---", "---dd-")
+    del cast[GroupId(0)]
+    assert objection(attempted(6, lost="0"), cast) == ANEW
+
+
+def test_hosts_that_agree_decide_where_parameters_have_no_majority() -> None:
+    assert objection(attempted(4), votes("aabb", "c-c-", "-dd-")) == ANEW
+
+
+def test_where_a_slice_has_one_host_nobody_confirms_it_and_a_majority_decides() -> None:
+    """If the host has changed since it sent them, its state is wrong: the slice is wiped out."""
+    assert groups(attempted(4), votes("abbb", "c---", "-dd-")) == [0]
+    entry = objection(attempted(4), votes("aabb", "cc--", "---d"))
+    assert isinstance(entry, Halt)
+    assert "groups have different parameters: a: groups [0, 1]; b: groups [2, 3]" in entry.reason
+
+
+def test_nothing_is_compared_while_a_member_lacks_parameters() -> None:
+    cast = votes("aab-", "aab-")
+    lacking = Vote(is_complete=False, plan_digest="p", lacks_params=True)
+    cast[GroupId(3)] = lacking
+    assert objection(attempted(4), cast) is None
+    assert groups(attempted(4, lost="3"), cast) == [2], "who is lost is not waited for"
+
+
+def test_a_lost_group_that_was_wrong_still_discards_the_attempt() -> None:
+    cast = votes("aaba", "aab-")
+    [fence] = put_out(attempted(4, lost="2"), cast)
+    assert fence.group == 2
+    assert objection(attempted(4, lost="2", is_discarded=True), cast) is None
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
+def test_who_remains_is_more_than_half_of_the_hosts_by_copies_that_were_compared_before(num_hosts: int) -> None:
+    """All states and histories of the hosts of a slice, against the sentence itself."""
+    for told in product("abcABC", repeat=num_hosts):
+        cast = votes("p" * (num_hosts + 1), "".join(told) + "-")
+        remaining = set(range(num_hosts)) - set(groups(attempted(num_hosts + 1), cast))
+        expected = set(range(num_hosts))
+        if len({one.lower() for one in told}) > 1:
+            right = [value for value in "abc" if 2 * told.count(value) > num_hosts]
+            expected = {host for host in expected if told[host].lower() in right}
+        assert remaining == expected, told

@@ -1,0 +1,92 @@
+"""What the check says of digests of the state: of groups that gather all parameters anew, and of hosts that differ."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spare_megatron.journal.check_params import check_params
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import fold_log
+from spare_megatron.journal.records import ContributionRecord, Line, ParamsRecord, Record, RunRecord
+
+RUN = RunRecord(
+    name="by hand",
+    num_groups=4,
+    ranks_per_group=1,
+    redundancy=3,
+    microbatches_per_shard=1,
+    num_steps=2,
+    placement="golomb",
+    granularity="microbatch",
+    reduce_mode="fast",
+    faults=[],
+    params_check_every_steps=1,
+    slice_redundancy=3,
+)
+COMMITS = [{"entry": "commit", "step": 0, "attempt": 0}, {"entry": "commit", "step": 1, "attempt": 2}]
+FENCE = {"entry": "fence", "group": 0, "discard": True}
+ANEW = {"entry": "retry", "step": 1, "attempt": 1, "recompute": True, "gather": True}
+PUT_OUT = [COMMITS[0], FENCE, ANEW, COMMITS[1]]
+
+
+def told(step: int, params: str, slices: str = "") -> list[Record]:
+    """Records of groups 0, 1, ...: a letter for the digest of each, of the parameters and of slice 0; - for none."""
+    return [
+        ParamsRecord(
+            group=group,
+            step=step,
+            sha256=sha256,
+            slices={"0": slices[group]} if slices[group : group + 1] not in ("", "-") else {},
+        )
+        for group, sha256 in enumerate(params)
+        if sha256 != "-"
+    ]
+
+
+def brought(step: int, attempt: int, groups: Sequence[int]) -> list[Record]:
+    return [
+        ContributionRecord(group=group, step=step, attempt=attempt, epoch=0, members=list(groups), microbatches={})
+        for group in groups
+    ]
+
+
+def found(entries: Sequence[Mapping[str, Any]], *records: Record) -> list[str]:
+    """The findings, and the errors of the log itself."""
+    journal = Journal(lines=tuple(Line(source="test", at_s=0.0, record=record) for record in (RUN, *records)))
+    fold = fold_log({index: dict(entry) for index, entry in enumerate(entries)}, RUN)
+    return [*fold.errors, *(finding.reason for finding in check_params(journal, RUN, fold))]
+
+
+WRONG = [*told(1, "xyyx", "xyy-"), *brought(1, 1, range(4))]
+RIGHT = [*told(1, "-yyy", "-yy-"), *brought(1, 2, range(1, 4)), *told(2, "-zzz", "-zz-")]
+
+
+def test_who_had_taken_wrong_parameters_over_goes_on_with_those_that_it_gathered_anew() -> None:
+    assert found(PUT_OUT, *WRONG, *RIGHT) == []
+
+
+def test_parameters_change_between_two_steps_only_where_the_step_is_computed_anew() -> None:
+    entries = [COMMITS[0], FENCE, {**ANEW, "recompute": False}, COMMITS[1]]
+    assert "after 1 steps group 3 holds other parameters than it did" in found(entries, *WRONG, *RIGHT)
+
+
+def test_who_has_not_gathered_anew_must_not_go_on() -> None:
+    later = [record for record in RIGHT if not (isinstance(record, ParamsRecord) and record.group == 3)]
+    reasons = found(PUT_OUT, *WRONG, *later, *told(2, "---z"))
+    assert reasons == ["after 1 steps the groups hold different parameters"]
+
+
+def test_who_is_lost_before_it_has_gathered_anew_has_no_part_in_it() -> None:
+    entries = [COMMITS[0], FENCE, ANEW, {"entry": "fence", "group": 3}, {**COMMITS[1], "attempt": 2}]
+    right = [*told(1, "-yy-", "-yy-"), *brought(1, 2, [1, 2]), *told(2, "-zz-", "-zz-")]
+    assert found(entries, *WRONG, *right) == []
+
+
+def test_hosts_that_stay_must_hold_the_same_state() -> None:
+    assert found(PUT_OUT, *WRONG, *RIGHT[:-3], *told(2, "-zzz", "-ab-")) == [
+        "after 2 steps the hosts of slice 0 hold different state"
+    ]
+
+
+def test_a_void_attempt_must_be_followed_by_another_gather() -> None:
+    entries = [COMMITS[0], FENCE, {**ANEW, "gather": False}, COMMITS[1]]
+    assert found(entries, *WRONG, *RIGHT) == ["step 1: attempt 1 was void, and its parameters are not gathered anew"]

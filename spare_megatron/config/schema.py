@@ -224,7 +224,7 @@ FaultKind = Literal[
     "bit_flip",
     "param_flip",
 ]
-"""What a fault does. `README.md` has what becomes of each."""
+"""What a fault does. `docs/campaigns.md` has what becomes of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from tests.oracle.simgrid_model import Run, run_in_simgrid
 TIMEOUT_S = 100.0
 
 pytestmark = pytest.mark.skipif(
-    find_spec("simgrid") is None, reason="simgrid is not installed: README.md says how to build it"
+    find_spec("simgrid") is None, reason="simgrid is not installed: docs/planner.md says how to build it"
 )
 
 

@@ -1,4 +1,4 @@
-"""The README's table of settings against the schema, so that it stays true."""
+"""What the documentation says against what is there, so that it stays true."""
 
 import ast
 import dataclasses
@@ -6,9 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import spare_megatron.config.schema as schema
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+SETTINGS = ROOT / "docs/settings.md"
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def settings(kind: type[Any], prefix: str = "") -> dict[str, Any]:
@@ -24,8 +28,8 @@ def settings(kind: type[Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows() -> dict[str, str]:
-    """Setting -> default as the README's table has them."""
-    table = README.read_text().split("## Settings")[1]
+    """Setting -> default as the table has them."""
+    table = SETTINGS.read_text()
     return dict(re.findall(r"^\| `([a-z_]+(?:\.[a-z0-9_]+)?)` \| (.*?) \|", table, re.MULTILINE))
 
 
@@ -37,7 +41,7 @@ def as_text(default: Any) -> str:
     return str(default) if default not in ("", ()) else "empty"
 
 
-def test_the_readme_lists_every_setting_with_its_default() -> None:
+def test_every_setting_is_listed_with_its_default() -> None:
     assert rows() == {key: as_text(default) for key, default in settings(schema.RunConfig).items()}
 
 
@@ -48,3 +52,20 @@ def test_every_setting_has_its_help_below_it() -> None:
             if isinstance(field, ast.AnnAssign):
                 is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
                 assert is_text, f"{section.name}.{ast.unparse(field.target)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.is_file(), f"{page.name} -> {target}"
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+        assert not heading or heading in {text.lower().replace(" ", "-") for text in headings}, (
+            f"{page.name} #{heading}"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    named = re.findall(r"`((?:benchmarks|configs|tests|launch)/[a-z0-9_/.]+\.(?:py|toml|sh))", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []

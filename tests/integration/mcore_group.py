@@ -9,8 +9,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -25,7 +24,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
@@ -37,6 +35,7 @@ from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.rng import distinct_on_tensor_ranks
 from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
 from spare_megatron.mcore.transformer import transformer_config
+from tests.integration.recording_probe import RecordingProbe
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -336,32 +335,6 @@ def fingerprints(config: RunConfig) -> list[str]:
         element.copy_(value)
         answers.append(trainer.params_sha256())
     return answers
-
-
-class RecordingProbe:
-    """Writes down when it is called and whether some and not all parameters have their gradient by then."""
-
-    def __init__(self, phases: Mapping[Phase, int] | frozenset[Phase]) -> None:
-        self.phases = frozenset(phases)
-        self.calls: list[tuple[Phase, bool]] = []
-        self.trainer: GroupTrainer | None = None
-
-    def progress(self) -> None:
-        pass
-
-    def during(self, _operation: Operation) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def forward(self, _microbatch: Microbatch) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward(self, _microbatch: Microbatch) -> None:
-        pass
-
-    def __call__(self, phase: Phase) -> None:
-        assert self.trainer is not None
-        has_gradient = [bool(named.main_grad.any()) for named in self.trainer.parameters_named()]
-        self.calls.append((phase, any(has_gradient) and not all(has_gradient)))
 
 
 def probed(config: RunConfig, phases: frozenset[Phase], work: Sequence[Microbatch]) -> list[tuple[Phase, bool]]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from tests.protocol.mutations import CORRECT, Protocol
+from tests.protocol.scene import Scene
 from tests.protocol.violation import Violation
-from tests.protocol.world import Scene, World
+from tests.protocol.world import World
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tests.protocol.mutations import CORRECT, MUTATIONS
 from tests.protocol.sample import run_histories
-from tests.protocol.world import FAULTS, MAX_BREAKS, Scene, World
+from tests.protocol.scene import FAULTS, MAX_BREAKS, Scene
+from tests.protocol.world import World
 
 NUM_HISTORIES = 550
 NUM_WIPE_OUT_HISTORIES = 150

@@ -8,9 +8,10 @@ from hypothesis import find, settings
 
 from tests.protocol.mutations import CORRECT, MUTATIONS, MUTATIONS_OF_COMPARISONS, MUTATIONS_OF_RESTARTS, Protocol
 from tests.protocol.sample import run_histories
+from tests.protocol.scene import Scene
 from tests.protocol.test_histories import scenes
 from tests.protocol.violation import Violation
-from tests.protocol.world import Scene, World
+from tests.protocol.world import World
 
 MAX_SEEDS = 1500
 

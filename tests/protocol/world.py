@@ -7,12 +7,11 @@ answer reaches it. Between any two moves a fault may strike. After a while the f
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from spare_megatron.core.controller import ControllerSetup
-from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.saves import SavePolicy
@@ -24,20 +23,13 @@ from tests.protocol.group import Group
 from tests.protocol.invariants import Invariants
 from tests.protocol.mutations import Protocol
 from tests.protocol.post import Post
+from tests.protocol.scene import Scene
 from tests.protocol.slices import SliceObserver, SliceStates
 from tests.protocol.store import Request, Store, conversation
 from tests.protocol.surroundings import Steps, Until
 from tests.protocol.violation import Violation
 
 MAX_MOVES_AFTER_FAULTS = 5_000
-MAX_BREAKS = 4
-"""Reductions that break between living groups; the controller halts a run at more than five in a row."""
-
-FAULTS = ("crash", "suspect", "fence again", "pause", "outage", "store restart", "replace", "break", "corrupt")
-"""What may happen: a process dies; a living group is suspected; a suspected one is suspected by one more; a process
-stands still; the store stops answering, or also forgets the answers on their way; a group starts again, whether it was
-lost or not; a reduction breaks; the parameters of a process change, or its state of a slice.
-"""
 
 
 @dataclass(slots=True)
@@ -59,106 +51,6 @@ class Process:
     waits_for: Request | Until | None = None
     answer: tuple[Any, ...] = ()
     is_paused: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """What a history begins with, and what may happen in it."""
-
-    num_groups: int
-    redundancy: int
-    microbatches_per_shard: int
-    num_steps: int
-    granularity: Granularity
-    save_interval_s: float | None
-    fault_moves: int
-    """Moves after which the faults stop."""
-    fault_budget: dict[str, int] = field(hash=False)
-    slice_redundancy: int = 0
-    """Hosts of each slice of the optimizer state; 0 if each group has all of it."""
-    num_buckets: int = 1
-    """Of the gradients of a group."""
-    max_restarts: int = 0
-    """After a wipe-out."""
-    fan_in: int = 1
-    """Most groups whose votes one of them casts."""
-
-    @classmethod
-    def draw(cls, random: Random) -> "Scene":
-        num_groups = random.randint(2, 7)
-        num_steps = random.randint(1, 6)
-        return cls(
-            num_groups=num_groups,
-            redundancy=random.randint(min(num_groups, 2), min(num_groups, 4)),
-            microbatches_per_shard=random.randint(1, 3),
-            num_steps=num_steps,
-            granularity=random.choice(("microbatch", "stack")),
-            save_interval_s=random.choice((None, 100.0)),
-            fault_moves=random.randint(1, 40 * num_groups * num_steps),
-            fault_budget={
-                "crash": min(random.randint(0, num_groups), random.randint(0, num_groups)),
-                "suspect": random.choice((0, 0, 1, 2)),
-                "fence again": random.choice((0, 2, 4)),
-                "pause": random.choice((0, 1, 3)),
-                "outage": random.choice((0, 1, 2)),
-                "store restart": random.choice((0, 1, 2)),
-                "replace": random.choice((0, 1, 3)),
-                "break": random.choice((0, 1, MAX_BREAKS)),
-                "corrupt": random.choice((0, 0, 1, 2)),
-            },
-            slice_redundancy=min(num_groups, random.choice((0, 0, 0, 1, 2, 3, 3))),
-            num_buckets=random.choice((1, 1, 5)),
-            fan_in=random.choice((1, 1, 2, 3)),
-        )
-
-    @classmethod
-    def draw_wipe_outs(cls, random: Random) -> "Scene":
-        """One in which few losses leave a shard without a host, and training may start again."""
-        num_groups = random.randint(2, 5)
-        num_steps = random.randint(2, 6)
-        return cls(
-            num_groups=num_groups,
-            redundancy=random.randint(1, 2),
-            microbatches_per_shard=random.randint(1, 2),
-            num_steps=num_steps,
-            granularity=random.choice(("microbatch", "stack")),
-            save_interval_s=random.choice((None, 20.0)),
-            fault_moves=random.randint(1, 60 * num_groups * num_steps),
-            fault_budget={
-                "crash": random.randint(1, 3 * num_groups),
-                "suspect": random.choice((0, 1, 2)),
-                "fence again": random.choice((0, 2)),
-                "pause": random.choice((0, 1, 3)),
-                "outage": random.choice((0, 1)),
-                "replace": random.choice((0, 1, 3)),
-                "corrupt": random.choice((0, 0, 1)),
-            },
-            max_restarts=random.randint(1, 4),
-            slice_redundancy=min(num_groups, random.choice((0, 0, 1, 2))),
-            fan_in=random.choice((1, 1, 2)),
-        )
-
-    @classmethod
-    def draw_corruptions(cls, random: Random) -> "Scene":
-        """One with slices in which little else happens than that state changes, at any step."""
-        num_groups = random.randint(4, 7)
-        num_steps = random.randint(3, 8)
-        return cls(
-            num_groups=num_groups,
-            redundancy=num_groups - 1,
-            microbatches_per_shard=1,
-            num_steps=num_steps,
-            granularity="microbatch",
-            save_interval_s=None,
-            fault_moves=20 * num_groups * num_steps,
-            fault_budget={
-                "corrupt": random.randint(1, 2),
-                "crash": random.choice((0, 1)),
-                "replace": random.choice((0, 1)),
-                "break": random.choice((0, 0, 1)),
-            },
-            slice_redundancy=random.choice((2, 3, 3, 4)),
-        )
 
 
 class World:

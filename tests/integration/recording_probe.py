@@ -1,0 +1,35 @@
+"""A probe for tests of when it is told something."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.mcore.trainer import GroupTrainer
+
+
+class RecordingProbe:
+    """Writes down when it is called and whether some and not all parameters have their gradient by then."""
+
+    def __init__(self, phases: Mapping[Phase, int] | frozenset[Phase]) -> None:
+        self.phases = frozenset(phases)
+        self.calls: list[tuple[Phase, bool]] = []
+        self.trainer: GroupTrainer | None = None
+
+    def progress(self) -> None:
+        pass
+
+    def during(self, _operation: Operation) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward(self, _microbatch: Microbatch) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, _microbatch: Microbatch) -> None:
+        pass
+
+    def __call__(self, phase: Phase) -> None:
+        assert self.trainer is not None
+        has_gradient = [bool(named.main_grad.any()) for named in self.trainer.parameters_named()]
+        self.calls.append((phase, any(has_gradient) and not all(has_gradient)))

@@ -21,16 +21,19 @@ _Key = tuple[int, int]
 def check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """All groups told of the same parameters, and all hosts of a slice of the same state, but for who was put out."""
     told: dict[_Key, dict[int, ParamsRecord]] = defaultdict(dict)
+    changed: dict[_Key, set[int]] = defaultdict(set)
     for record in journal.of(ParamsRecord):
         key = record.num_restarts, record.step
         before = told[key].get(record.group)
         if before is not None and before.sha256 != record.sha256 and key not in fold.computed_anew:
-            reason = f"after {record.step} steps group {record.group} holds other parameters than it did"
-            yield Finding(severity="invalid", reason=reason)
+            changed[key].add(record.group)
         told[key][record.group] = record
     brought = {(record.group, record.step, record.attempt) for record in journal.of(ContributionRecord)}
     for key, by_group in sorted(told.items()):
         put_out = _put_out(fold, key, by_group, brought)
+        for group in sorted(changed[key] - put_out):
+            reason = f"after {key[1]} steps group {group} holds other parameters than it did"
+            yield Finding(severity="invalid", reason=reason)
         yield from _compare(key[1], [record for group, record in by_group.items() if group not in put_out])
     yield from _find_silent(journal, run, fold, told)
 

@@ -69,6 +69,14 @@ def test_parameters_change_between_two_steps_only_where_the_step_is_computed_ane
     assert "after 1 steps group 3 holds other parameters than it did" in found(entries, *WRONG, *RIGHT)
 
 
+def test_whoever_is_lost_before_it_brings_anything_in_may_have_had_anything() -> None:
+    """A donor whose parameters change when it is about to give them, found by its next gradient."""
+    entries = [COMMITS[0], {"entry": "fence", "group": 0}, {**COMMITS[1], "attempt": 1}]
+    records = [*told(1, "yyyy"), *told(1, "x---"), *brought(1, 1, range(1, 4)), *told(2, "-zzz")]
+    assert found(entries, *records) == []
+    assert "after 1 steps group 0 holds other parameters than it did" in found(entries, *records, *brought(1, 1, [0]))
+
+
 def test_who_has_not_gathered_anew_must_not_go_on() -> None:
     later = [record for record in RIGHT if not (isinstance(record, ParamsRecord) and record.group == 3)]
     reasons = found(PUT_OUT, *WRONG, *later, *told(2, "---z"))

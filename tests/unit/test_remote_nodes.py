@@ -179,7 +179,15 @@ class Lives:
 def test_a_supervisor_that_comes_back_after_another_took_its_place_fences_nobody_and_is_told() -> None:
     store = Lives()
     inbox, outbox = Pipe(duplex=False)
-    link = StoreLink(node=0, num_nodes=2, interval_s=0.2, connect=lambda: store, outbox=outbox, life=1)  # type: ignore[arg-type, return-value]
+    link = StoreLink(
+        node=0,
+        num_nodes=2,
+        num_groups=2,
+        interval_s=0.2,
+        connect=lambda: store,  # type: ignore[arg-type, return-value]
+        outbox=outbox,
+        life=1,
+    )
     member = Member(GroupId(0), 0)
     link.fence(FenceWanted(group=member.group, member=member, rank=0, cause="SIGKILL", error="", from_index=0))
     link.start()

@@ -6,6 +6,7 @@ SIGKILL. Only the last line of a killed writer can be torn.
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ _RETRY_S = 0.05
 class AppendingFile:
     """A file that is only appended to, in whole writes, and outlasts a full disk.
 
-    What a full or failing disk does not take is kept in memory and written with the next text that it does take.
+    What a full or failing disk does not take is kept in memory and written with the next text that it does take. Any
+    thread may append: a fault that strikes the one that saves is written beside what the main thread writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,6 +35,7 @@ class AppendingFile:
         self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._held = b""
+        self._lock = threading.RLock()
 
     def append(self, text: str) -> None:
         """Writes the text.
@@ -40,13 +43,14 @@ class AppendingFile:
         Raises:
             OSError: The disk has not taken anything for so long that memory would fill up.
         """
-        self._held += text.encode()
-        try:
-            while self._held:
-                self._held = self._held[os.write(self._fd, self._held) :]
-        except OSError as error:
-            if error.errno not in _DISK_ERRORS or len(self._held) > _MOST_HELD_BYTES:
-                raise
+        with self._lock:
+            self._held += text.encode()
+            try:
+                while self._held:
+                    self._held = self._held[os.write(self._fd, self._held) :]
+            except OSError as error:
+                if error.errno not in _DISK_ERRORS or len(self._held) > _MOST_HELD_BYTES:
+                    raise
 
     def fileno(self) -> int:
         """Its descriptor."""

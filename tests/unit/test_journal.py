@@ -1,6 +1,8 @@
 """Journal lines, files, and the figures drawn from them. Whole runs are checked in tests/integration."""
 
 import json
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,7 +24,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.check import check_journal
-from spare_megatron.journal.files import Journal, JournalWriter, read_journal
+from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.records import (
     EndRecord,
@@ -98,6 +100,23 @@ def test_any_other_line_that_cannot_be_read_makes_the_journal_invalid(tmp_path: 
     journal = read_journal(tmp_path)
     assert len(journal.damage) == 1
     assert check_journal(journal).verdict == "invalid"
+
+
+def test_what_two_threads_append_at_once_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = AppendingFile(tmp_path / "lines")
+    other = threading.Thread(target=file.append, args=("second\n",))
+    write = os.write
+
+    def write_late(fd: int, data: bytes) -> int:
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # the other one has its chance in the middle of this write, and does not get through
+        return write(fd, data)
+
+    monkeypatch.setattr("spare_megatron.journal.files.os.write", write_late)
+    file.append("first\n")
+    other.join()
+    assert (tmp_path / "lines").read_text() == "first\nsecond\n"
 
 
 def test_a_directory_without_a_journal_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from spare_megatron.core.messages import AppendEntry, Restart, StopWipeOut
 from spare_megatron.core.placement import Placement
 from spare_megatron.core.restart_messages import GiveUp, Waiting, WaitingRead
 from spare_megatron.core.snapshots import SnapshotPolicy, Snapshots, WholeSnapshot
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, ShardId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,19 +153,28 @@ def decide_restart(
         return None
     uncovered = () if last_resort else placement.uncovered(groups)
     if uncovered or not groups:
-        absent = sorted(set(range(placement.num_groups)) - groups)
-        reason = (
-            f"groups {absent} have not come back within checkpoint.restart_wait_s={limits.wait_s:g}, and no other "
-            f"group hosts shards {[int(shard) for shard in uncovered]}"
-        )
-        failures = dict.fromkeys(item.failure for item in waiting if item.failure)
-        reason += "".join(f"; {failure}" for failure in failures)
-        return GiveUp(step=step, reason=reason)
+        return GiveUp(step=step, reason=_not_back(placement, groups, uncovered, waiting, limits))
     members = tuple(sorted(item.member for item in able))
     step = max(set.intersection(*(set(item.steps) for item in able)) | {first_step})
     if snapshot is not None and snapshot.step >= step:
         return Restart(step=snapshot.step, members=members, snapshot=snapshot.attempt)
     return Restart(step=step, members=members)
+
+
+def _not_back(
+    placement: Placement,
+    groups: frozenset[GroupId],
+    uncovered: Sequence[ShardId],
+    waiting: Sequence[Waiting],
+    limits: RestartLimits,
+) -> str:
+    absent = sorted(set(range(placement.num_groups)) - groups)
+    reason = (
+        f"groups {absent} have not come back within checkpoint.restart_wait_s={limits.wait_s:g}, and no other "
+        f"group hosts shards {[int(shard) for shard in uncovered]}"
+    )
+    failures = dict.fromkeys(item.failure for item in waiting if item.failure)
+    return reason + "".join(f"; {failure}" for failure in failures)
 
 
 def _too_many(num_recent: int, limits: RestartLimits) -> str:

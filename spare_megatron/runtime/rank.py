@@ -180,18 +180,7 @@ class _Rank:
             probe=self._probe,
         )
         staging = Staging(self._trainer.gradients.new_staging)
-        reduction = Reduction(
-            position=spec.rank,
-            trainer=self._trainer,
-            voting=voting,
-            communicator=communicator,
-            staging=staging,
-            repairs=self._build_repairs(agreement),
-            journal=self._journal,
-            probe=self._probe,
-            outlier_factor=config.train.gradient_outlier_factor,
-            overlaps=config.reduce.overlap,
-        )
+        reduction = self._build_reduction(voting, communicator, staging, self._build_repairs(agreement))
         source = self._serve_state()
         keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
         self._start_over = keeping.start_over(self._store)
@@ -209,6 +198,22 @@ class _Rank:
             probe=self._probe,
             digests=self._build_digests(agreement),
             saves=keeping.saves(self._journal, self._reports.send, reduction.save_ends.append),
+        )
+
+    def _build_reduction(
+        self, voting: Voting, communicator: CrossGroupCommunicator, staging: Staging, repairs: GroupRepairs | None
+    ) -> Reduction:
+        return Reduction(
+            position=self._spec.rank,
+            trainer=self._trainer,
+            voting=voting,
+            communicator=communicator,
+            staging=staging,
+            repairs=repairs,
+            journal=self._journal,
+            probe=self._probe,
+            outlier_factor=self._spec.config.train.gradient_outlier_factor,
+            overlaps=self._spec.config.reduce.overlap,
         )
 
     def _build_transfer(self, agreement: GroupAgreement, source: StateSource) -> StateTransfer:

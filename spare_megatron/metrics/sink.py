@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -50,9 +51,10 @@ class DetachedSink:
             self._num_dropped += 1
 
     def close(self) -> None:
-        with contextlib.suppress(queue.Full):
+        ends_at_s = time.monotonic() + CLOSE_TIMEOUT_S
+        with contextlib.suppress(queue.Full):  # then the thread is alive
             self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
-            self._thread.join(CLOSE_TIMEOUT_S)
+            self._thread.join(max(0.0, ends_at_s - time.monotonic()))
         if self._thread.is_alive():
             self._on_failure(f"{self._name} has not taken everything within {CLOSE_TIMEOUT_S:g} s and is left behind")
         if self._num_dropped:

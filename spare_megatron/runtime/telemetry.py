@@ -12,7 +12,7 @@ from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
@@ -66,6 +66,7 @@ class Telemetry:
         groups = config.layout.num_groups
         self._placement = make_placement(spare.placement, groups, spare.redundancy, spare.groups_per_domain)
         self._absent: set[GroupId] = set()
+        self._lost: set[Member] = set()
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._next_step = 0
         self._quiet_s: deque[float] = deque(maxlen=_QUIET_STEPS)
@@ -77,9 +78,10 @@ class Telemetry:
         match event:
             case CheckpointTold(record=record):
                 self._write(_of_checkpoint(record))
-            case GroupLost(group=group):
+            case GroupLost(group=group, incarnation=incarnation):
                 self._absent.add(group)
-                self._counts["fault/groups_lost"] += 1
+                self._lost.add(Member(group, incarnation))  # told again when it is given up
+                self._counts["fault/groups_lost"] = len(self._lost)
             case GroupRejoined(member=member):
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1

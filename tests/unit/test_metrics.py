@@ -83,7 +83,8 @@ def test_each_step_is_told_once_and_again_after_a_restart() -> None:
 
 def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:
     back = GroupRejoined(member=Member(GroupId(1), 1), step=2)
-    first, second, third = told(committed(0), lost(1), committed(1, num_alive=3), back, committed(2))
+    given_up = replace(lost(1), is_given_up=True)  # the same loss, told again
+    first, second, third = told(committed(0), lost(1), given_up, committed(1, num_alive=3), back, committed(2))
     assert [values["spare/fewest_hosts"] for values in (first, second, third)] == [3, 2, 3]
     assert [values["fault/groups_lost"] for values in (first, second, third)] == [0, 1, 1]
     assert third["fault/groups_rejoined"] == 1

@@ -1,9 +1,12 @@
-"""What all tests share: hardware they may need."""
+"""What all tests share: hardware they may need, a corpus, an etcd binary."""
 
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from tests.integration.etcd_cluster import find_etcd
+from tests.integration.text_corpus import write_text_corpus
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -34,3 +37,17 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"--require=gpu: {item.nodeid} was skipped: {call.excinfo and call.excinfo.value}"
     return report
+
+
+@pytest.fixture(scope="session")
+def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path prefix of a corpus of some of Python's own sources, as bytes."""
+    prefix = tmp_path_factory.mktemp("text") / "python"
+    write_text_corpus(prefix)
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def etcd_binary(pytestconfig: pytest.Config) -> Path:
+    assert pytestconfig.cache is not None
+    return find_etcd(pytestconfig.cache.mkdir("etcd"))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.runtime.processes import fork_server
-from tests.integration.etcd_cluster import EtcdCluster, find_etcd, running_cluster
-from tests.integration.text_corpus import write_text_corpus
+from tests.integration.etcd_cluster import EtcdCluster, running_cluster
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,20 +16,6 @@ def _warm_fork_server() -> None:
     # The fork server does not look where pytest does.
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     fork_server()
-
-
-@pytest.fixture(scope="session")
-def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Path prefix of a corpus of some of Python's own sources, as bytes."""
-    prefix = tmp_path_factory.mktemp("text") / "python"
-    write_text_corpus(prefix)
-    return prefix
-
-
-@pytest.fixture(scope="session")
-def etcd_binary(pytestconfig: pytest.Config) -> Path:
-    assert pytestconfig.cache is not None
-    return find_etcd(pytestconfig.cache.mkdir("etcd"))
 
 
 @pytest.fixture(scope="session")

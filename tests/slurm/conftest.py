@@ -1,4 +1,4 @@
-"""A real Slurm of four nodes on this machine, and a corpus."""
+"""A real Slurm of four nodes on this machine."""
 
 import os
 import shutil
@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.integration.etcd_cluster import find_etcd
-from tests.integration.text_corpus import write_text_corpus
 
 CLUSTER = Path(__file__).parent / "cluster.sh"
 NUM_NODES = 4
@@ -53,19 +50,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
         yield order
     finally:
         order("down")
-
-
-@pytest.fixture(scope="session")
-def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("text") / "python"
-    write_text_corpus(prefix)
-    return prefix
-
-
-@pytest.fixture(scope="session")
-def etcd_binary(pytestconfig: pytest.Config) -> Path:
-    assert pytestconfig.cache is not None
-    return find_etcd(pytestconfig.cache.mkdir("etcd"))
 
 
 def _free_ports() -> int:

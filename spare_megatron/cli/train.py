@@ -81,7 +81,7 @@ def exit_code(summary: "Summary", *, is_timed: bool) -> int:
 
 @contextmanager
 def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig", "Launcher | None"]]:
-    """In a job of Slurm, what starts supervisors, and the configuration with the endpoints of the job's own etcd."""
+    """In a job of Slurm, what starts supervisors, and the configuration with the job's own etcd."""
     if config.cluster.launcher != "srun":
         yield config, None
         return
@@ -96,5 +96,6 @@ def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig"
         yield config, launcher
         return
     nodes, token = nodes_of(job_id), f"{job_id}-{run_dir.name}"
-    with etcd_of_the_job(nodes, config.slurm.etcd_port, token, run_dir.with_name("etcd.log")) as endpoints:
-        yield dataclasses.replace(config, control=dataclasses.replace(control, endpoints=endpoints)), launcher
+    folder = run_dir.with_name(f"etcd-{run_dir.name}").absolute()
+    with etcd_of_the_job(nodes, control, config.slurm.etcd_port, token, folder) as control:
+        yield dataclasses.replace(config, control=control), launcher

@@ -1,22 +1,31 @@
-"""An etcd on the nodes of the job, for a run without one of its own: it stands the loss of one of three members."""
+"""An etcd on the nodes of the job, for a run without one of its own: it stands the loss of one of three members.
 
+Members and clients know each other by certificates of the job; nobody else is answered.
+"""
+
+import dataclasses
 import signal
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from spare_megatron.config.schema import ControlConfig
+from spare_megatron.control.etcd_gateway import EtcdGateway, encoded
+from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.control.store import StoreLost
 from spare_megatron.slurm.allocation import address_of
+from spare_megatron.slurm.certificates import Certificates, issue
 from spare_megatron.slurm.commands import require
 from spare_megatron.slurm.steps import step_command
 
+LOG = "etcd.log"
 _NUM_MEMBERS = 3
 _START_S = 60.0
 _END_S = 5.0
 _POLL_S = 0.2
+_ANSWER_S = 2.0
 
 _RUN_AND_CLEAN_UP = """
 data=$(mktemp -d) || exit
@@ -31,7 +40,7 @@ rm -rf "$data"
 
 
 def member_commands(
-    names: Sequence[str], addresses: Sequence[str], first_port: int, token: str
+    names: Sequence[str], addresses: Sequence[str], first_port: int, token: str, certificates: Certificates
 ) -> list[tuple[str, ...]]:
     """The srun of each member.
 
@@ -40,8 +49,9 @@ def member_commands(
         addresses: Where each of them is reached.
         first_port: Member i listens on this port + 2 i, and on the next one to the other members.
         token: Tells the members of this cluster from those of another one that may have been there before.
+        certificates: Of the members, and of the authority without whose signature none answers.
     """
-    peers = [f"http://{address}:{first_port + 2 * i + 1}" for i, address in enumerate(addresses)]
+    peers = [f"https://{address}:{first_port + 2 * i + 1}" for i, address in enumerate(addresses)]
     cluster = ",".join(f"member-{i}={peer}" for i, peer in enumerate(peers))
     commands = []
     for i, (name, client, peer) in enumerate(zip(names, endpoints_of(addresses, first_port), peers, strict=True)):
@@ -53,6 +63,7 @@ def member_commands(
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster={cluster}",
             f"--initial-cluster-token={token}",
+            *_tls_options(certificates),
             "--auto-compaction-retention=10m",
             "--logger=zap",
             "--log-level=warn",
@@ -61,20 +72,34 @@ def member_commands(
     return commands
 
 
+def _tls_options(certificates: Certificates) -> Iterator[str]:
+    for prefix in ("", "peer-"):  # between clients and members, between members
+        yield f"--{prefix}client-cert-auth"
+        yield f"--{prefix}trusted-ca-file={certificates.authority}"
+        yield f"--{prefix}cert-file={certificates.member}"
+        yield f"--{prefix}key-file={certificates.member_key}"
+
+
 def endpoints_of(addresses: Sequence[str], first_port: int) -> tuple[str, ...]:
     """The members' client URLs."""
-    return tuple(f"http://{address}:{first_port + 2 * i}" for i, address in enumerate(addresses))
+    return tuple(f"https://{address}:{first_port + 2 * i}" for i, address in enumerate(addresses))
 
 
 @contextmanager
-def etcd_of_the_job(nodes: Sequence[str], first_port: int, token: str, log: Path) -> Iterator[tuple[str, ...]]:
-    """The endpoints of an etcd that answers, on the first nodes of the job: three members, or one on fewer nodes.
+def etcd_of_the_job(
+    nodes: Sequence[str], control: ControlConfig, first_port: int, token: str, folder: Path
+) -> Iterator[ControlConfig]:
+    """An etcd that answers, on the first nodes of the job: three members, or one on fewer nodes.
 
     Args:
         nodes: The nodes of the job.
+        control: Settings without endpoints.
         first_port: As for `member_commands`.
         token: As for `member_commands`.
-        log: Where all that the members print goes.
+        folder: For certificates and all that the members print; must not exist, and all nodes share it.
+
+    Yields:
+        The settings with which it is reached.
 
     Raises:
         ValueError: It did not come up.
@@ -82,15 +107,23 @@ def etcd_of_the_job(nodes: Sequence[str], first_port: int, token: str, log: Path
     require("etcd", "install it on the nodes, add its folder in slurm.setup, or name an etcd in control.endpoints")
     names = nodes[: _NUM_MEMBERS if len(nodes) >= _NUM_MEMBERS else 1]
     addresses = [address_of(name) for name in names]
+    certificates = issue(folder, addresses)
+    control = dataclasses.replace(
+        control,
+        endpoints=endpoints_of(addresses, first_port),
+        ca_file=str(certificates.authority),
+        cert_file=str(certificates.client),
+        key_file=str(certificates.client_key),
+    )
+    log = folder / LOG
     with log.open("ab") as file:
         steps = [
             subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
-            for command in member_commands(names, addresses, first_port, token)
+            for command in member_commands(names, addresses, first_port, token, certificates)
         ]
     try:
-        endpoints = endpoints_of(addresses, first_port)
-        _wait_until_healthy(endpoints, log)
-        yield endpoints
+        _wait_until_healthy(control, log)
+        yield control
     finally:
         for number in (signal.SIGUSR2, signal.SIGKILL):
             for step in steps:
@@ -100,20 +133,32 @@ def etcd_of_the_job(nodes: Sequence[str], first_port: int, token: str, log: Path
                     step.wait(_END_S)
 
 
-def _wait_until_healthy(endpoints: Sequence[str], log: Path) -> None:
+def _wait_until_healthy(control: ControlConfig, log: Path) -> None:
     end_s = time.monotonic() + _START_S
-    while not all(_is_healthy(endpoint) for endpoint in endpoints):
+    while not all(_is_healthy(control, endpoint) for endpoint in control.endpoints):
         if time.monotonic() > end_s:
             raise ValueError(
-                f"etcd on {', '.join(endpoints)} has not come up within {_START_S:g} s: see {log}, and whether "
+                f"etcd on {', '.join(control.endpoints)} has not come up within {_START_S:g} s: see {log}, and whether "
                 f"slurm.etcd_port and the 5 ports after it are free on these nodes"
             )
         time.sleep(_POLL_S)
 
 
-def _is_healthy(endpoint: str) -> bool:
+def _is_healthy(control: ControlConfig, endpoint: str) -> bool:
+    """Whether this member answers, and has a quorum with it."""
+    spec = EtcdStoreSpec(
+        endpoints=(endpoint,),
+        prefix="/",
+        timeout_s=_ANSWER_S,
+        ca_file=control.ca_file,
+        cert_file=control.cert_file,
+        key_file=control.key_file,
+    )
+    gateway = EtcdGateway(spec)
     try:
-        with urllib.request.urlopen(f"{endpoint}/health", timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
+        gateway.call("/v3/kv/range", {"key": encoded("health")})
+    except StoreLost:
         return False
+    finally:
+        gateway.close()
+    return True

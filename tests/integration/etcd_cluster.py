@@ -165,6 +165,19 @@ def _free_ports(number: int) -> list[int]:
         return [int(item.getsockname()[1]) for item in sockets]
 
 
+def ports_for_members() -> int:
+    """The first of six ports in a row, which were free a moment ago, for the members of one etcd."""
+    for first in range(30000, 40000, 6):
+        try:
+            for port in range(first, first + 6):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no six ports are free")
+
+
 def ask(endpoint: str, path: str, body: Mapping[str, Any], tls: ssl.SSLContext | None = None) -> dict[str, Any]:
     """A member's answer to one request that is sent once."""
     request = urllib.request.Request(endpoint + path, data=json.dumps(body).encode(), method="POST")

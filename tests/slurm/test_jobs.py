@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from spare_megatron.config.schema import (
 )
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import read_journal
+from tests.integration.etcd_cluster import ports_for_members
 from tests.integration.whole_run import tiny_config
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -103,7 +103,7 @@ def job(
             control=ControlConfig(store="etcd", heartbeat_interval_s=2.0),
             reduce=ReduceConfig(),
             checkpoint=CheckpointConfig(interval_steps=1000),
-            slurm=SlurmConfig(num_spare_nodes=spare_nodes, etcd_port=free_ports(), max_requeues=max_requeues),
+            slurm=SlurmConfig(num_spare_nodes=spare_nodes, etcd_port=ports_for_members(), max_requeues=max_requeues),
         )
         preset = tmp_path / "preset.toml"
         preset.write_text(dump_run_config(config))
@@ -154,16 +154,3 @@ def wait_until(folder: Path, is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < end_s, log_of(folder)[-4000:]
         time.sleep(0.2)
-
-
-def free_ports() -> int:
-    """The first of six ports in a row, which were free a moment ago: members of etcd must know each other's."""
-    for first in range(30000, 40000, 6):
-        try:
-            for port in range(first, first + 6):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no six ports are free")

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"journal"},
     "faults": {"core", "config"},
     "simulator": {"core", "journal", "config", "faults", "planner"},
-    "slurm": {"config"},
+    "slurm": {"config", "control"},
     "control": {"config"},
     "mcore": {"core", "config"},
     "runtime": {"core", "journal", "config", "metrics", "faults", "control", "mcore"},

@@ -19,6 +19,7 @@ from spare_megatron.runtime.orphans import end_without_driver, outcome_of, wait_
 from spare_megatron.runtime.reports import ExitCode, StoreAway
 from spare_megatron.runtime.store_link import ENDED, FenceWanted, NodeReplaced, StoreLink
 from spare_megatron.slurm.allocation import Claims
+from spare_megatron.slurm.certificates import issue
 from spare_megatron.slurm.etcd import member_commands
 from spare_megatron.slurm.steps import SrunLauncher, step_command
 
@@ -270,11 +271,12 @@ def test_a_step_shares_its_node_and_outlives_others() -> None:
     assert {"--overlap", "--no-kill", "--nodelist=n4", "--ntasks=1"} <= set(command)
 
 
-def test_the_members_of_etcd_know_each_other_and_none_shares_a_port() -> None:
+def test_the_members_of_etcd_know_each_other_and_none_shares_a_port(tmp_path: Path) -> None:
     """All on one address, as where nodes are rehearsed on one machine."""
-    commands = member_commands(["n1", "n2", "n3"], ["127.0.0.1"] * 3, 2379, "job-7")
+    certificates = issue(tmp_path / "etcd", ["127.0.0.1"])
+    commands = member_commands(["n1", "n2", "n3"], ["127.0.0.1"] * 3, 2379, "job-7", certificates)
     clusters = {word for command in commands for word in command if word.startswith("--initial-cluster=")}
-    peers = ",".join(f"member-{i}=http://127.0.0.1:{2380 + 2 * i}" for i in range(3))
+    peers = ",".join(f"member-{i}=https://127.0.0.1:{2380 + 2 * i}" for i in range(3))
     assert clusters == {f"--initial-cluster={peers}"}
     clients = {word for command in commands for word in command if word.startswith("--listen-client-urls=")}
-    assert clients == {f"--listen-client-urls=http://127.0.0.1:{port}" for port in (2379, 2381, 2383)}
+    assert clients == {f"--listen-client-urls=https://127.0.0.1:{port}" for port in (2379, 2381, 2383)}

@@ -5,7 +5,6 @@ Each field has one writer and is aligned, so that it is read whole without a loc
 
 import contextlib
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ def read_page(page: Page, starved_s: float) -> Pulse:
 
     Args:
         page: Its page.
-        starved_s: What `Starvation` says of it.
+        starved_s: What `starvation` says of it.
     """
     index = page.operation
     return Pulse(
@@ -57,42 +56,6 @@ def read_page(page: Page, starved_s: float) -> Pulse:
         slowest_s=page.slowest_s[index],
         starved_s=starved_s,
     )
-
-
-class Starvation:
-    """For how long the threads of a rank have been ready to run and had no processor, by the kernel.
-
-    All of them: who waits for a processor with the interpreter's lock in hand keeps the others waiting, and so does who
-    carries out their collectives, which does not show of those that wait. Added up: what one lacks has to show, however
-    much another has lacked before.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._lacked_s: dict[str, float] = {}  # of each thread, when it was last looked at
-        self._total_s = 0.0
-
-    def seconds(self) -> float:
-        """Up to now. Never falls, though threads end."""
-        lacked_s = _starved_s(self._pid)
-        self._total_s += sum(max(0.0, now_s - self._lacked_s.get(thread, 0.0)) for thread, now_s in lacked_s.items())
-        self._lacked_s = lacked_s
-        return self._total_s
-
-
-def _starved_s(pid: int) -> dict[str, float]:
-    """Seconds that each thread has been ready to run and had no processor; of none where the kernel does not tell.
-
-    The second number of the file, in nanoseconds (Linux, Documentation/scheduler/sched-stats).
-    """
-    starved_s: dict[str, float] = {}
-    with contextlib.suppress(OSError):  # the process has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError, IndexError):  # the thread has ended
-                # Unbuffered: all threads of a node are looked at several times a second.
-                with open(f"/proc/{pid}/task/{thread}/schedstat", "rb", buffering=0) as file:
-                    starved_s[thread] = int(file.read(64).split()[1]) * 1e-9
-    return starved_s
 
 
 class Beacon:

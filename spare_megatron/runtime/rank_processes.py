@@ -11,11 +11,12 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Pulse
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
-from spare_megatron.runtime.beacon import Page, Starvation, new_page, read_page
+from spare_megatron.runtime.beacon import Page, new_page, read_page
 from spare_megatron.runtime.node_keeper import NodeKeeper
 from spare_megatron.runtime.processes import Child, end_child, start_child
 from spare_megatron.runtime.reports import ExitCode, RankKey
 from spare_megatron.runtime.spec import NodeSpec, RankSpec
+from spare_megatron.runtime.starvation import Starvation
 
 
 class RankProcesses:
@@ -140,7 +141,8 @@ class RankProcesses:
 
     def pulse(self, key: RankKey) -> Pulse:
         """What the rank shows of itself now."""
-        return read_page(self._pages[key], self._starvation[key].seconds())
+        page = self._pages[key]
+        return read_page(page, self._starvation[key].seconds(page.beats, time.monotonic()))
 
     def page(self, key: RankKey) -> Page | None:
         """The memory shared with the rank's present process; None if it has had none here."""

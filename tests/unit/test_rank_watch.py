@@ -1,6 +1,7 @@
 """How long ranks lacked a processor, and what their supervisor makes of it."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +11,10 @@ import pytest
 
 from spare_megatron.core.liveness import Operation, Pulse
 from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime import beacon
-from spare_megatron.runtime.beacon import Starvation
+from spare_megatron.runtime import starvation
 from spare_megatron.runtime.rank_watch import RankWatch
 from spare_megatron.runtime.reports import RankKey
+from spare_megatron.runtime.starvation import Starvation
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,19 +77,67 @@ def test_the_end_of_a_rank_that_starved_makes_no_other_late() -> None:
     assert found_at_s(starved=1.0, ends_at_s=5.0) == 6.25  # its share of the time up to its last look stays forgiven
 
 
+class FakeKernel:
+    """What a kernel would tell of a process's threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times: dict[str, tuple[int, int]] = {}
+        self.ready: set[str] = set()
+        monkeypatch.setattr(starvation, "_times", lambda pid: dict(self.times))
+        monkeypatch.setattr(starvation, "_is_ready", lambda pid, thread: thread in self.ready)
+
+    def tell(self, **lacked_s: float) -> None:
+        """For how long each thread waited before it last ran."""
+        self.times = {thread: (0, int(value * 1e9)) for thread, value in lacked_s.items()}
+
+
 def test_every_thread_that_lacks_a_processor_shows_and_none_takes_its_time_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lacked_s = {"10": 1.0, "11": 2.0}
-    monkeypatch.setattr(beacon, "_starved_s", lambda pid: dict(lacked_s))
-    starvation = Starvation(10)
-    assert starvation.seconds() == 3.0
-    lacked_s |= {"11": 2.5, "12": 5.0}
-    assert starvation.seconds() == 8.5
-    del lacked_s["11"]
-    assert starvation.seconds() == 8.5
-    lacked_s["12"] = 5.5
-    assert starvation.seconds() == 9.0
+    kernel, watched = FakeKernel(monkeypatch), Starvation(10)
+    kernel.tell(a=1.0, b=2.0)
+    assert watched.seconds(1, 0.0) == 3.0
+    kernel.tell(a=1.0, b=2.5, c=5.0)
+    assert watched.seconds(2, 1.0) == 8.5
+    kernel.tell(a=1.0, c=5.0)
+    assert watched.seconds(3, 2.0) == 8.5
+    kernel.tell(a=1.0, c=5.5)
+    assert watched.seconds(4, 3.0) == 9.0
+
+
+def test_a_wait_shows_while_it_lasts_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells of it only when it is over, which may be too late for a rank that does not beat meanwhile."""
+    kernel, watched = FakeKernel(monkeypatch), Starvation(10)
+    kernel.tell(waits=1.0, sleeps=0.0)
+    kernel.ready = {"waits"}
+    assert watched.seconds(7, 0.0) == 1.0
+    assert watched.seconds(7, 1.0) == 1.0, "it may have begun to wait just now"
+    assert watched.seconds(7, 2.5) == 2.5
+    assert watched.seconds(7, 3.0) == 3.0
+    kernel.tell(waits=3.25, sleeps=0.0)  # it ran, after 2.25 s
+    assert watched.seconds(8, 3.5) == 3.25
+    kernel.tell(waits=3.5, sleeps=0.0)
+    assert watched.seconds(9, 4.0) == 3.5
+
+
+def test_nothing_is_looked_for_in_a_rank_that_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, watched = FakeKernel(monkeypatch), Starvation(10)
+    kernel.tell(waits=1.0)
+    kernel.ready = {"waits"}
+    assert [watched.seconds(number, number) for number in range(4)] == [1.0] * 4
+
+
+def test_a_stopped_process_is_not_one_that_waits() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        watched = Starvation(child.pid)
+        waited_s = watched.seconds(7, 0.0)
+        assert [watched.seconds(7, now_s) for now_s in (1.0, 2.0, 3.0)] == [waited_s] * 3
+    finally:
+        child.kill()
+        child.wait()
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel tells nothing of waiting threads")
@@ -97,14 +146,15 @@ def test_the_kernel_tells_of_threads_that_wait_for_a_processor() -> None:
     processor = min(os.sched_getaffinity(0))
     child = subprocess.Popen([sys.executable, "-c", _TWO_BUSY_THREADS.format(processor=processor)])
     try:
-        starvation = Starvation(child.pid)
-        while starvation.seconds() < 0.05:
+        watched, beats = Starvation(child.pid), 0
+        while watched.seconds(beats, 0.0) < 0.05:
+            beats += 1
             assert child.poll() is None
             time.sleep(0.01)
     finally:
         child.kill()
         child.wait()
-    assert starvation.seconds() >= 0.05, "it has ended, and what it lacked is not forgotten"
+    assert watched.seconds(0, 0.0) >= 0.05, "it has ended, and what it lacked is not forgotten"
 
 
 _TWO_BUSY_THREADS = """

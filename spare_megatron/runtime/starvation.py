@@ -1,0 +1,95 @@
+"""For how long the threads of a rank have been ready to run and had no processor, by the kernel.
+
+All of them: who waits for a processor with the interpreter's lock in hand keeps the others waiting, and so does who
+carries out their collectives, which does not show of those that wait. Added up: what one lacks has to show, however
+much another has lacked before.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Thread:
+    """What was seen of a thread.
+
+    Attributes:
+        times: Nanoseconds that it has run, and that it has waited for a processor before it did.
+        ready_since_s: Since when it is known to be waiting for one now.
+        ahead_s: Of its present wait, what has been counted already.
+    """
+
+    times: tuple[int, int]
+    ready_since_s: float | None = None
+    ahead_s: float = 0.0
+
+
+class Starvation:
+    """Watches one rank.
+
+    Args:
+        pid: Its process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._threads: dict[str, _Thread] = {}
+        self._beats = -1
+        self._total_s = 0.0
+
+    def seconds(self, beats: int, now_s: float) -> float:
+        """Up to now. Never falls, though threads end.
+
+        The kernel counts a wait when it is over. One under way, which may last seconds on an overloaded machine, is
+        looked for where the rank does not beat.
+
+        Args:
+            beats: How often the rank has beaten.
+            now_s: Monotonic time.
+        """
+        is_silent, self._beats = beats == self._beats, beats
+        seen: dict[str, _Thread] = {}
+        for name, times in _times(self._pid).items():
+            thread = self._threads.get(name, _Thread((0, 0)))
+            if times != thread.times:
+                lacked_s = (times[1] - thread.times[1]) * 1e-9
+                self._total_s += max(0.0, lacked_s - thread.ahead_s)
+                thread = _Thread(times)
+            elif thread.ready_since_s is not None:  # it has not run, so that it is still ready to
+                waited_s = now_s - thread.ready_since_s
+                self._total_s += waited_s
+                thread = _Thread(times, now_s, thread.ahead_s + waited_s)
+            elif is_silent and _is_ready(self._pid, name):
+                thread.ready_since_s = now_s
+            seen[name] = thread
+        self._threads = seen
+        return self._total_s
+
+
+def _times(pid: int) -> dict[str, tuple[int, int]]:
+    """Of each thread the nanoseconds that it ran and that it waited to; of none where the kernel does not tell.
+
+    The first numbers of the file (Linux, Documentation/scheduler/sched-stats).
+    """
+    times: dict[str, tuple[int, int]] = {}
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, ValueError):  # the thread has ended
+                ran, waited, _ = _read(pid, thread, "schedstat").split()
+                times[thread] = int(ran), int(waited)
+    return times
+
+
+def _is_ready(pid: int, thread: str) -> bool:
+    """Whether the thread could run: neither asleep nor stopped (proc(5), /proc/pid/stat)."""
+    try:
+        return _read(pid, thread, "stat").rpartition(b")")[2].split()[0] == b"R"
+    except OSError:
+        return False  # it has ended
+
+
+def _read(pid: int, thread: str, name: str) -> bytes:
+    # Unbuffered: all threads of a node are looked at several times a second.
+    with open(f"/proc/{pid}/task/{thread}/{name}", "rb", buffering=0) as file:
+        return file.read(512)

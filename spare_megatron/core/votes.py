@@ -1,7 +1,7 @@
 """What one group says of one attempt, in the form in which it crosses ranks."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from spare_megatron.core.saves import SaveEnd
@@ -62,17 +62,20 @@ class Vote:
     slice_digests: tuple[SliceDigest, ...] = ()
 
 
+_FIELDS = tuple(field.name for field in fields(Vote))
+
+
 def encode_vote(vote: Vote) -> str:
-    return json.dumps(asdict(vote), sort_keys=True)
+    return json.dumps({name: getattr(vote, name) for name in _FIELDS})  # `asdict` would take twice as long as all this
 
 
 def decode_vote(text: str) -> Vote:
-    fields = json.loads(text)
+    values = json.loads(text)
     for name in ("num_complete", "restored"):  # JSON knows no tuples
-        fields[name] = tuple(fields[name])
-    fields["save_ends"] = tuple(SaveEnd(*end) for end in fields["save_ends"])
-    fields["slice_digests"] = tuple(SliceDigest(*digest) for digest in fields["slice_digests"])
-    return Vote(**fields)
+        values[name] = tuple(values[name])
+    values["save_ends"] = tuple(SaveEnd(*end) for end in values["save_ends"])
+    values["slice_digests"] = tuple(SliceDigest(*digest) for digest in values["slice_digests"])
+    return Vote(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,9 +35,9 @@ def show(preset: Preset, overrides: Overrides = None, as_json: AsJson = False) -
     with explained_errors("config show"):
         loaded = load_run_config(preset, overrides or ())
         config = loaded.config
-        found = problems(config, _fitting_machine(config))
+        found = problems(config, fitting_machine(config))
         if found:
-            raise ValueError(_refusal(found))
+            raise ValueError(refusal(found))
         facts = implications(config)
         endured = endured_losses(config.layout.num_groups, config.spare.redundancy)
     if as_json:
@@ -68,20 +68,20 @@ def check(
 
     with explained_errors("config check"):
         config = load_run_config(preset, overrides or ()).config
-        machine = _fitting_machine(config) if elsewhere else _this_machine(config)
+        machine = fitting_machine(config) if elsewhere else _this_machine(config)
         found = problems(config, machine)
         doubts = [] if found else warnings(config, machine)
         if as_json:
             typer.echo(json.dumps({"problems": found, "warnings": doubts}))
             raise typer.Exit(2 if found else 0)
         if found:
-            raise ValueError(_refusal(found))
+            raise ValueError(refusal(found))
     for text in doubts:
         typer.echo(f"warning: {text}")
     typer.echo(f"{preset} can run {'on a fitting machine' if elsewhere else 'here'}")
 
 
-def _refusal(found: list[str]) -> str:
+def refusal(found: list[str]) -> str:
     return "this configuration cannot run:\n" + "\n".join(f"  - {text}" for text in found)
 
 
@@ -91,7 +91,7 @@ def _this_machine(config: "RunConfig") -> "Machine":
     return look_at_machine(config)
 
 
-def _fitting_machine(config: "RunConfig") -> "Machine":
+def fitting_machine(config: "RunConfig") -> "Machine":
     """A machine of which only the configuration itself can ask too much."""
     from spare_megatron.config.validate import Machine
 

@@ -49,6 +49,7 @@ def _rows(facts: Implications, endured_losses: float) -> Iterator[tuple[str, str
         ("activations, at most about", memory.activations_bytes),
     ):
         yield f"  {name}", format_bytes(size)
+    yield "a checkpoint", format_bytes(facts.checkpoint_bytes)
 
 
 def _text(value: Any) -> str:

@@ -10,6 +10,7 @@ from spare_megatron.cli import (
     check,
     checkpoint,
     config,
+    doctor,
     job,
     plan,
     preprocess,
@@ -50,6 +51,7 @@ app.command("simulate")(simulate.simulate)
 app.command("preprocess")(preprocess.preprocess)
 app.command("train")(train.train)
 app.command("supervise")(supervise.supervise)
+app.command("doctor")(doctor.doctor)
 app.command("submit")(submit.submit)
 app.command("status")(job.status)
 app.command("logs")(job.logs)

@@ -85,17 +85,18 @@ def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig"
     if config.cluster.launcher != "srun":
         yield config, None
         return
-    from spare_megatron.slurm.allocation import nodes_of, this_job
+    from spare_megatron.slurm.allocation import nodes_for_run, this_job
     from spare_megatron.slurm.etcd import etcd_of_the_job
     from spare_megatron.slurm.steps import SrunLauncher
 
     job_id = this_job()
+    nodes = nodes_for_run(job_id, config.cluster.num_nodes)
     launcher = SrunLauncher(job_id=job_id, python=sys.executable)
     control = config.control
     if control.store == "embedded" or control.endpoints:
         yield config, launcher
         return
-    nodes, token = nodes_of(job_id), f"{job_id}-{run_dir.name}"
+    token = f"{job_id}-{run_dir.name}"
     folder = run_dir.with_name(f"etcd-{run_dir.name}").absolute()
     with etcd_of_the_job(nodes, control, config.slurm.etcd_port, token, folder) as control:
         yield dataclasses.replace(config, control=control), launcher

@@ -45,6 +45,7 @@ class Implications:
         tokens_per_step: The global batch in tokens.
         tokens: Tokens of the whole run.
         memory: The fullest rank.
+        checkpoint_bytes: A checkpoint: parameters and the optimizer's state, each once.
     """
 
     num_ranks: int
@@ -55,6 +56,7 @@ class Implications:
     tokens_per_step: int
     tokens: int
     memory: RankMemory
+    checkpoint_bytes: int
 
 
 def implications(config: RunConfig) -> Implications:
@@ -71,6 +73,7 @@ def implications(config: RunConfig) -> Implications:
         tokens_per_step=tokens,
         tokens=tokens * config.train.steps,
         memory=rank_memory(config),
+        checkpoint_bytes=model_shape(config).num_parameters * sum(_bytes_per_parameter(config)),
     )
 
 
@@ -78,19 +81,24 @@ def rank_memory(config: RunConfig) -> RankMemory:
     """The memory of the fullest rank."""
     layout = config.layout
     parameters = -(-max(model_shape(config).of_stages(layout.pipeline_parallel)) // layout.tensor_parallel)
-    is_bf16 = config.model.precision == "bf16"
+    weights_bytes, optimizer_bytes = _bytes_per_parameter(config)
     # Megatron's fp32 buffer is always there; reproducible sums are int64, and so are the buckets that are reduced.
     number_bytes = 8 if config.reduce.mode == "reproducible" else 4
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
     optimizer = config.optimizer
     held = optimizer.redundancy / layout.num_groups if optimizer.sharding == "stacked" else 1.0
     return RankMemory(
-        weights_bytes=parameters * (2 if is_bf16 else 4),
+        weights_bytes=parameters * weights_bytes,
         gradients_bytes=parameters * sums,
         reduction_bytes=min(parameters * number_bytes, round(MAX_STAGED * config.reduce.bucket_mib * 2**20)),
-        optimizer_bytes=round(parameters * (12 if is_bf16 else 8) * held),
+        optimizer_bytes=round(parameters * optimizer_bytes * held),
         activations_bytes=_activations_bytes(config),
     )
+
+
+def _bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
+    """Of a parameter that the layers compute with, and of what the optimizer keeps for it (see `RankMemory`)."""
+    return (2, 12) if config.model.precision == "bf16" else (4, 8)
 
 
 def _activations_bytes(config: RunConfig) -> int:

@@ -8,7 +8,13 @@ from spare_megatron.config.schema import RunConfig
 _NAME = re.compile(r"[A-Za-z0-9_.,-]+")
 _STRIKING_ONE_MACHINE = ("cut", "stop_node", "stop_store", "kill_store")
 """Faults that the driver inflicts on processes of its own machine."""
-_ETCD_PORTS = 6
+_ETCD_MEMBERS = 3
+_ETCD_PORTS = 2 * _ETCD_MEMBERS
+
+
+def num_etcd_members(num_nodes: int) -> int:
+    """Members of the etcd that a job brings up on its nodes: three stand the loss of one, two would not."""
+    return _ETCD_MEMBERS if num_nodes >= _ETCD_MEMBERS else 1
 
 
 def launcher_problems(config: RunConfig) -> Iterator[str]:
@@ -41,11 +47,6 @@ def launcher_warnings(config: RunConfig) -> Iterator[str]:
         yield (
             f"slurm.max_requeues={config.slurm.max_requeues}, but no checkpoints are taken: the job would begin anew "
             f"each time; set checkpoint.cadence or checkpoint.interval_steps, or slurm.max_requeues=0"
-        )
-    if config.control.store == "etcd" and not config.control.endpoints:
-        yield (
-            "control.endpoints is empty: the etcd that the job brings up has neither passwords nor TLS; keep the "
-            "network of the nodes closed, or name an etcd of your own"
         )
 
 

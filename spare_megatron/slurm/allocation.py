@@ -34,6 +34,21 @@ def nodes_of(job_id: int) -> tuple[str, ...]:
     return tuple(call("scontrol", "show", "hostnames", names).split())
 
 
+def nodes_for_run(job_id: int, num_nodes: int) -> tuple[str, ...]:
+    """The names of the job's nodes, those to spare last.
+
+    Raises:
+        ValueError: They are too few for the run.
+    """
+    names = nodes_of(job_id)
+    if len(names) < num_nodes:
+        raise ValueError(
+            f"job {job_id} has {len(names)} nodes ({', '.join(names)}), too few for cluster.num_nodes={num_nodes}; ask "
+            f"for more (sbatch --nodes), or lower cluster.num_nodes and the layout"
+        )
+    return names
+
+
 def address_of(name: str) -> str:
     """Where the node is reached, as slurmctld has it."""
     fields = dict(item.partition("=")[::2] for item in call("scontrol", "--oneliner", "show", "node", name).split())

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spare_megatron.config.schema import ControlConfig
+from spare_megatron.config.validate_slurm import num_etcd_members
 from spare_megatron.control.etcd_gateway import EtcdGateway, encoded
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreLost
@@ -21,7 +22,6 @@ from spare_megatron.slurm.commands import require
 from spare_megatron.slurm.steps import step_command
 
 LOG = "etcd.log"
-_NUM_MEMBERS = 3
 _START_S = 60.0
 _END_S = 5.0
 _POLL_S = 0.2
@@ -105,7 +105,7 @@ def etcd_of_the_job(
         ValueError: It did not come up.
     """
     require("etcd", "install it on the nodes, add its folder in slurm.setup, or name an etcd in control.endpoints")
-    names = nodes[: _NUM_MEMBERS if len(nodes) >= _NUM_MEMBERS else 1]
+    names = nodes[: num_etcd_members(len(nodes))]
     addresses = [address_of(name) for name in names]
     certificates = issue(folder, addresses)
     control = dataclasses.replace(

@@ -1,0 +1,162 @@
+"""`spare doctor`: the nodes of a run, looked at before it."""
+
+import json
+import secrets
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.quantities import format_bytes
+
+if TYPE_CHECKING:
+    from spare_megatron.config.diagnosis import Finding
+    from spare_megatron.config.node_facts import NodeReport, Rate
+    from spare_megatron.config.schema import RunConfig
+    from spare_megatron.runtime.examination import Start
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="The run preset, a TOML file; not with --node.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the nodes meet, on storage that all share; left as it was found.")
+    ] = None,
+    node: Annotated[
+        int | None, typer.Option(help="Be this node for a `spare doctor` with the same --folder elsewhere.", min=0)
+    ] = None,
+    wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes, or of a node for the first.", min=0)] = 300,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as one JSON object.")] = False,
+) -> None:
+    """Look at all nodes of a run before it: GPUs, versions, clocks, storage, limits, ports, network, corpus.
+
+    In a job of Slurm (cluster.launcher=srun) on all its nodes; by hand on this one and those where the same is started
+    with --node; else on this machine. Exit codes: 0 no problems, 1 problems, 2 it could not be looked.
+    """
+    with explained_errors("doctor"):
+        if node is not None:
+            if config is not None or folder is None:
+                raise ValueError("--node takes --folder, that of the `spare doctor` elsewhere, and no --config")
+            from spare_megatron.runtime.examination import serve_examination
+
+            serve_examination(folder, node, wait_s)
+            return
+        if config is None:
+            raise ValueError("--config is missing: the preset of the run that is to come, or --node")
+        loaded = _load(config, overrides or ())
+        reports, findings = _examine(loaded, folder, wait_s)
+    problems = [finding for finding in findings if finding.is_problem]
+    if as_json:
+        typer.echo(json.dumps(_as_json(reports, findings)))
+    else:
+        _show(reports, findings)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _load(path: Path, overrides: Sequence[str]) -> "RunConfig":
+    """The configuration; what it asks of machines is looked at there."""
+    from spare_megatron.cli.config import fitting_machine, refusal
+    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.config.validate import problems
+
+    config = load_run_config(path, overrides).config
+    if found := problems(config, fitting_machine(config)):
+        raise ValueError(refusal(found))
+    return config
+
+
+def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[list[NodeReport], list[Finding]]":
+    from spare_megatron.config.diagnosis import diagnose
+    from spare_megatron.runtime.checkpoints import folder_of
+    from spare_megatron.runtime.examination import address_towards, examine
+
+    folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
+    checkpoints = folder_of(config, folder).absolute()
+    start: Start | None = None
+    if config.cluster.launcher == "srun":
+        from spare_megatron.slurm.allocation import address_of, nodes_for_run, this_job
+
+        names = nodes_for_run(this_job(), config.cluster.num_nodes)
+        host = address_towards(address_of(names[0]))
+        start = partial(_start_step, names, folder, wait_s)
+    else:
+        num_nodes = config.cluster.num_nodes if config.cluster.launcher == "hand" else 1
+        names = tuple(f"node {index}" for index in range(num_nodes))
+        endpoint = next(iter(config.control.endpoints), "")
+        host = address_towards(urlsplit(endpoint).hostname or config.control.listen_address)
+        if num_nodes > 1:
+            typer.echo(f"on node i = 1 ... {num_nodes - 1}: spare doctor --node i --folder {folder}", err=True)
+    reports = examine(
+        config, names=names, folder=folder, checkpoints=checkpoints, host=host, start=start, wait_s=wait_s
+    )
+    return reports, diagnose(config, str(checkpoints), reports)
+
+
+def _start_step(names: Sequence[str], folder: Path, wait_s: float, node: int, log: Path) -> "subprocess.Popen[bytes]":
+    """The process of a node as a step of the job."""
+    from spare_megatron.slurm.steps import step_command
+
+    words = ("doctor", "--node", str(node), "--folder", str(folder), "--wait-s", str(wait_s))
+    command = step_command(f"doctor-{node}", names[node], (sys.executable, "-m", "spare_megatron.cli.main", *words))
+    with log.open("wb") as file:
+        return subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
+
+
+def _as_json(reports: "Sequence[NodeReport]", findings: "Sequence[Finding]") -> dict[str, Any]:
+    problems, doubts = (
+        [
+            {"node": finding.node, "check": finding.check, "text": finding.text}
+            for finding in findings
+            if finding.is_problem == is_problem
+        ]
+        for is_problem in (True, False)
+    )
+    return {"problems": problems, "warnings": doubts, "nodes": [asdict(report) for report in reports]}
+
+
+def _show(reports: "Sequence[NodeReport]", findings: "Sequence[Finding]") -> None:
+    """The nodes in a table, then what is to be done."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("node", "host", "GPUs", "free", "writes", "sends", "clock"):
+        table.add_column(column, overflow="fold")
+    for report in reports:
+        table.add_row(*_row(report))
+    Console().print(table)
+    for finding in findings:
+        kind = "problem" if finding.is_problem else "warning"
+        typer.echo(f"{kind}: {finding.node}: {finding.check}: {finding.text}")
+    num_problems = sum(finding.is_problem for finding in findings)
+    counts = ((len(reports), "node"), (num_problems, "problem"), (len(findings) - num_problems, "warning"))
+    typer.echo(", ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts))
+
+
+def _row(report: "NodeReport") -> tuple[str, ...]:
+    facts = report.facts
+    if facts is None:
+        return (report.name, "not seen")
+    clock = report.clock
+    return (
+        report.name,
+        facts.host,
+        str(len(facts.gpus)),
+        format_bytes(facts.folder_free_bytes),
+        _rate(report.write),
+        _rate(report.link),
+        "" if clock is None else f"{1e3 * clock.ahead_s:+.1f} ms",
+    )
+
+
+def _rate(rate: "Rate | None") -> str:
+    return "" if rate is None else "failed" if rate.failure else f"{format_bytes(rate.bytes_per_s)}/s"

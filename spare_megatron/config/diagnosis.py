@@ -1,0 +1,326 @@
+"""What is wrong, or doubtful, with the nodes that a run is to have. Pure: from what was found there to texts."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from spare_megatron.config.implications import implications
+from spare_megatron.config.node_facts import NodeFacts, NodeReport
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate_slurm import num_etcd_members
+
+T = TypeVar("T", bound=Hashable)
+
+_SLOW_LINK = 3.0
+"""A link so many times slower than the median of all of them holds the others up."""
+_MIN_LINKS = 3
+_OWN_FILES = 256
+"""Libraries, logs, the corpus, the store."""
+_FILES_PER_PEER = 4
+"""gloo has a socket for each member of a communicator, and communicators that were let go may still be closing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something about one node.
+
+    Attributes:
+        node: Its name.
+        check: What was looked at.
+        text: The value, the limit and what to change.
+        is_problem: The run could not start, or not go on for long; otherwise it could, and not as it should.
+    """
+
+    node: str
+    check: str
+    text: str
+    is_problem: bool = True
+
+
+def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> list[Finding]:
+    """What is wrong with these nodes, node by node.
+
+    Args:
+        config: A configuration without problems of its own.
+        folder: Of the checkpoints.
+        nodes: In the order of the run's nodes; spare ones follow.
+    """
+    whole = [(node, node.facts) for node in nodes if node.facts is not None]
+    found = [Finding(node=node.name, check="node", text=node.failure) for node in nodes if node.facts is None]
+    found += _alike(whole)
+    for index, node in enumerate(nodes):
+        facts = node.facts
+        if facts is None:
+            continue
+        found += _gpus(config, node.name, facts)
+        found += _clock(config, node)
+        found += _limits(config, node.name, facts)
+        found += _store(config, node.name, facts, own_etcd_ports(config, index, len(nodes)))
+        found += _corpus(config, node.name, facts)
+        found += _folder(config, folder, node, facts)
+    found += _links(config, nodes)
+    place = {node.name: index for index, node in enumerate(nodes)}
+    return sorted(found, key=lambda finding: place[finding.node])
+
+
+def own_etcd_ports(config: RunConfig, node: int, num_nodes: int) -> tuple[int, ...]:
+    """The ports that the job's own etcd takes on this one of the job's nodes; none without one."""
+    brings_etcd = config.cluster.launcher == "srun" and config.control.store == "etcd" and not config.control.endpoints
+    if not brings_etcd or node >= num_etcd_members(num_nodes):
+        return ()
+    first = config.slurm.etcd_port + 2 * node
+    return (first, first + 1)
+
+
+def nodes_per_group(config: RunConfig) -> int:
+    """Machines that the ranks of a group stand on, who write a checkpoint together."""
+    return -(-config.parallel.ranks_per_group // ranks_per_machine(config))
+
+
+def ranks_per_machine(config: RunConfig) -> int:
+    """All ranks where nodes are rehearsed on one machine."""
+    layout = config.parallel
+    return layout.num_ranks if config.cluster.launcher == "local" else layout.ranks_per_node
+
+
+def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[Finding]:
+    """What should be the same everywhere, against what most nodes have; the first of them where there is no most."""
+
+    def version_of(package: str, facts: NodeFacts) -> str:
+        return facts.versions.get(package, "")
+
+    packages = {package for _, facts in nodes for package in facts.versions}
+    for package in sorted(packages):
+        for node, own, usual in _deviants(nodes, partial(version_of, package)):
+            yield Finding(
+                node=node.name,
+                check="versions",
+                text=f"{package} is {own or 'absent'}, and {usual or 'absent'} on most nodes; install the same on all",
+            )
+    for node, own, usual in _deviants(nodes, lambda facts: facts.gpu_driver):
+        yield Finding(
+            is_problem=False,
+            node=node.name,
+            check="gpus",
+            text=f"NVIDIA's driver is {own or 'absent'}, and {usual or 'absent'} elsewhere",
+        )
+    for node, models, usual_models in _deviants(nodes, lambda facts: tuple(gpu.name for gpu in facts.gpus)):
+        yield Finding(
+            is_problem=False,
+            node=node.name,
+            check="gpus",
+            text=f"its GPUs are {_told(models)}, and elsewhere {_told(usual_models)}",
+        )
+    for node, sizes, usual_sizes in _deviants(nodes, lambda facts: facts.corpus_bytes):
+        if None not in sizes and None not in usual_sizes:
+            yield Finding(
+                node=node.name,
+                check="corpus",
+                text=f"the corpus has {sizes} bytes (.bin, .idx), and {usual_sizes} on most nodes: it is another one; "
+                f"copy it, or put data.corpus on storage that all nodes share",
+            )
+
+
+def _deviants(
+    nodes: Sequence[tuple[NodeReport, NodeFacts]], value: Callable[[NodeFacts], T]
+) -> Iterator[tuple[NodeReport, T, T]]:
+    """Nodes that differ from most, what they have, and what most have."""
+    values = [value(facts) for _, facts in nodes]
+    if not values:
+        return
+    usual = Counter(values).most_common(1)[0][0]  # of equally many, the one that comes first
+    yield from ((node, own, usual) for (node, _), own in zip(nodes, values, strict=True) if own != usual)
+
+
+def _told(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none"
+
+
+def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
+    if facts.torch_failure:
+        yield Finding(node=name, check="versions", text=f"torch cannot be loaded: {facts.torch_failure}")
+        return
+    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and not facts.gpus):
+        return
+    ranks = ranks_per_machine(config)
+    if len(facts.gpus) < ranks:
+        yield Finding(
+            node=name,
+            check="gpus",
+            text=f"torch sees {len(facts.gpus)} GPUs, and its {ranks} ranks need one each; see `nvidia-smi` there, "
+            f"take the node out, or change layout or cluster.num_nodes",
+        )
+    needed = implications(config).memory.total_bytes
+    for index, gpu in enumerate(facts.gpus[:ranks]):
+        if gpu.memory_bytes < needed:
+            yield Finding(
+                node=name,
+                check="gpus",
+                text=f"GPU {index} has {_gib(gpu.memory_bytes)}, and the fullest rank needs {_gib(needed)}; see "
+                f"`spare config show`, and raise layout.tensor_parallel or layout.pipeline_parallel",
+            )
+        elif gpu.free_bytes < needed:
+            yield Finding(
+                node=name,
+                check="gpus",
+                text=f"GPU {index} has {_gib(gpu.free_bytes)} of {_gib(gpu.memory_bytes)} free, and the fullest rank "
+                f"needs {_gib(needed)}: others use it; `nvidia-smi` there names them",
+            )
+
+
+def _clock(config: RunConfig, node: NodeReport) -> Iterator[Finding]:
+    """No decision compares clocks of two nodes; times in journals do, and losses are found within two heartbeats."""
+    limit_s = 2 * config.control.heartbeat_interval_s
+    clock = node.clock
+    if clock is not None and abs(clock.ahead_s) - clock.error_s > limit_s:
+        yield Finding(
+            is_problem=False,
+            node=node.name,
+            check="clock",
+            text=f"its clock is {abs(clock.ahead_s):.3g} s {'ahead of' if clock.ahead_s > 0 else 'behind'} the "
+            f"driver's, more than 2 x control.heartbeat_interval_s = {limit_s:g} s: times of recoveries will be wrong; "
+            f"see `chronyc tracking` there",
+        )
+
+
+def _limits(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
+    layout = config.parallel
+    needed = _OWN_FILES + _FILES_PER_PEER * (layout.num_groups + layout.ranks_per_group)
+    if facts.open_files < needed:
+        raising = f"`ulimit -n {needed}`" if facts.open_files_most >= needed else "limits.conf, as root,"
+        yield Finding(
+            node=name,
+            check="limits",
+            text=f"a process may have {facts.open_files} files open, and a rank among {layout.num_groups} groups needs "
+            f"{needed}; raise it by {raising} there, in a job by slurm.setup",
+        )
+    if facts.has_infiniband and config.cluster.device != "cpu" and facts.locked_memory_bytes is not None:
+        yield Finding(
+            is_problem=False,
+            node=name,
+            check="limits",
+            text=f"a process may lock {_gib(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand wants no "
+            f"limit; `ulimit -l unlimited` there, in a job by slurm.setup",
+        )
+
+
+def _store(config: RunConfig, name: str, facts: NodeFacts, ports: Collection[int]) -> Iterator[Finding]:
+    for port in sorted({*ports} & {*facts.busy_ports}):
+        yield Finding(
+            node=name,
+            check="ports",
+            text=f"port {port} is taken, and the job's etcd needs it; change slurm.etcd_port="
+            f"{config.slurm.etcd_port}, or name an etcd in control.endpoints",
+        )
+    is_unreachable = len(facts.store_failures) == len(config.control.endpoints)
+    for endpoint, failure in sorted(facts.store_failures.items()):
+        yield Finding(
+            is_problem=is_unreachable,
+            node=name,
+            check="store",
+            text=f"{endpoint} of control.endpoints does not answer from here: {failure}",
+        )
+
+
+def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
+    for suffix, size in zip((".bin", ".idx"), facts.corpus_bytes, strict=True):
+        if size is None:
+            yield Finding(
+                node=name,
+                check="corpus",
+                text=f"data.corpus={config.data.corpus}: {config.data.corpus}{suffix} cannot be read; put it on "
+                f"storage that all nodes share",
+            )
+
+
+def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) -> Iterator[Finding]:
+    def finding(text: str, is_problem: bool = True) -> Finding:
+        return Finding(is_problem=is_problem, node=node.name, check="storage", text=text)
+
+    if not facts.sees_folder:
+        yield finding(
+            f"{folder} is not the folder that the driver's node has by this name: a file from there is not here; "
+            f"set checkpoint.folder and --run-dir to storage that all nodes share"
+        )
+        return
+    if node.write is not None and node.write.failure:
+        yield finding(f"{folder} cannot be written: {node.write.failure}; change its owner or checkpoint.folder")
+        return
+    checkpoint = config.checkpoint
+    if not checkpoint.is_wanted:
+        return
+    size = implications(config).checkpoint_bytes
+    room = (checkpoint.keep_last + 1) * size
+    if facts.folder_free_bytes < size:
+        yield finding(
+            f"{folder} has {_gib(facts.folder_free_bytes)} free, and a checkpoint takes {_gib(size)}; make room or "
+            f"change checkpoint.folder"
+        )
+    elif facts.folder_free_bytes < room:
+        yield finding(
+            f"{folder} has {_gib(facts.folder_free_bytes)} free, and checkpoint.keep_last={checkpoint.keep_last} and "
+            f"one that is being written take {_gib(room)}; make room or lower checkpoint.keep_last",
+            is_problem=False,
+        )
+    if node.write is not None:
+        yield from _write_time(config, folder, size / nodes_per_group(config), node.write.bytes_per_s, finding)
+
+
+def _write_time(
+    config: RunConfig, folder: str, share: float, bytes_per_s: float, finding: Callable[..., Finding]
+) -> Iterator[Finding]:
+    """A node's share of a checkpoint, against the times that the configuration gives it."""
+    write_s = share / max(bytes_per_s, 1.0)
+    told = (
+        f"{folder} takes {_gib(bytes_per_s)} a second, which makes {write_s:.3g} s for this node's part of a checkpoint"
+    )
+    timeout_s, interval_s = config.checkpoint.timeout_s, config.checkpoint.interval_s
+    if write_s > timeout_s:
+        yield finding(f"{told}, and checkpoint.timeout_s={timeout_s:g}; raise that or change checkpoint.folder")
+    elif interval_s is not None and write_s > interval_s:
+        yield finding(f"{told}, and checkpoint.interval_s={interval_s:g}; raise that", is_problem=False)
+
+
+def _links(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[Finding]:
+    measured = [(node, node.link) for node in nodes if node.link is not None]
+    speeds = [link.bytes_per_s for _, link in measured if not link.failure]
+    usual = statistics.median(speeds) if len(speeds) >= _MIN_LINKS else 0.0
+    bucket = 2 * config.reduce.bucket_mib * 2**20 * ranks_per_machine(config)
+    for node, link in measured:
+        if link.failure:
+            yield Finding(
+                node=node.name,
+                check="network",
+                text=f"{node.link_to} cannot be reached from here: {link.failure}; nodes need all ports of each other",
+            )
+        elif config.cluster.device == "cpu" and bucket / max(link.bytes_per_s, 1.0) > config.reduce.timeout_s:
+            yield Finding(
+                node=node.name,
+                check="network",
+                text=f"{_gib(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take "
+                f"{bucket / max(link.bytes_per_s, 1.0):.3g} s, and reduce.timeout_s={config.reduce.timeout_s:g}; "
+                f"lower reduce.bucket_mib or raise reduce.timeout_s",
+            )
+        elif link.bytes_per_s * _SLOW_LINK < usual:
+            yield Finding(
+                is_problem=False,
+                node=node.name,
+                check="network",
+                text=f"{_gib(link.bytes_per_s)} a second to {node.link_to} over TCP, and {_gib(usual)} between most "
+                f"nodes; one of the two has a bad link, or another interface (GLOO_SOCKET_IFNAME)",
+            )
+
+
+def _gib(num_bytes: float) -> str:
+    """A size with three digits.
+
+    >>> [_gib(size) for size in (100, 5e5, 3 * 2**30)]
+    ['100 B', '488 KiB', '3 GiB']
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} B"

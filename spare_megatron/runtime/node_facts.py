@@ -1,0 +1,167 @@
+"""What a node finds when it looks at itself before a run."""
+
+import hashlib
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import spare_megatron
+from spare_megatron.config.node_facts import Gpu, NodeFacts, Rate
+from spare_megatron.config.schema import ControlConfig, DataConfig
+
+_PACKAGES = ("megatron-core", "transformer-engine")
+_ANSWER_S = 5.0
+_VISIBLE_S = 5.0
+"""A network file system shows a new file to others within this."""
+_POLL_S = 0.2
+_PIECE_BYTES = 1 << 20
+_MOST_PIECES = 128
+_MOST_S = 1.0
+
+
+def look_at_node(
+    *, data: DataConfig, control: ControlConfig, ports: Sequence[int], folder: Path, token: str
+) -> NodeFacts:
+    """What this machine says of itself.
+
+    Args:
+        data: Where the corpus is.
+        control: Where etcd is.
+        ports: Those that are to be free.
+        folder: Of the checkpoints.
+        token: Name of the file that the driver has put there.
+    """
+    versions, torch_failure, gpus = _look_at_torch()
+    open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    infiniband = Path("/sys/class/infiniband")
+    return NodeFacts(
+        host=socket.gethostname(),
+        versions={**versions, **{package: _version(package) for package in _PACKAGES}, **_own_versions()},
+        torch_failure=torch_failure,
+        gpus=gpus,
+        gpu_driver=_gpu_driver(),
+        open_files=open_files,
+        open_files_most=open_files_most,
+        locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
+        busy_ports=tuple(port for port in ports if _is_busy(port)),
+        store_failures=_store_failures(control),
+        corpus_bytes=(_size(f"{data.corpus}.bin"), _size(f"{data.corpus}.idx")),
+        sees_folder=_appears(folder / token),
+        folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
+    )
+
+
+def write_speed(file: Path) -> Rate:
+    """How fast a file is written until it is on the disk: up to 128 MiB, in a second or little more."""
+    piece = os.urandom(_PIECE_BYTES)  # some file systems compress
+    num_bytes, began_s = 0, time.monotonic()
+    try:
+        with file.open("xb", buffering=0) as stream:
+            while num_bytes < _MOST_PIECES * _PIECE_BYTES and time.monotonic() - began_s < _MOST_S:
+                num_bytes += stream.write(piece)
+            os.fsync(stream.fileno())
+        return Rate(bytes_per_s=num_bytes / (time.monotonic() - began_s))
+    except OSError as error:
+        return Rate(failure=error.strerror or str(error))
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _look_at_torch() -> tuple[dict[str, str], str, tuple[Gpu, ...]]:
+    """Versions of torch and what it was built with, why it cannot be loaded, and the GPUs that it sees."""
+    try:
+        import torch
+
+        versions = {"torch": torch.__version__, "CUDA": torch.version.cuda or "", "NCCL": ""}
+        if torch.version.cuda:
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        gpus = []
+        for index in range(torch.cuda.device_count()):
+            free, memory = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            gpus.append(Gpu(name=name, memory_bytes=memory, free_bytes=free))
+    except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a driver that is too old
+        return {"torch": _version("torch")}, f"{type(error).__name__}: {error}".partition("\n")[0], ()
+    return versions, "", tuple(gpus)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _own_versions() -> dict[str, str]:
+    """Python's, and our own with a digest of the code: a checkout changes without its version."""
+    digest = hashlib.sha256()
+    folder = Path(spare_megatron.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    return {
+        "Python": platform.python_version(),
+        "spare_megatron": f"{spare_megatron.__version__} ({digest.hexdigest()[:12]})",
+    }
+
+
+def _gpu_driver() -> str:
+    with suppress(OSError):
+        found = re.search(r"Module\s+(?:for \S+\s+)?([0-9.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found[1] if found else ""
+    return ""
+
+
+def _is_busy(port: int) -> bool:
+    """Whether somebody listens there, on any address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just ended is in nobody's way
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def _store_failures(control: ControlConfig) -> Mapping[str, str]:
+    """Endpoint -> why nobody there can be connected to from here."""
+    failures = {}
+    for endpoint in control.endpoints:
+        url = urlsplit(endpoint)
+        try:
+            socket.create_connection((url.hostname, url.port), timeout=_ANSWER_S).close()
+        except OSError as error:
+            failures[endpoint] = error.strerror or str(error)
+    return failures
+
+
+def _size(file: str) -> int | None:
+    """Bytes of a file whose last one can be read; None if it cannot."""
+    try:
+        with open(file, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - 1))
+            stream.read(1)
+            return size
+    except OSError:
+        return None
+
+
+def _appears(file: Path) -> bool:
+    end_s = time.monotonic() + _VISIBLE_S
+    while not file.exists():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -329,6 +329,8 @@ class SlurmConfig:
     """Further options of sbatch, such as --qos=high or --constraint=h100."""
     setup: tuple[str, ...] = ()
     """Shell lines that come first: modules, a virtual environment, exports that all nodes are to have."""
+    doctor: bool = False
+    """Whether the job looks at all its nodes first, as `spare doctor` does, and ends where one has a problem."""
     etcd_port: int = 2379
     """First of the 6 ports of the etcd that the job brings up on its nodes where control.endpoints is empty."""
 

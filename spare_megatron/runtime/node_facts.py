@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import spare_megatron
+from spare_megatron import __version__
 from spare_megatron.config.node_facts import Gpu, NodeFacts, Rate
 from spare_megatron.config.schema import ControlConfig, DataConfig
 
@@ -23,8 +23,8 @@ _ANSWER_S = 5.0
 _VISIBLE_S = 5.0
 """A network file system shows a new file to others within this."""
 _POLL_S = 0.2
-_PIECE_BYTES = 1 << 20
-_MOST_PIECES = 128
+_PIECE_BYTES = 16 << 20
+_MOST_PIECES = 8
 _MOST_S = 1.0
 
 
@@ -70,7 +70,7 @@ def write_speed(file: Path) -> Rate:
         with file.open("xb", buffering=0) as stream:
             while num_bytes < _MOST_PIECES * _PIECE_BYTES and time.monotonic() - began_s < _MOST_S:
                 num_bytes += stream.write(piece)
-            os.fsync(stream.fileno())
+                os.fsync(stream.fileno())  # each: nobody knows how long all of it would take
         return Rate(bytes_per_s=num_bytes / (time.monotonic() - began_s))
     except OSError as error:
         return Rate(failure=error.strerror or str(error))
@@ -107,12 +107,12 @@ def _version(package: str) -> str:
 def _own_versions() -> dict[str, str]:
     """Python's, and our own with a digest of the code: a checkout changes without its version."""
     digest = hashlib.sha256()
-    folder = Path(spare_megatron.__file__).parent
+    folder = Path(__file__).parents[1]
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
     return {
         "Python": platform.python_version(),
-        "spare_megatron": f"{spare_megatron.__version__} ({digest.hexdigest()[:12]})",
+        "spare_megatron": f"{__version__} ({digest.hexdigest()[:12]})",
     }
 
 

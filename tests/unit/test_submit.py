@@ -50,7 +50,9 @@ def script_of(config: RunConfig) -> str:
         ("h100.sh", load_run_config(CONFIGS / "run/gpt_7b_h100.toml", ['slurm.options=["--qos=high"]']).config),
         (
             "one_node.sh",
-            load_run_config(CONFIGS / "run/demo_cpu.toml", ["slurm.account=a", "slurm.max_requeues=0"]).config,
+            load_run_config(
+                CONFIGS / "run/demo_cpu.toml", ["slurm.account=a", "slurm.max_requeues=0", "slurm.doctor=true"]
+            ).config,
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -19,6 +19,7 @@ cd /shared/here || exit 2
 export SPARE_REQUEUES=0
 # Every time that the job comes out of the queue is a run of its own, which goes on from the newest checkpoint.
 attempt=/shared/runs/r/attempt-$(printf %03d "${SLURM_RESTART_COUNT:-0}")
+/shared/venv/bin/python -m spare_megatron.cli.main doctor --config /shared/runs/r/config.toml --folder /shared/runs/r/doctor || exit 2
 /shared/venv/bin/python -m spare_megatron.cli.main train --config /shared/runs/r/config.toml --run-dir "$attempt" --resume
 status=$?
 

@@ -1,0 +1,206 @@
+"""What is said of nodes, from what was found on them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.diagnosis import Finding, diagnose, nodes_per_group, own_etcd_ports
+from spare_megatron.config.implications import implications
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.node_facts import Clock, Gpu, NodeFacts, NodeReport, Rate
+from spare_megatron.config.schema import RunConfig
+
+H100 = Path(__file__).parents[2] / "configs/run/gpt_7b_h100.toml"
+GIB = 2**30
+NUM_NODES = 17
+"""One to spare."""
+
+
+def configured(*overrides: str) -> RunConfig:
+    return load_run_config(H100, overrides).config
+
+
+CONFIG = configured()
+CHECKPOINT = implications(CONFIG).checkpoint_bytes
+RANK = implications(CONFIG).memory.total_bytes
+GPU = Gpu(name="H100", memory_bytes=80 * GIB, free_bytes=79 * GIB)
+FACTS = NodeFacts(
+    host="machine",
+    versions={"torch": "2.13.0", "NCCL": "2.29", "spare_megatron": "0.1.0 (abc)"},
+    torch_failure="",
+    gpus=(GPU,) * 8,
+    gpu_driver="570.1",
+    open_files=65536,
+    open_files_most=65536,
+    locked_memory_bytes=None,
+    has_infiniband=True,
+    busy_ports=(),
+    store_failures={},
+    corpus_bytes=(1000, 100),
+    sees_folder=True,
+    folder_free_bytes=4 * CHECKPOINT,
+)
+LINK = Rate(bytes_per_s=1e9)
+
+
+def nodes(**changed: NodeReport) -> list[NodeReport]:
+    """Healthy ones, apart from those that are named."""
+    healthy = NodeReport(
+        name="",
+        facts=FACTS,
+        clock=Clock(ahead_s=0.0, error_s=0.001),
+        write=Rate(bytes_per_s=1e9),
+        link_to="next",
+        link=LINK,
+    )
+    names = [f"n{index}" for index in range(NUM_NODES)]
+    return [changed.get(name, replace(healthy, name=name)) for name in names]
+
+
+def findings(config: RunConfig = CONFIG, /, **change: Any) -> list[Finding]:
+    """With one node, n3, whose facts or report are changed so."""
+    node = nodes()[3]
+    of_report = {key: value for key, value in change.items() if key in ("clock", "write", "link", "facts", "failure")}
+    of_facts = {key: value for key, value in change.items() if key not in of_report}
+    if of_facts:
+        node = replace(node, facts=replace(FACTS, **of_facts))
+    return diagnose(config, "/ck", nodes(n3=replace(node, **of_report)))
+
+
+def test_of_healthy_nodes_nothing_is_said() -> None:
+    assert diagnose(CONFIG, "/ck", nodes()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "is_problem", "expected"),
+    [
+        ({"facts": None, "failure": "no answer"}, "node", True, "no answer"),
+        ({"gpus": (GPU,) * 7}, "gpus", True, "torch sees 7 GPUs, and its 8 ranks need one each"),
+        (
+            {"gpus": (replace(GPU, memory_bytes=RANK - 1, free_bytes=RANK - 1), *(GPU,) * 7)},
+            "gpus",
+            True,
+            "GPU 0 has",
+        ),
+        ({"gpus": (*(GPU,) * 7, replace(GPU, free_bytes=RANK - 1))}, "gpus", True, "others use it"),
+        ({"gpus": (replace(GPU, name="A100"), *(GPU,) * 7)}, "gpus", False, "1 x A100, 7 x H100, and elsewhere 8 x"),
+        ({"gpu_driver": "535.2"}, "gpus", False, "driver is 535.2, and 570.1 elsewhere"),
+        ({"versions": {**FACTS.versions, "NCCL": "2.27"}}, "versions", True, "NCCL is 2.27, and 2.29 on most nodes"),
+        ({"versions": {"torch": "2.13.0", "NCCL": "2.29"}}, "versions", True, "spare_megatron is absent, and 0.1.0"),
+        ({"torch_failure": "OSError: libcudart"}, "versions", True, "torch cannot be loaded: OSError: libcudart"),
+        ({"clock": Clock(ahead_s=2.1, error_s=0.01)}, "clock", False, "2.1 s ahead of the driver's, more than 2 x"),
+        ({"clock": Clock(ahead_s=-2.1, error_s=0.01)}, "clock", False, "2.1 s behind the driver's"),
+        ({"open_files": 256}, "limits", True, "raise it by `ulimit -n 352`"),
+        ({"open_files": 256, "open_files_most": 256}, "limits", True, "raise it by limits.conf, as root,"),
+        ({"locked_memory_bytes": 65536}, "limits", False, "may lock 64 KiB of memory"),
+        ({"corpus_bytes": (1000, None)}, "corpus", True, "data/corpus.idx cannot be read"),
+        ({"corpus_bytes": (1000, 99)}, "corpus", True, "(1000, 99) bytes (.bin, .idx), and (1000, 100) on most"),
+        ({"sees_folder": False, "folder_free_bytes": 0}, "storage", True, "/ck is not the folder that the driver's"),
+        ({"write": Rate(failure="Permission denied")}, "storage", True, "/ck cannot be written: Permission denied"),
+        ({"folder_free_bytes": CHECKPOINT - 1}, "storage", True, "and a checkpoint takes"),
+        ({"folder_free_bytes": 3 * CHECKPOINT - 1}, "storage", False, "checkpoint.keep_last=2 and one that is"),
+        ({"write": Rate(bytes_per_s=CHECKPOINT / 1801)}, "storage", True, "and checkpoint.timeout_s=1800"),
+        ({"write": Rate(bytes_per_s=0.0)}, "storage", True, "takes 0 B a second"),
+        ({"link": Rate(failure="refused")}, "network", True, "next cannot be reached from here: refused"),
+        ({"link": Rate(bytes_per_s=0.33e9)}, "network", False, "315 MiB a second to next over TCP, and 954 MiB"),
+    ],
+)
+def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
+    change: dict[str, Any], check: str, is_problem: bool, expected: str
+) -> None:
+    found = findings(**change)
+    fitting = [finding for finding in found if finding.check == check and expected in finding.text]
+    assert [finding.is_problem for finding in fitting] == [is_problem], found
+    assert {finding.node for finding in found} == {"n3"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"clock": Clock(ahead_s=2.1, error_s=0.2)},  # a slow answer proves nothing
+        {"clock": Clock(ahead_s=-1.9, error_s=0.0)},
+        {"open_files": 352},
+        {"has_infiniband": False, "locked_memory_bytes": 65536},
+        {"folder_free_bytes": 3 * CHECKPOINT},
+        {"write": Rate(bytes_per_s=CHECKPOINT / 1799)},
+        {"link": Rate(bytes_per_s=0.34e9)},
+        {"gpus": (*(GPU,) * 8,), "busy_ports": (2379,)},  # n3 is no member of etcd
+    ],
+)
+def test_within_the_limits_nothing_is_said(change: dict[str, Any]) -> None:
+    assert findings(**change) == []
+
+
+def test_members_of_the_jobs_etcd_need_their_two_ports_and_no_others() -> None:
+    assert [own_etcd_ports(CONFIG, node, NUM_NODES) for node in range(4)] == [
+        (2379, 2380),
+        (2381, 2382),
+        (2383, 2384),
+        (),
+    ]
+    assert [own_etcd_ports(CONFIG, node, 2) for node in range(2)] == [(2379, 2380), ()]
+    there = configured('control.endpoints=["https://e:2379"]')
+    assert own_etcd_ports(there, 0, NUM_NODES) == ()
+    node = replace(nodes()[1], facts=replace(FACTS, busy_ports=(2379, 2382)))
+    (found,) = diagnose(CONFIG, "/ck", nodes(n1=node))
+    assert (found.node, found.check, found.is_problem) == ("n1", "ports", True)
+    assert "port 2382 is taken" in found.text
+    assert "slurm.etcd_port=2379" in found.text
+
+
+def test_one_member_of_etcd_that_does_not_answer_is_doubtful_and_all_are_a_problem() -> None:
+    there = configured('control.endpoints=["https://a:1","https://b:1"]')
+    assert [found.is_problem for found in findings(there, store_failures={"https://a:1": "refused"})] == [False]
+    both = {"https://a:1": "refused", "https://b:1": "refused"}
+    assert [found.is_problem for found in findings(there, store_failures=both)] == [True, True]
+
+
+def test_on_cpus_gpus_and_locked_memory_do_not_matter_and_tcp_carries_the_reduction() -> None:
+    cpu = configured("cluster.device=cpu", "reduce.timeout_s=60")
+    assert findings(cpu, gpus=(), gpu_driver="", locked_memory_bytes=1) != []
+    same = [replace(node, facts=replace(FACTS, gpus=(), gpu_driver="", locked_memory_bytes=1)) for node in nodes()]
+    assert diagnose(cpu, "/ck", same) == []
+    # 8 ranks send and receive a bucket of 32 MiB each.
+    (found,) = findings(cpu, link=Rate(bytes_per_s=512 * 2**20 / 61))
+    assert "would take 61 s, and reduce.timeout_s=60" in found.text
+    assert found.is_problem
+
+
+def test_a_checkpoint_that_takes_longer_than_the_time_between_two_is_doubtful() -> None:
+    often = configured("checkpoint.cadence=fixed", "checkpoint.interval_s=100")
+    (found,) = findings(often, write=Rate(bytes_per_s=CHECKPOINT / 101))
+    assert "101 s for this node's part of a checkpoint, and checkpoint.interval_s=100" in found.text
+    assert not found.is_problem
+
+
+def test_without_checkpoints_their_room_does_not_matter() -> None:
+    none = configured("checkpoint.cadence=fixed", "slurm.max_requeues=0")
+    assert findings(none, folder_free_bytes=0, write=Rate(bytes_per_s=1.0)) == []
+
+
+def test_a_group_on_several_nodes_writes_a_checkpoint_together() -> None:
+    wide = configured("layout.num_groups=8", "layout.pipeline_parallel=2", "spare.redundancy=2")
+    assert (nodes_per_group(CONFIG), nodes_per_group(wide)) == (1, 2)
+    size = implications(wide).checkpoint_bytes
+    assert findings(wide, folder_free_bytes=9 * size, write=Rate(bytes_per_s=size / 2 / 1799)) == []
+
+
+def test_of_equally_many_versions_that_of_the_first_node_counts() -> None:
+    other = replace(FACTS, versions={**FACTS.versions, "torch": "2.12"})
+    two = [nodes()[0], replace(nodes()[1], facts=other)]
+    (found,) = diagnose(CONFIG, "/ck", two)
+    assert (found.node, found.text) == ("n1", "torch is 2.12, and 2.13.0 on most nodes; install the same on all")
+
+
+def test_two_links_have_no_usual_speed() -> None:
+    two = [nodes()[0], replace(nodes()[1], link=Rate(bytes_per_s=1e6))]
+    assert diagnose(CONFIG, "/ck", two) == []
+
+
+def test_findings_come_in_the_order_of_the_nodes() -> None:
+    gone = NodeReport(name="n9", failure="no answer")
+    few = replace(nodes()[4], facts=replace(FACTS, gpus=(GPU,)), link=Rate(failure="refused"))
+    found = diagnose(CONFIG, "/ck", nodes(n9=gone, n4=few))
+    assert [finding.node for finding in found] == ["n4", "n4", "n4", "n9"]

@@ -1,0 +1,190 @@
+"""What is found on nodes, which are threads of this process, and how those that fail are told."""
+
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.node_facts import NodeReport, Rate
+from spare_megatron.config.schema import ClusterConfig, ControlConfig, DataConfig, LayoutConfig, RunConfig
+from spare_megatron.runtime import link_speed, node_facts
+from spare_megatron.runtime.examination import examine, serve_examination
+from spare_megatron.runtime.link_speed import Sink, send_speed
+from spare_megatron.runtime.node_connection import connect
+from spare_megatron.runtime.node_facts import look_at_node, write_speed
+
+LOOPBACK = "127.0.0.1"
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests need the disk, too."""
+    monkeypatch.setattr(node_facts, "_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(link_speed, "_MOST_PIECES", 2)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    for suffix, size in ((".bin", 10), (".idx", 3)):
+        (tmp_path / f"corpus{suffix}").write_bytes(bytes(size))
+    return RunConfig(
+        layout=LayoutConfig(num_groups=3),
+        data=DataConfig(corpus=str(tmp_path / "corpus")),
+        cluster=ClusterConfig(launcher="hand", num_nodes=3),
+    )
+
+
+def examined(config: RunConfig, folder: Path, num_nodes: int, wait_s: float = WAIT_S) -> list[NodeReport]:
+    return examine(
+        config,
+        names=[f"node {index}" for index in range(num_nodes)],
+        folder=folder,
+        checkpoints=folder / "checkpoints",
+        host=LOOPBACK,
+        start=None,
+        wait_s=wait_s,
+    )
+
+
+def serving(folder: Path, node: int) -> threading.Thread:
+    thread = threading.Thread(target=serve_examination, args=(folder, node, WAIT_S), daemon=True)
+    thread.start()
+    return thread
+
+
+def unheard() -> socket.socket:
+    """Has a port of its own, and listens to nobody."""
+    deaf = socket.socket()
+    deaf.bind((LOOPBACK, 0))
+    return deaf
+
+
+def test_all_nodes_are_looked_at_and_measured_in_a_ring_and_leave_nothing(config: RunConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    threads = [serving(folder, 1), serving(folder, 2)]
+    reports = examined(config, folder, 3)
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert [(report.failure, report.link_to) for report in reports] == [
+        ("", "node 1"),
+        ("", "node 2"),
+        ("", "node 0"),
+    ]
+    for report in reports:
+        assert report.facts is not None
+        assert report.clock is not None
+        assert report.write is not None
+        assert report.link is not None
+        assert report.facts.sees_folder
+        assert report.facts.corpus_bytes == (10, 3)
+        assert abs(report.clock.ahead_s) <= report.clock.error_s + 1e-3  # they are the same clock
+        assert report.write.bytes_per_s > 0
+        assert report.link.bytes_per_s > 0
+    assert not folder.parent.exists()
+
+
+def test_a_node_that_ends_under_way_is_told_and_the_others_are_measured_without_it(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+
+    def end_early() -> None:
+        with connect(folder, 1, WAIT_S) as driver:
+            driver.recv()
+
+    thread = threading.Thread(target=end_early, daemon=True)
+    thread.start()
+    serving(folder, 2)
+    reports = examined(config, folder, 3)
+    thread.join(WAIT_S)
+    assert "its process has ended while it was looked at" in reports[1].failure
+    assert (reports[0].link_to, reports[2].link_to) == ("node 2", "node 0")
+
+
+def test_a_node_that_does_not_come_is_told_with_what_to_do(config: RunConfig, tmp_path: Path) -> None:
+    reports = examined(config, tmp_path / "folder", 2, wait_s=0.0)
+    assert reports[0].facts is not None
+    assert reports[0].link is None
+    folder = tmp_path / "folder"
+    assert f"`spare doctor --node 1 --folder {folder}` has not come" in reports[1].failure
+    assert f"is {folder} on storage that all nodes share?" in reports[1].failure
+
+
+def test_a_step_that_ends_before_it_comes_is_told_with_its_last_words(config: RunConfig, tmp_path: Path) -> None:
+    def start(node: int, log: Path) -> subprocess.Popen[bytes]:
+        with log.open("wb") as file:
+            return subprocess.Popen(["sh", "-c", "echo one; echo python: not found; exit 127"], stdout=file)
+
+    reports = examine(
+        config,
+        names=["n1", "n2"],
+        folder=tmp_path / "folder",
+        checkpoints=tmp_path,
+        host=LOOPBACK,
+        start=start,
+        wait_s=WAIT_S,
+    )
+    assert [(report.name, report.failure) for report in reports] == [
+        ("n1", "its step has ended: python: not found"),
+        ("n2", "its step has ended: python: not found"),
+    ]
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file/checkpoints cannot be written from here: Not a directory"):
+        examined(config, tmp_path / "file", 1)
+
+
+def test_files_that_were_there_stay(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine").touch()
+    examined(config, tmp_path / "folder", 2, wait_s=0.0)
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine"]
+
+
+def test_what_a_node_lacks_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_facts, "_VISIBLE_S", 0.0)
+    with socket.create_server((LOOPBACK, 0)) as taken, unheard() as deaf:
+        answering, deaf_port = taken.getsockname()[1], deaf.getsockname()[1]
+        facts = look_at_node(
+            data=DataConfig(corpus=str(tmp_path / "none")),
+            control=ControlConfig(endpoints=(f"http://{LOOPBACK}:{answering}", f"http://{LOOPBACK}:{deaf_port}")),
+            ports=(answering, 0),  # some port is always free
+            folder=tmp_path / "elsewhere",
+            token="token",
+        )
+    assert facts.busy_ports == (answering,)
+    assert facts.store_failures == {f"http://{LOOPBACK}:{deaf_port}": "Connection refused"}
+    assert facts.corpus_bytes == (None, None)
+    assert not facts.sees_folder
+    assert facts.versions["torch"]
+    assert facts.versions["spare_megatron"].startswith("0.1.0 (")
+
+
+@pytest.mark.gpu
+def test_gpus_are_seen_with_their_memory(tmp_path: Path) -> None:
+    facts = look_at_node(data=DataConfig(), control=ControlConfig(), ports=(), folder=tmp_path, token=".")
+    assert facts.gpus
+    assert all(0 < gpu.free_bytes <= gpu.memory_bytes for gpu in facts.gpus)
+    assert facts.gpu_driver
+    assert facts.versions["NCCL"]
+
+
+def test_what_cannot_be_written_is_told_and_what_was_written_is_removed(tmp_path: Path) -> None:
+    assert write_speed(tmp_path / "none" / "file") == Rate(failure="No such file or directory")
+    assert write_speed(tmp_path / "file").bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_go_to_whom_they_are_for() -> None:
+    with Sink(LOOPBACK) as sink:
+        assert send_speed(LOOPBACK, sink.port, sink.key).bytes_per_s > 0
+        assert send_speed(LOOPBACK, sink.port, bytes(32)).failure
+    with unheard() as deaf:
+        assert "Connection refused" in send_speed(LOOPBACK, deaf.getsockname()[1], bytes(32)).failure

@@ -16,6 +16,7 @@ from spare_megatron.cli import (
     preprocess,
     report,
     simulate,
+    status,
     submit,
     supervise,
     timeline,
@@ -53,7 +54,7 @@ app.command("train")(train.train)
 app.command("supervise")(supervise.supervise)
 app.command("doctor")(doctor.doctor)
 app.command("submit")(submit.submit)
-app.command("status")(job.status)
+app.command("status")(status.status)
 app.command("logs")(job.logs)
 app.command("cancel")(job.cancel)
 app.command("campaign")(campaign.campaign)

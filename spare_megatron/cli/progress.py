@@ -9,13 +9,16 @@ from typing import Self
 from rich import box
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spare_megatron.cli.standing_view import view_of
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.records import CheckpointRecord
-from spare_megatron.journal.summary import Recovery, Summary
+from spare_megatron.journal.recoveries import Recovery
+from spare_megatron.journal.standing import SavePlan
+from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.reports import (
     CheckpointRejected,
     CheckpointTold,
@@ -37,14 +40,15 @@ _PLAIN_INTERVAL_S = 2.0
 class RunProgress:
     """Follows a run's events. Use as a context manager around the run."""
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
+    def __init__(self, config: RunConfig, console: Console, run_dir: Path) -> None:
         self._config = config
         self._console = console
+        self._follower = Follower(run_dir)
         self._absent: dict[int, str] = {}  # groups that take no part, and what is known of them
         self._last: StepCommitted | None = None
         self._last_event = "starting"
         self._next_line_at_s = 0.0
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=True)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -118,18 +122,9 @@ class RunProgress:
         self._console.print(text, highlight=False)
 
     def _render(self) -> RenderableType:
-        groups = Text("groups ")
-        for group in range(self._config.layout.num_groups):
-            state = self._absent.get(group, "alive")
-            style = {"alive": "green", "coming back": "yellow"}.get(state, "bold red")
-            groups.append(f" {group}:{state} ", style=style)
-        num_committed = 0 if self._last is None else self._last.step + 1
-        bar = ProgressBar(total=self._config.train.steps, completed=num_committed, width=50)
-        step = Text("no step committed yet" if self._last is None else self._describe_step(self._last))
-        view = Table.grid()
-        for row in (bar, step, groups, Text(f"last: {self._last_event}")):
-            view.add_row(row)
-        return view
+        checkpoint = self._config.checkpoint
+        plan = SavePlan(interval_s=checkpoint.interval_s or 0.0, interval_steps=checkpoint.interval_steps or 0)
+        return view_of(self._follower.poll(), plan, time.time(), note=self._last_event)
 
 
 def _describe_save(record: CheckpointRecord) -> str:

@@ -72,7 +72,7 @@ def run_and_show(
     from spare_megatron.cli.progress import RunProgress
     from spare_megatron.runtime.run import start_run
 
-    with RunProgress(config, console) as progress:
+    with RunProgress(config, console, run_dir) as progress:
 
         def tell(event: "RunEvent") -> None:
             for take in (progress.take, *listeners):

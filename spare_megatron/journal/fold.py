@@ -89,13 +89,14 @@ class Fold:
         return tuple(commit for commit in self.commits if not commit.is_undone)
 
 
-class _Folding:
-    """The state between two entries."""
+class Folding:
+    """The state between two entries. What does not change from one entry to the next is one object for both."""
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
-        self.incarnations = dict.fromkeys(range(run.num_groups), 0)  # of those that take part
-        self.began_with: Members = frozenset(self.incarnations)
+        self.incarnations: Mapping[int, int] = dict.fromkeys(range(run.num_groups), 0)  # of those that take part
+        self.members: Members = frozenset(self.incarnations)
+        self.began_with = self.members
         self.last_fenced: dict[int, int] = {}  # incarnation
         self.step = run.first_step
         self.attempt = 0
@@ -108,11 +109,12 @@ class _Folding:
         self.undone: set[int] = set()
         self.last_fenced_at: dict[int, int] = {}
         self.fenced: dict[int, tuple[int, int]] = {}
-        self.opened: dict[int, Mapping[int, int]] = {0: dict(self.incarnations)}
+        self.opened: dict[int, Mapping[int, int]] = {0: self.incarnations}
         self.num_restarts = 0
         self.errors: list[str] = []
 
     def take(self, index: int, entry: Mapping[str, Any]) -> None:
+        """Folds the next entry."""
         match entry["entry"]:
             case "fence":
                 self._fence(index, entry["group"], entry.get("incarnation", 0))
@@ -135,7 +137,12 @@ class _Folding:
         self.last_fenced[group] = max(incarnation, self.last_fenced.get(group, -1))
         if self.incarnations.get(group, incarnation + 1) <= incarnation:
             self.last_fenced_at[group] = index
-            self.fenced[index] = (group, self.incarnations.pop(group))
+            self.fenced[index] = (group, self.incarnations[group])
+            self._set_members({other: number for other, number in self.incarnations.items() if other != group})
+
+    def _set_members(self, incarnations: Mapping[int, int]) -> None:
+        self.incarnations = incarnations
+        self.members = frozenset(incarnations)
 
     def _not_fenced(self, members: Sequence[tuple[int, int]]) -> dict[int, int]:
         """Group -> incarnation, the highest where a group is named twice."""
@@ -144,11 +151,10 @@ class _Folding:
     def _open(self, attempt: int) -> None:
         self.attempt = attempt
         self.is_discarded = False
-        self.opened[attempt] = dict(self.incarnations)
+        self.opened[attempt] = self.incarnations
 
     def _decided(self, entry: Mapping[str, Any]) -> None:
-        members = frozenset(self.incarnations)
-        self.attempts.append(Attempted(attempt=entry["attempt"], kept=self.kept, members=members))
+        self.attempts.append(Attempted(attempt=entry["attempt"], kept=self.kept, members=self.members))
 
     def _retry(self, entry: Mapping[str, Any]) -> None:
         before, self.kept = self.kept, tuple(entry.get("kept", ()))
@@ -176,7 +182,7 @@ class _Folding:
             index=index,
             step=entry["step"],
             attempt=entry["attempt"],
-            members=frozenset(self.incarnations),
+            members=self.members,
             began_with=self.began_with,
             saved=bool(entry.get("save", False)),
             is_undone=False,
@@ -192,8 +198,10 @@ class _Folding:
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit takes nobody in
-            self.incarnations = self._not_fenced(entry.get("admit", ())) | self.incarnations
-        self.began_with = frozenset(self.incarnations)
+            admitted = self._not_fenced(entry.get("admit", ()))
+            if not admitted.keys() <= self.members:
+                self._set_members(admitted | dict(self.incarnations))
+        self.began_with = self.members
 
     def _restart(self, entry: Mapping[str, Any]) -> None:
         kept = [commit for commit in self.commits if commit.index not in self.undone]
@@ -209,8 +217,8 @@ class _Folding:
         named = {(group, number) for group, number in entry["members"]}
         for group, number in set(self.incarnations.items()) - named:
             self.last_fenced[group] = max(number, self.last_fenced.get(group, -1))
-        self.incarnations = self._not_fenced(entry["members"])
-        self.began_with = frozenset(self.incarnations)
+        self._set_members(self._not_fenced(entry["members"]))
+        self.began_with = self.members
         self.step = entry["step"]
         self.kept = ()
         self.attempts.clear()
@@ -219,7 +227,7 @@ class _Folding:
 
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     """Folds the entries in the order of their indices; indices may be missing."""
-    folding = _Folding(run)
+    folding = Folding(run)
     for index in sorted(entries):
         folding.take(index, entries[index])
     commits = tuple(replace(commit, is_undone=commit.index in folding.undone) for commit in folding.commits)
@@ -231,7 +239,7 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
         discarded=folding.discarded,
         computed_anew=frozenset(folding.computed_anew),
         opened=folding.opened,
-        members=frozenset(folding.incarnations),
+        members=folding.members,
         num_restarts=folding.num_restarts,
         errors=tuple(folding.errors),
         next_step=folding.step,

@@ -1,14 +1,21 @@
 """Where the wall time of a run went: useful steps, and every loss by its name."""
 
 import itertools
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Committed, Fold
+from spare_megatron.journal.fold import Fold, Members
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, RunRecord
+
+Times = npt.NDArray[np.float64]
+
+_MOST_READERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,82 +43,180 @@ class Goodput:
     lost_s: Mapping[str, float]
 
 
-def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
-    """The goodput of a run that has ended; None if the journal lacks its beginning, its end or every step."""
-    began = [line.at_s for line in journal.lines if isinstance(line.record, RunRecord)]
-    ended = [line.at_s for line in journal.lines if isinstance(line.record, EndRecord)]
-    at_s = entry_times(journal)
-    commits = [commit for commit in fold.kept if commit.index in at_s]
-    if not began or not ended or not commits:
-        return None
-    times_s = [began[0], *(at_s[commit.index] for commit in commits)]
-    undone_s = _undone_s(commits, times_s, fold, at_s)
-    intervals_s = [
-        later - earlier - spent_s
-        for (earlier, later), spent_s in zip(itertools.pairwise(times_s), undone_s, strict=True)
-    ]
-    causes = _causes(journal, fold, commits)
-    quiet_s = [spent_s for spent_s, cause in zip(intervals_s, causes, strict=True) if cause == "scatter"]
-    step_s = median(quiet_s or intervals_s)
-    lost_s: dict[str, float] = defaultdict(float)
-    if any(undone_s):
-        lost_s["rework"] = sum(undone_s)
-    for spent_s, cause in zip(intervals_s, causes, strict=True):
-        lost_s[cause] += max(0.0, spent_s - step_s)
-    lost_s["end"] = ended[0] - times_s[-1]
-    wall_s = ended[0] - began[0]
-    useful_s = sum(min(spent_s, step_s) for spent_s in intervals_s)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A commit that no restart undid.
+
+    Attributes:
+        index: Its place in the log.
+        step: The step.
+        num_members: Groups that took part.
+        cause: What is in the log between the commit before and this one and made that time longer; empty if nothing.
+        undone: Places of the commits between these two that a restart threw away.
+    """
+
+    index: int
+    step: int
+    num_members: int
+    cause: str
+    undone: tuple[int, ...]
+
+
+class Stretches:
+    """The time between commits, by what is in the log: fed entry by entry, in the order of the log."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._undone: list[int] = []
+        self._met: set[str] = set()  # kinds of entries since the last commit that is kept
+        self._before: Members = frozenset()
+
+    def take(self, index: int, entry: Mapping[str, Any], members: Members) -> None:
+        """Takes the next entry, with the groups that took part when it was written."""
+        kind = entry["entry"]
+        if kind == "restart":
+            while self._kept and self._kept[-1].step >= entry["step"]:
+                self._undone.append(self._kept.pop().index)
+        if kind != "commit":
+            self._met.add(kind)
+            return
+        kept = _Kept(
+            index=index,
+            step=entry["step"],
+            num_members=len(members),
+            cause=self._cause(members),
+            undone=tuple(self._undone),
+        )
+        self._kept.append(kept)
+        self._undone.clear()
+        self._met.clear()
+        self._before = members
+
+    def _cause(self, members: Members) -> str:
+        if "restart" in self._met:
+            return "restart"
+        if not self._kept:
+            return "start"
+        if "fence" in self._met:
+            return "recovery"
+        return "admission" if members - self._before else ""
+
+    def goodput(
+        self, at_s: Callable[[npt.NDArray[np.intp]], Times], span_s: tuple[float, float], hit_after: Collection[int]
+    ) -> Goodput | None:
+        """The goodput so far; None without a commit.
+
+        Args:
+            at_s: When the entries at these places of the log were read, seconds; NaN where that is not known.
+            span_s: Beginning and end of the run.
+            hit_after: The steps whose commits were followed by a fault.
+        """
+        times = at_s(np.array([kept.index for kept in self._kept], np.intp))
+        chosen = [kept for kept, is_known in zip(self._kept, ~np.isnan(times), strict=True) if is_known]
+        if not chosen:
+            return None
+        began_s, ended_s = span_s
+        times_s = np.concatenate(([began_s], times[~np.isnan(times)]))
+        rework_s = np.zeros(len(chosen))
+        for position, kept in enumerate(chosen):
+            if kept.undone:
+                undone_s = at_s(np.array(kept.undone, np.intp))
+                rework_s[position] = max(undone_s[~np.isnan(undone_s)] - times_s[position], default=0.0)
+        return _sum_up(np.diff(times_s) - rework_s, rework_s, _causes(chosen, hit_after), times_s, ended_s)
+
+
+def _causes(chosen: list[_Kept], hit_after: Collection[int]) -> list[str]:
+    """For each commit, what made the time since the commit before longer than that of a quiet step."""
+    everybody = max(kept.num_members for kept in chosen)
+    causes = ["restart" if chosen[0].cause == "restart" else "start"]
+    for before, kept in itertools.pairwise(chosen):
+        cause = kept.cause or ("fault" if before.step in hit_after else "")
+        causes.append(cause or ("fewer_groups" if kept.num_members < everybody else "scatter"))
+    return causes
+
+
+def _sum_up(intervals_s: Times, rework_s: Times, causes: list[str], times_s: Times, ended_s: float) -> Goodput:
+    names, of_commit = np.unique(np.array(causes), return_inverse=True)
+    is_quiet = np.array([name == "scatter" for name in names])[of_commit]
+    step_s = median((intervals_s[is_quiet] if is_quiet.any() else intervals_s).tolist())
+    lost_s: dict[str, float] = {"rework": float(rework_s.sum())} if rework_s.any() else {}
+    spent_s = np.bincount(of_commit, weights=np.maximum(0.0, intervals_s - step_s))
+    lost_s |= {str(name): float(spent) for name, spent in zip(names, spent_s, strict=True)}
+    lost_s["end"] = float(ended_s - times_s[-1])
+    wall_s = float(ended_s - times_s[0])
+    useful_s = float(np.minimum(intervals_s, step_s).sum())
     return Goodput(
         wall_s=wall_s,
         step_s=step_s,
         useful_s=useful_s,
         goodput=useful_s / wall_s if wall_s > 0 else 0.0,
-        longest_pause_s=max(intervals_s[1:], default=0.0),
-        lost_s=dict(lost_s),
+        longest_pause_s=float(intervals_s[1:].max()) if len(intervals_s) > 1 else 0.0,
+        lost_s=lost_s,
     )
 
 
-def _undone_s(commits: list[Committed], times_s: list[float], fold: Fold, at_s: Mapping[int, float]) -> list[float]:
-    """For each commit, the time that went into commits since the one before that a restart threw away."""
-    undone = {commit.index: at_s[commit.index] for commit in fold.commits if commit.is_undone and commit.index in at_s}
-    first_of = [-1, *(commit.index for commit in commits)]
-    return [
-        max((read_s - began_s for index, read_s in undone.items() if before < index < commit.index), default=0.0)
-        for before, commit, began_s in zip(first_of, commits, times_s, strict=False)
-    ]
+class EntryTimes:
+    """When each entry of the log was read: the median over the groups, one of whose clocks may have jumped.
+
+    Groups with the same id modulo `_MOST_READERS` count as one: so many make a median.
+    """
+
+    def __init__(self) -> None:
+        self._read_s = np.full((256, 1), np.nan)
+        self._median_s = np.full(256, np.nan)
+        self._changed_from = 0
+        self._end = 0
+
+    def take(self, index: int, group: int, at_s: float) -> None:
+        """A group has read an entry. Of several times the first counts: who comes back reads old entries anew."""
+        column = group % _MOST_READERS
+        height, width = self._read_s.shape
+        if index >= height or column >= width:
+            grown = np.full((max(height, 2 * index if index >= height else 0), max(width, column + 1)), np.nan)
+            grown[:height, :width] = self._read_s
+            self._read_s = grown
+            self._median_s = np.concatenate((self._median_s, np.full(len(grown) - height, np.nan)))
+        if not self._read_s[index, column] <= at_s:
+            self._read_s[index, column] = at_s
+            self._changed_from = min(self._changed_from, index)
+            self._end = max(self._end, index + 1)
+
+    def __call__(self, indices: npt.NDArray[np.intp]) -> Times:
+        """When these entries were read; NaN for those that nobody has read."""
+        if self._changed_from < self._end:
+            changed = slice(self._changed_from, self._end)
+            ordered = np.sort(self._read_s[changed], axis=1)  # NaN come last
+            count = (~np.isnan(ordered)).sum(axis=1)
+            rows = np.arange(len(ordered))
+            self._median_s[changed] = (ordered[rows, (count - 1) // 2] + ordered[rows, count // 2 - (count == 0)]) / 2
+            self._changed_from = self._end
+        is_there = indices < len(self._median_s)
+        return np.where(is_there, self._median_s[np.where(is_there, indices, 0)], np.nan)
 
 
-def entry_times(journal: Journal) -> dict[int, float]:
-    """Log index -> when the entry was read: the median over the groups, one of whose clocks may have jumped."""
-    read_s: dict[int, list[float]] = defaultdict(list)
+def read_times(journal: Journal) -> EntryTimes:
+    """Those of a whole journal."""
+    times = EntryTimes()
     for line in journal.lines:
         if isinstance(line.record, EntryRecord):
-            read_s[line.record.index].append(line.at_s)
-    return {index: median(times_s) for index, times_s in read_s.items()}
+            times.take(line.record.index, line.record.group, line.at_s)
+    return times
 
 
-def _causes(journal: Journal, fold: Fold, commits: list[Committed]) -> list[str]:
-    """For each commit, what made the time since the commit before longer than that of a quiet step."""
-    hit_after = {
-        record.step if record.phase == "after_commit" else record.step - 1 for record in journal.of(FaultRecord)
-    }
-    everybody = max(len(commit.members) for commit in commits)
-    causes = ["restart" if "restart" in _between(fold, -1, commits[0].index) else "start"]
-    for before, commit in itertools.pairwise(commits):
-        between = _between(fold, before.index, commit.index)
-        if "restart" in between:
-            causes.append("restart")
-        elif "fence" in between:
-            causes.append("recovery")
-        elif commit.members - before.members:
-            causes.append("admission")
-        elif before.step in hit_after:
-            causes.append("fault")
-        else:
-            causes.append("fewer_groups" if len(commit.members) < everybody else "scatter")
-    return causes
+def step_before(fault: FaultRecord) -> int:
+    """The step whose commit a fault followed."""
+    return fault.step if fault.phase == "after_commit" else fault.step - 1
 
 
-def _between(fold: Fold, first: int, last: int) -> list[str | None]:
-    """The kinds of the entries between two."""
-    return [fold.entries.get(index, {}).get("entry") for index in range(first + 1, last)]
+def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
+    """The goodput of a run that has ended; None if the journal lacks its beginning, its end or every step."""
+    began = [line.at_s for line in journal.lines if isinstance(line.record, RunRecord)]
+    ended = [line.at_s for line in journal.lines if isinstance(line.record, EndRecord)]
+    if not began or not ended:
+        return None
+    members = {commit.index: commit.members for commit in fold.commits}
+    stretches = Stretches()
+    for index in sorted(fold.entries):
+        stretches.take(index, fold.entries[index], members.get(index, frozenset()))
+    hit_after = {step_before(record) for record in journal.of(FaultRecord)}
+    return stretches.goodput(read_times(journal), (began[0], ended[0]), hit_after)

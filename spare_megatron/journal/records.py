@@ -306,7 +306,7 @@ Record = (
     | EndRecord
 )
 
-_KINDS: dict[str, type[Record]] = {
+KINDS: dict[str, type[Record]] = {
     "run": RunRecord,
     "contribution": ContributionRecord,
     "vote": VoteRecord,
@@ -324,7 +324,7 @@ _KINDS: dict[str, type[Record]] = {
     "repair": RepairRecord,
     "end": EndRecord,
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +356,7 @@ def decode_line(text: str) -> Line:
     fields = json.loads(text)
     if not isinstance(fields, dict):
         raise ValueError(f"not a record: {text[:80]}")
-    kind = _KINDS.get(str(fields.pop("record", None)))
+    kind = KINDS.get(str(fields.pop("record", None)))
     if kind is None:
         raise ValueError(f"record of unknown kind: {text[:80]}")
     try:

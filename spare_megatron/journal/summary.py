@@ -1,6 +1,5 @@
 """A run in figures, from its journal alone."""
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -10,47 +9,14 @@ from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
     EntryRecord,
-    FaultRecord,
-    LossRecord,
     ParamsRecord,
-    RecoveryRecord,
     RepairRecord,
     RunRecord,
     UpdateRecord,
     VoteRecord,
 )
+from spare_megatron.journal.recoveries import Recovery, find_recoveries
 from spare_megatron.journal.redundancy import full_redundancy_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
-    """One recovery, along the survivor that finished its own compute last.
-
-    That survivor waits least for others, so what it spends is what the loss costs the step.
-
-    Attributes:
-        step: The step that was hit.
-        lost: The groups lost, in one or several losses before the step was committed.
-        detect_s: From the loss, or from the end of the survivor's own compute if that was later, to folding the fence.
-        agree_s: To the decision whether the sum was complete.
-        patch_s: Computing the lost groups' microbatches.
-        rebuild_s: Waiting for the new communicator, which is built while the patch is computed.
-        reduce_s: From the new communicator to the commit.
-        total_s: Sum of these.
-        num_patched: Microbatches of the lost groups computed again, over all survivors.
-        phase: Moment of the injected fault; None if the loss was not injected.
-    """
-
-    step: int
-    lost: tuple[int, ...]
-    detect_s: float
-    agree_s: float
-    patch_s: float
-    rebuild_s: float
-    reduce_s: float
-    total_s: float
-    num_patched: int
-    phase: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,52 +88,3 @@ def _count_recomputed(journal: Journal) -> int:
         num_microbatches = sum(len(indices) for indices in record.microbatches.values())
         brought[record.group, record.incarnation, record.step].append(num_microbatches)
     return sum(max(counts) - counts[0] for counts in brought.values())
-
-
-def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
-    """The recoveries of a run in the order of their steps."""
-    by_step: dict[tuple[int, int], list[RecoveryRecord]] = defaultdict(list)
-    for record in journal.of(RecoveryRecord):
-        by_step[record.num_restarts, record.step].append(record)
-    return tuple(_recovery(journal, by_step[key]) for key in sorted(by_step))
-
-
-def _recovery(journal: Journal, records: list[RecoveryRecord]) -> Recovery:
-    """The step of a fault does not matter: a group that dies right after its vote is missed only in the next one."""
-    last = max(records, key=lambda record: record.computed_at_s)
-    lost = tuple(sorted({group for record in records for group in record.lost}))
-    since_s = {group: _taken_in_at_s(journal, group, last.step) for group in lost}
-    struck = [
-        (line.at_s, line.record)
-        for line in journal.lines
-        if isinstance(line.record, FaultRecord | LossRecord)
-        and line.at_s > since_s.get(line.record.group, math.inf)
-        and not (isinstance(line.record, FaultRecord) and line.at_s > last.noticed_at_s)
-    ]
-    faults = [record for _, record in struck if isinstance(record, FaultRecord)]
-    lost_at_s = min((at_s for at_s, _ in struck), default=last.computed_at_s)
-    detect_s = max(0.0, last.noticed_at_s - max(last.computed_at_s, lost_at_s))
-    return Recovery(
-        step=last.step,
-        lost=lost,
-        detect_s=detect_s,
-        agree_s=last.agree_s,
-        patch_s=last.patch_s,
-        rebuild_s=last.rebuild_s,
-        reduce_s=last.reduce_s,
-        total_s=detect_s + last.agree_s + last.patch_s + last.rebuild_s + last.reduce_s,
-        num_patched=sum(record.num_patched for record in records),
-        phase=faults[0].phase if faults else None,
-    )
-
-
-def _taken_in_at_s(journal: Journal, group: int, step: int) -> float:
-    """When the group was last taken in before this step: what hit it before that was an earlier loss."""
-    admissions = [
-        (-incarnation, line.at_s)
-        for line in journal.lines
-        if isinstance(line.record, EntryRecord) and line.record.entry.get("step", step) < step
-        for member, incarnation in line.record.entry.get("admit", ())
-        if member == group
-    ]
-    return min(admissions, default=(0, -math.inf))[1]

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+import numpy as np
+
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Committed, Fold
-from spare_megatron.journal.goodput import Goodput, entry_times, find_goodput
+from spare_megatron.journal.goodput import Goodput, find_goodput, read_times
 from spare_megatron.journal.records import ContributionRecord, LossRecord, RunRecord, UpdateRecord
 from spare_megatron.journal.summary import Summary, summarize
 
@@ -140,7 +142,8 @@ def presence(history: History) -> list[Interval]:
 
 
 def _steps(journal: Journal, fold: Fold, began_s: float) -> list[Step]:
-    at_s = entry_times(journal)
+    times_s = read_times(journal)(np.arange(max(fold.entries, default=-1) + 1))
+    at_s = {index: float(read_s) for index, read_s in enumerate(times_s) if not np.isnan(read_s)}
     updates: dict[tuple[int, int], list[UpdateRecord]] = defaultdict(list)
     for update in journal.of(UpdateRecord):
         updates[update.step, update.attempt].append(update)

@@ -17,7 +17,7 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     UpdateRecord,
 )
-from spare_megatron.journal.summary import Recovery, find_recoveries
+from spare_megatron.journal.recoveries import Recovery, find_recoveries
 
 WARM_UP_STEPS = 3
 """First steps of a run, or of groups that came back, in which memory, caches and connections are set up."""

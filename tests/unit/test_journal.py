@@ -39,7 +39,8 @@ from spare_megatron.journal.records import (
     decode_line,
     encode_line,
 )
-from spare_megatron.journal.summary import find_recoveries, summarize
+from spare_megatron.journal.recoveries import find_recoveries
+from spare_megatron.journal.summary import summarize
 
 RUN = RunRecord(
     name="test",

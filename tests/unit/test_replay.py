@@ -8,7 +8,7 @@ import pytest
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, Line, RecoveryRecord, RunRecord
-from spare_megatron.journal.summary import find_recoveries
+from spare_megatron.journal.recoveries import find_recoveries
 from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate

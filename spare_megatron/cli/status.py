@@ -1,0 +1,164 @@
+"""`spare status`: how a run stands, or a job of Slurm with its runs; once, or for as long as it goes on."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from spare_megatron.cli.errors import explained_errors
+
+if TYPE_CHECKING:
+    from spare_megatron.journal.standing import SavePlan, Standing
+
+_POLLS_PER_S = 4
+_PLAIN_INTERVAL_S = 2.0
+_EVENTS_TOLD = 20
+
+
+def status(
+    folder: Annotated[Path, typer.Argument(help="A run's directory, or the folder that `spare submit` printed.")],
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Follow the run, or a job's newest, until it ends or Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say how a run or a job stands: committed steps, loss, each group, where the time went, what happened last.
+
+    Of a job also its state in Slurm. A letter stands for each group: A alive, S slow, R rejoining, L lost, X given up.
+    """
+    with explained_errors("status"):
+        if watch and as_json:
+            raise ValueError("--watch is for people and --json for programs: choose one of them")
+        is_run = (folder / "journal").is_dir()
+        if watch:
+            _watch(folder if is_run else _newest_run(folder))
+        elif is_run:
+            _tell_run(folder, as_json=as_json)
+        else:
+            _tell_job(folder, as_json=as_json)
+
+
+def save_plan(run_dir: Path) -> "SavePlan":
+    """When the run takes checkpoints, where its directory says so: that of a simulated run need not."""
+    from spare_megatron.config.loader import ConfigError, load_run_config
+    from spare_megatron.journal.standing import SavePlan
+
+    try:
+        checkpoint = load_run_config(run_dir / "config.toml").config.checkpoint
+    except ConfigError:
+        return SavePlan()
+    return SavePlan(interval_s=checkpoint.interval_s or 0.0, interval_steps=checkpoint.interval_steps or 0)
+
+
+def _newest_run(folder: Path) -> Path:
+    runs = [run_dir for run_dir in sorted(folder.glob("attempt-*")) if (run_dir / "journal").is_dir()]
+    if not runs:
+        raise FileNotFoundError(f"{folder} holds no journal, nor a run that does: it is no run's, or has not begun")
+    return runs[-1]
+
+
+def _tell_run(run_dir: Path, *, as_json: bool) -> None:
+    from spare_megatron.cli.standing_view import lines_of
+    from spare_megatron.journal.follow import read_standing
+
+    standing, plan, now_s = read_standing(run_dir), save_plan(run_dir), time.time()
+    if as_json:
+        typer.echo(json.dumps(_as_json(standing, plan, now_s)))
+        return
+    for text in lines_of(standing, plan, now_s):
+        typer.echo(text)
+
+
+def _as_json(standing: "Standing", plan: "SavePlan", now_s: float) -> dict[str, Any]:
+    goodput = standing.goodput(now_s)
+    return {
+        **dict(standing.figures()),
+        "name": None if standing.run is None else standing.run.name,
+        "num_steps": None if standing.run is None else standing.run.num_steps,
+        "groups": standing.groups(),
+        "goodput": None if goodput is None else goodput.goodput,
+        "wall_s": None if goodput is None else goodput.wall_s,
+        "lost_s": {} if goodput is None else goodput.lost_s,
+        "next_save_s": standing.next_save_s(plan, now_s),
+        "events": [{"at_s": event.at_s, "text": event.text} for event in standing.events(_EVENTS_TOLD)],
+        "damage": standing.damage,
+    }
+
+
+def _watch(run_dir: Path) -> None:
+    from spare_megatron.cli.standing_view import lines_of, view_of
+    from spare_megatron.journal.follow import Follower
+
+    follower, plan, console = Follower(run_dir), save_plan(run_dir), Console()
+    try:
+        if not console.is_terminal:
+            _watch_plainly(follower.poll, plan)
+            return
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            while follower.poll().end is None:
+                live.update(view_of(follower.standing, plan, time.time()), refresh=True)
+                time.sleep(1 / _POLLS_PER_S)
+    except KeyboardInterrupt:
+        pass
+    for text in lines_of(follower.standing, plan, time.time()):
+        console.print(text, highlight=False, markup=False)
+
+
+def _watch_plainly(poll: Callable[[], "Standing"], plan: "SavePlan") -> None:
+    """Without a terminal: a line when steps have been committed, and one for each event as it is known."""
+    from spare_megatron.cli.standing_view import step_line
+
+    told, told_events, next_at_s = "", 0, 0.0
+    while True:
+        standing = poll()
+        for event in standing.events_since(told_events):
+            typer.echo(event.text)
+        told_events = standing.num_events
+        line = step_line(standing) if standing.run is not None else ""
+        if line != told and (time.monotonic() >= next_at_s or standing.end is not None):
+            told, next_at_s = line, time.monotonic() + _PLAIN_INTERVAL_S
+            typer.echo(line)
+        if standing.end is not None:
+            return
+        time.sleep(1 / _POLLS_PER_S)
+
+
+def _tell_job(folder: Path, *, as_json: bool) -> None:
+    from spare_megatron.journal.follow import read_standing
+    from spare_megatron.slurm.commands import job_fields, job_of
+
+    job_id = job_of(folder)
+    fields = job_fields(job_id)
+    runs = {
+        run_dir.name: {name: value for name, value in read_standing(run_dir).figures() if name in _FIGURES}
+        for run_dir in sorted(folder.glob("attempt-*"))
+        if any(run_dir.glob("journal/*.jsonl"))
+    }
+    state = {name: fields.get(key, "") for name, key in _STATE.items()}
+    if as_json:
+        typer.echo(json.dumps({"job_id": job_id, **state, "runs": runs}))
+        return
+    told = [f"{name} {state[name]}" for name in ("reason", "nodes") if state[name] not in ("", "None", "(null)")]
+    typer.echo(", ".join((f"job {job_id}: {state['state'] or 'forgotten by Slurm'}", *told)))
+    for name, run in runs.items():
+        typer.echo(f"  {name}: {_describe(run)}")
+
+
+_STATE = {"state": "JobState", "reason": "Reason", "nodes": "NodeList"}
+_FIGURES = ("outcome", "outcome_reason", "steps_committed", "final_loss", "groups_lost", "groups_rejoined")
+
+
+def _describe(run: Mapping[str, Any]) -> str:
+    """A run in a line."""
+    outcome = run["outcome"]
+    loss = "none" if run["final_loss"] is None else f"{run['final_loss']:.4f}"
+    reason = f": {run['outcome_reason']}" if outcome not in ("going on", "finished") else ""
+    return (
+        f"{outcome}, {run['steps_committed']} steps committed, loss {loss}, groups lost {run['groups_lost']}, "
+        f"rejoined {run['groups_rejoined']}{reason}"
+    )

@@ -1,0 +1,113 @@
+"""How long each loss kept training up, and with what, from the records of the survivors."""
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import EntryRecord, FaultRecord, Line, LossRecord, RecoveryRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One recovery, along the survivor that finished its own compute last.
+
+    That survivor waits least for others, so what it spends is what the loss costs the step.
+
+    Attributes:
+        step: The step that was hit.
+        lost: The groups lost, in one or several losses before the step was committed.
+        detect_s: From the loss, or from the end of the survivor's own compute if that was later, to folding the fence.
+        agree_s: To the decision whether the sum was complete.
+        patch_s: Computing the lost groups' microbatches.
+        rebuild_s: Waiting for the new communicator, which is built while the patch is computed.
+        reduce_s: From the new communicator to the commit.
+        total_s: Sum of these.
+        num_patched: Microbatches of the lost groups computed again, over all survivors.
+        phase: Moment of the injected fault; None if the loss was not injected.
+    """
+
+    step: int
+    lost: tuple[int, ...]
+    detect_s: float
+    agree_s: float
+    patch_s: float
+    rebuild_s: float
+    reduce_s: float
+    total_s: float
+    num_patched: int
+    phase: str | None
+
+
+class Recoveries:
+    """Takes lines in any order, and tells of the recoveries in the order of their steps."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[tuple[int, int], list[RecoveryRecord]] = defaultdict(list)
+        self._struck: dict[int, list[tuple[float, FaultRecord | LossRecord]]] = defaultdict(list)
+        self._admitted: dict[int, list[tuple[int, int, float]]] = defaultdict(list)  # step, incarnation, read at
+
+    def take(self, line: Line) -> None:
+        """Keeps what a recovery is told from."""
+        match line.record:
+            case RecoveryRecord() as record:
+                self._by_step[record.num_restarts, record.step].append(record)
+            case FaultRecord() | LossRecord() as record:
+                self._struck[record.group].append((line.at_s, record))
+            case EntryRecord(entry={"admit": [_, *_] as members, "step": step}):
+                for group, incarnation in members:
+                    self._admitted[group].append((step, incarnation, line.at_s))
+
+    def __len__(self) -> int:
+        return len(self._by_step)
+
+    def found(self) -> tuple[Recovery, ...]:
+        """The recoveries so far."""
+        for struck in self._struck.values():
+            struck.sort(key=lambda item: item[0])
+        return tuple(self._recovery(self._by_step[key]) for key in sorted(self._by_step))
+
+    def _recovery(self, records: list[RecoveryRecord]) -> Recovery:
+        """The step of a fault does not matter: a group that dies right after its vote is missed only in the next."""
+        last = max(records, key=lambda record: record.computed_at_s)
+        lost = tuple(sorted({group for record in records for group in record.lost}))
+        faults: list[tuple[float, FaultRecord]] = []
+        lost_at_s: list[float] = []
+        for group in lost:
+            struck = self._struck.get(group, [])
+            first = bisect_right(struck, self._taken_in_at_s(group, last.step), key=lambda item: item[0])
+            for at_s, record in struck[first:]:
+                if isinstance(record, LossRecord):
+                    lost_at_s.append(at_s)
+                elif at_s <= last.noticed_at_s:
+                    faults.append((at_s, record))
+                    lost_at_s.append(at_s)
+                if lost_at_s and at_s > last.noticed_at_s:
+                    break  # only what was later is left
+        detect_s = max(0.0, last.noticed_at_s - max(last.computed_at_s, min(lost_at_s, default=last.computed_at_s)))
+        return Recovery(
+            step=last.step,
+            lost=lost,
+            detect_s=detect_s,
+            agree_s=last.agree_s,
+            patch_s=last.patch_s,
+            rebuild_s=last.rebuild_s,
+            reduce_s=last.reduce_s,
+            total_s=detect_s + last.agree_s + last.patch_s + last.rebuild_s + last.reduce_s,
+            num_patched=sum(record.num_patched for record in records),
+            phase=min(faults, key=lambda item: item[0])[1].phase if faults else None,
+        )
+
+    def _taken_in_at_s(self, group: int, step: int) -> float:
+        """When the group was last taken in before this step: what hit it before that was an earlier loss."""
+        admitted = [(-life, at_s) for at_step, life, at_s in self._admitted.get(group, ()) if at_step < step]
+        return min(admitted, default=(0, -math.inf))[1]
+
+
+def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
+    """The recoveries of a run in the order of their steps."""
+    recoveries = Recoveries()
+    for line in journal.lines:
+        recoveries.take(line)
+    return recoveries.found()

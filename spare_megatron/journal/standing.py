@@ -1,0 +1,284 @@
+"""How a run stands, as far as its journal goes: fed line by line, of a run that is over or goes on."""
+
+import re
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from spare_megatron.journal.events import Event, event_of_entry, event_of_record
+from spare_megatron.journal.fold import Folding
+from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
+from spare_megatron.journal.records import (
+    CadenceRecord,
+    ContributionRecord,
+    EndRecord,
+    EntryRecord,
+    FaultRecord,
+    Line,
+    LossRecord,
+    RecoveryRecord,
+    RunRecord,
+    UpdateRecord,
+)
+from spare_megatron.journal.recoveries import Recoveries
+from spare_megatron.journal.steps import StepTable
+
+GroupState = Literal["alive", "slow", "rejoining", "lost", "given up"]
+
+UNREAD = ("vote", "params", "snapshot", "redundancy", "repair")
+"""Kinds of records that say nothing of how a run stands."""
+
+_SLOW_RATIO = 1.5
+"""Beyond the median of all groups: time per microbatch, medians of the last steps."""
+_PACE_STEPS = 8
+_KEPT_EVENTS = 200
+_SOURCE = re.compile(r"group-(\d+)-rank-\d+(?:-life-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """When checkpoints are taken, as the run's settings say. Both 0: as the journal says, or never."""
+
+    interval_s: float = 0.0
+    interval_steps: int = 0
+
+
+class Standing:
+    """The state of a run that its lines add up to, those of a file in their order.
+
+    Attributes:
+        run: The run's terms; None until its record is there. What comes before that is of no use.
+        began_s: When that was written.
+        told_s: When the newest line was.
+        end: How the run ended; None while it goes on.
+        steps: What is known of each attempt to make a step.
+        losses: Groups found lost, each with when.
+        recoveries: What they cost.
+        num_rejoined: Times that a group which was lost brought something in again.
+        num_recomputed: Microbatches that groups brought into a later attempt of a step and not into its first.
+        damage: What could not be made sense of.
+        num_events: Events so far.
+    """
+
+    def __init__(self) -> None:
+        self.run: RunRecord | None = None
+        self.began_s = self.told_s = 0.0
+        self.end: EndRecord | None = None
+        self.steps = StepTable(0)
+        self.losses: list[tuple[float, LossRecord]] = []
+        self.recoveries = Recoveries()
+        self.num_rejoined = self.num_recomputed = 0
+        self.damage: list[str] = []
+        self.entry_times = EntryTimes()
+        self.folding: Folding | None = None
+        self._stretches = Stretches()
+        self._ahead: dict[int, tuple[dict[str, Any], float]] = {}  # entries after one that is not there yet
+        self._gap_at: int | None = None
+        self._head = 0
+        self._hit_after: set[int] = set()
+        self._cadence: tuple[float, CadenceRecord] | None = None
+        self._saved_at_s = 0.0
+        self.num_events = 0
+        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._lives: dict[int, int] = {}  # the highest number of a group's lives that has begun
+        self._fenced: set[int] = set()
+        self._lost_lives: dict[int, LossRecord] = {}
+        self._brought: dict[int, tuple[int, int, int, int]] = {}  # life, step, first and most microbatches
+        self._updated_at_s: dict[int, float] = {}
+        self._paces: dict[int, deque[float]] = {}  # seconds per microbatch
+
+    # ---------------------------------------------------------------------------------------------------- feeding
+
+    def take(self, line: Line) -> None:
+        """Takes a line."""
+        record, at_s = line.record, line.at_s
+        if isinstance(record, RunRecord):
+            if self.run is not None:
+                self.damage.append("the journal has several run records")
+                return
+            self.run, self.began_s, self.folding = record, at_s, Folding(record)
+            self.steps, self._saved_at_s = StepTable(record.num_groups), at_s
+        if self.run is None:
+            return
+        if not 0 <= getattr(record, "group", 0) < self.run.num_groups:
+            self.damage.append(f"a record of {line.source} names a group that the run does not have")
+            return
+        self.told_s = max(self.told_s, at_s)
+        match record:
+            case EntryRecord():
+                self.entry_times.take(record.index, record.group, at_s)
+                if record.index >= self._head:
+                    self._ahead.setdefault(record.index, (record.entry, at_s))
+                    self._fold()
+                if record.entry.get("admit"):
+                    self.recoveries.take(line)
+            case UpdateRecord():
+                self.steps.update(record)
+                self._updated_at_s[record.group] = at_s
+            case ContributionRecord():
+                self._contributed(record, at_s)
+            case LossRecord():
+                self.losses.append((at_s, record))
+                self.recoveries.take(line)
+                known = self._lost_lives.get(record.group)
+                if known is None or known.incarnation <= record.incarnation:
+                    self._lost_lives[record.group] = record
+            case FaultRecord():
+                self._hit_after.add(step_before(record))
+                self.recoveries.take(line)
+            case RecoveryRecord():
+                self.recoveries.take(line)
+            case CadenceRecord():
+                self._cadence = at_s, record
+            case EndRecord() if self.end is None:
+                self.end = record
+        self._note(event_of_record(record, at_s))
+
+    def _note(self, event: Event | None) -> None:
+        if event is not None:
+            self._events.append(event)
+            self.num_events += 1
+
+    def begun(self, sources: Collection[str]) -> None:
+        """These writers are there: a rank opens its file when its group's life begins."""
+        for source in sources:
+            found = _SOURCE.fullmatch(source)
+            if found:
+                group = int(found[1])
+                self._lives[group] = max(int(found[2] or 0), self._lives.get(group, 0))
+
+    def settle(self, *, is_whole: bool = False) -> None:
+        """All that is written has been taken. An entry that is missing twice in a row, or now that all is there, is.
+
+        Args:
+            is_whole: Nothing more will come.
+        """
+        while self._ahead:
+            if self._gap_at != self._head and not is_whole:
+                self._gap_at = self._head
+                return
+            missing, self._head = self._head, min(self._ahead)
+            self.damage.append(f"log entries {missing} to {self._head - 1} are not in the journal")
+            self._fold()
+        self._gap_at = None
+
+    def _fold(self) -> None:
+        assert self.folding is not None, "entries are kept only once the run is known"
+        while (found := self._ahead.pop(self._head, None)) is not None:
+            entry, at_s = found
+            members = self.folding.members
+            self.folding.take(self._head, entry)
+            self._stretches.take(self._head, entry, members)
+            if entry["entry"] == "commit" and entry.get("save", False):
+                self._saved_at_s = at_s
+            if entry["entry"] == "fence":
+                self._fenced.add(entry["group"])
+            self._note(event_of_entry(entry, self.folding.members - members, at_s))
+            self._head += 1
+
+    def _contributed(self, record: ContributionRecord, at_s: float) -> None:
+        group, life = record.group, record.incarnation
+        load = sum(map(len, record.microbatches.values()))
+        self.steps.contribution(record, load)
+        before = self._brought.get(group)
+        if before is not None and before[:2] == (life, record.step):
+            first, most = before[2], max(before[3], load)
+            self.num_recomputed += most - before[3]
+        else:
+            first = most = load
+            began_s = self._updated_at_s.pop(group, None)
+            if began_s is not None and load:
+                self._paces.setdefault(group, deque(maxlen=_PACE_STEPS)).append((at_s - began_s) / load)
+            if life and (before is None or before[0] != life):
+                self.num_rejoined += 1
+                self._paces.pop(group, None)
+        self._brought[group] = (life, record.step, first, most)
+
+    # ------------------------------------------------------------------------------------------------------ telling
+
+    @property
+    def num_committed(self) -> int:
+        """Committed steps that no restart undid."""
+        return 0 if self.folding is None else self.folding.step - self.folding.run.first_step
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, or `going on`."""
+        return "going on" if self.end is None else self.end.outcome
+
+    @property
+    def last_attempt(self) -> int | None:
+        """That of the last commit that a group has told the loss of; None if there is none."""
+        for commit in reversed(self.folding.commits if self.folding else ()):
+            if self.steps.is_told(commit.attempt):
+                return commit.attempt
+        return None
+
+    @property
+    def loss(self) -> float | None:
+        """That of the last committed step."""
+        return None if self.last_attempt is None else float(self.steps.loss[self.last_attempt])
+
+    def groups(self) -> list[GroupState]:
+        """How each group stands."""
+        if self.run is None or self.folding is None:
+            return []
+        slow = self._slow_groups()
+        return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_groups)]
+
+    def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupState:
+        loss = self._lost_lives.get(group)
+        if group in members and (loss is None or loss.incarnation < members[group]):
+            return "slow" if group in slow else "alive"
+        if loss is not None and loss.is_given_up:
+            return "given up"
+        if self._lives.get(group, 0) > (0 if loss is None else loss.incarnation):
+            return "rejoining"
+        return "lost"
+
+    def _slow_groups(self) -> set[int]:
+        """Those that take far longer for a microbatch than most."""
+        paces = {group: median(pace) for group, pace in self._paces.items() if len(pace) == _PACE_STEPS}
+        usual = median(paces.values()) if paces else 0.0
+        return {group for group, pace in paces.items() if pace > _SLOW_RATIO * usual}
+
+    def goodput(self, now_s: float) -> Goodput | None:
+        """Where the time up to now, or up to the end of the run, went; None before the first commit."""
+        until_s = self.told_s if self.end is not None else max(now_s, self.told_s)
+        return self._stretches.goodput(self.entry_times, (self.began_s, until_s), self._hit_after)
+
+    def next_save_s(self, plan: SavePlan, now_s: float) -> float | None:
+        """Seconds to the next checkpoint; None if none is to come, or nothing says when. Saves wait for a commit."""
+        if self.end is not None or self.folding is None:
+            return None
+        if plan.interval_steps:
+            goodput = self.goodput(now_s)
+            left = plan.interval_steps - self.folding.step % plan.interval_steps
+            return None if goodput is None else left * goodput.step_s
+        since_s, interval_s = self._saved_at_s, plan.interval_s
+        if self._cadence is not None:
+            since_s, interval_s = self._cadence[0], self._cadence[1].interval_s
+        return max(0.0, since_s + interval_s - now_s) if interval_s else None
+
+    def events(self, most: int) -> Sequence[Event]:
+        """The last of what happened, in the order of its times."""
+        return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
+
+    def events_since(self, num_events: int) -> Sequence[Event]:
+        """Those that came after the first so many, as far as they are kept, in the order in which they became known."""
+        new = self.num_events - num_events
+        return list(self._events)[-new:] if new else ()
+
+    def figures(self) -> Iterator[tuple[str, Any]]:
+        """What can be counted, by the names that `summary.json` has for it."""
+        yield "outcome", self.outcome
+        yield "outcome_reason", "" if self.end is None else self.end.reason
+        yield "steps_committed", self.num_committed
+        yield "steps_lost", len(self.folding.undone) if self.folding else 0
+        yield "restarts", self.folding.num_restarts if self.folding else 0
+        yield "final_loss", self.loss
+        yield "groups_lost", len(self._fenced)
+        yield "groups_rejoined", self.num_rejoined
+        yield "microbatches_recomputed", self.num_recomputed

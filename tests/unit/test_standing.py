@@ -1,0 +1,342 @@
+"""How a run stands: fed line by line, it comes to what the summary of the whole journal says."""
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from spare_megatron.cli import status
+from spare_megatron.cli.main import app
+from spare_megatron.cli.progress import RunProgress
+from spare_megatron.cli.standing_view import view_of
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.check import fold_journal
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.follow import Follower, read_standing
+from spare_megatron.journal.goodput import find_goodput
+from spare_megatron.journal.records import (
+    CadenceRecord,
+    ContributionRecord,
+    EndRecord,
+    EntryRecord,
+    Line,
+    LossRecord,
+    Record,
+    RunRecord,
+    UpdateRecord,
+    encode_line,
+)
+from spare_megatron.journal.standing import SavePlan, Standing
+from spare_megatron.journal.summary import summarize
+from spare_megatron.runtime.reports import Starting
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec, Loss
+from spare_megatron.simulator.scenario import Scenario
+
+COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
+RUN = RunRecord(
+    name="told",
+    num_groups=3,
+    ranks_per_group=1,
+    redundancy=2,
+    microbatches_per_shard=2,
+    num_steps=20,
+    placement="golomb",
+    granularity="microbatch",
+    reduce_mode="fast",
+    faults=[],
+)
+
+
+def simulated(seed: int, redundancy: int, repair_s: float | None) -> list[Line]:
+    """A run with many losses; of few hosts with wipe-outs, too."""
+    scenario = Scenario(
+        name="told",
+        num_groups=7,
+        redundancy=redundancy,
+        microbatches_per_shard=3,
+        num_steps=60,
+        costs=COSTS,
+        failures=FailureSpec(kind="system", mean_s=200.0),
+        repair_s=repair_s,
+    )
+    found: list[Line] = []
+    simulate(scenario, seed, journal=found.append)
+    return found
+
+
+def line(at_s: float, record: Record, source: str = "test") -> Line:
+    return Line(source=source, at_s=at_s, record=record)
+
+
+def entry(at_s: float, index: int, **fields: Any) -> Line:
+    return line(at_s, EntryRecord(group=0, index=index, entry=fields))
+
+
+def commit(at_s: float, index: int, step: int, **fields: Any) -> Line:
+    return entry(at_s, index, entry="commit", step=step, attempt=index, **fields)
+
+
+def standing_of(*lines: Line) -> Standing:
+    standing = Standing()
+    for item in (line(100.0, RUN), *lines):
+        standing.take(item)
+    return standing
+
+
+def write(folder: Path, lines: list[Line]) -> Path:
+    (folder / "journal").mkdir(parents=True)
+    (folder / "journal" / "test.jsonl").write_text("".join(encode_line(item) + "\n" for item in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("seed", "redundancy", "repair_s"), [(1, 6, 300.0), (2, 2, 300.0), (3, 2, None), (4, 6, 300.0)]
+)
+def test_what_lines_add_up_to_is_what_the_whole_journal_says(
+    tmp_path: Path, seed: int, redundancy: int, repair_s: float | None
+) -> None:
+    lines = simulated(seed, redundancy, repair_s)
+    journal = read_journal(write(tmp_path / "whole", lines))
+    summary = summarize(journal)
+    assert summary.groups_lost > 0
+    assert (summary.restarts > 0) == (redundancy == 2)
+    # Grown by pieces that end anywhere, looked at after each.
+    text = "".join(encode_line(item) + "\n" for item in lines).encode()
+    cuts = sorted(random.Random(seed).sample(range(len(text)), 40))
+    follower = Follower(tmp_path)
+    (tmp_path / "journal").mkdir()
+    with (tmp_path / "journal" / "simulator.jsonl").open("wb") as file:
+        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            file.write(text[begin:end])
+            file.flush()
+            follower.poll()
+    standing = follower.standing
+    assert follower.damage == ()
+    for name, value in standing.figures():
+        # Simulated groups keep their life over a restart, so that the summary takes a step done again for the same one.
+        assert value == getattr(summary, name) or (name == "microbatches_recomputed" and summary.restarts), name
+    assert standing.recoveries.found() == summary.recoveries
+    goodput = standing.goodput(now_s=0.0)
+    expected = find_goodput(journal, fold_journal(journal, journal.of(RunRecord)[0]))
+    assert goodput is not None
+    assert expected is not None
+    assert goodput.lost_s == pytest.approx(expected.lost_s)
+    assert goodput.wall_s == pytest.approx(goodput.useful_s + sum(goodput.lost_s.values()))
+
+
+def test_what_is_read_is_never_read_again_and_a_torn_line_waits(tmp_path: Path) -> None:
+    lines = [line(100.0, RUN), *(commit(101.0 + step, step, step) for step in range(4))]
+    texts = [encode_line(item) + "\n" for item in lines]
+    file = write(tmp_path, lines[:3]) / "journal" / "test.jsonl"
+    follower = Follower(tmp_path)
+    assert follower.poll().num_committed == 2
+    with file.open("r+") as opened:
+        opened.write("#" * len("".join(texts[:3]).rstrip()))
+        opened.seek(0, 2)
+        opened.write(texts[3] + texts[4][:30])
+    assert follower.poll().num_committed == 3
+    with file.open("a") as opened:
+        opened.write(texts[4][30:])
+    assert follower.poll().num_committed == 4
+    assert follower.damage == ()
+    with file.open("a") as opened:
+        opened.write('{"record":"what is this"}\n')
+    follower.poll()
+    assert len(follower.damage) == 1
+
+
+def test_an_entry_that_is_not_there_is_waited_for_once() -> None:
+    standing = standing_of(commit(101.0, 0, 0), commit(103.0, 2, 2))
+    standing.settle()
+    assert standing.num_committed == 1
+    standing.take(commit(102.0, 1, 1))  # of a slower file
+    standing.settle()
+    assert (standing.num_committed, standing.damage) == (3, [])
+    standing.take(commit(105.0, 4, 4))
+    standing.settle()
+    standing.settle()
+    assert standing.num_committed == 5
+    assert standing.damage == ["log entries 3 to 3 are not in the journal"]
+
+
+def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
+    standing = standing_of(commit(101.0, 0, 0))
+    assert standing.groups() == ["alive", "alive", "alive"]
+    standing.take(line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)))
+    assert standing.groups() == ["alive", "lost", "alive"]
+    standing.take(entry(102.1, 1, entry="fence", group=1, incarnation=0))
+    standing.begun({"group-0001-rank-0", "group-0002-rank-1", "driver"})
+    assert standing.groups() == ["alive", "lost", "alive"]
+    standing.begun({"group-0001-rank-0-life-1"})
+    assert standing.groups() == ["alive", "rejoining", "alive"]
+    standing.take(commit(103.0, 2, 1, admit=[[1, 1]]))
+    assert standing.groups() == ["alive", "alive", "alive"]
+    again = LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=3, incarnation=1, is_given_up=True)
+    standing.take(line(104.0, again))
+    assert standing.groups() == ["alive", "given up", "alive"]
+    assert [event.text for event in standing.events(9)] == [
+        "group 1 lost: rank 0: SIGKILL",
+        "group 1 rejoined, and takes part from step 2 on",
+        "group 1 lost: rank 0: SIGKILL; given up",
+    ]
+
+
+def test_a_group_that_takes_far_longer_for_a_microbatch_is_slow() -> None:
+    standing = standing_of()
+    for step in range(9):
+        for group, pace_s in enumerate((1.0, 1.1, 2.5)):
+            began_s, work = 200.0 + 10 * step, {str(group): [0, 1] if group else [0, 1, 2, 3]}
+            load = len(work[str(group)])
+            standing.take(
+                line(
+                    began_s + pace_s * load,
+                    ContributionRecord(
+                        group=group, step=step, attempt=step, epoch=0, members=[0, 1, 2], microbatches=work
+                    ),
+                )
+            )
+            update = UpdateRecord(
+                group=group,
+                step=step,
+                attempt=step,
+                num_microbatches=6,
+                loss=2.0,
+                grad_norm=1.0,
+                learning_rate=0.1,
+                makespan=2,
+                step_s=10.0,
+            )
+            standing.take(line(began_s + 10.0, update))
+        assert standing.groups() == ["alive", "alive", "slow" if step == 8 else "alive"]
+
+
+def test_the_next_save_is_told_by_the_cadence_or_the_settings() -> None:
+    standing = standing_of(commit(101.0, 0, 0), commit(102.0, 1, 1), commit(103.0, 2, 2, save=True))
+    assert standing.next_save_s(SavePlan(), 110.0) is None
+    assert standing.next_save_s(SavePlan(interval_s=60.0), 110.0) == 53.0
+    assert standing.next_save_s(SavePlan(interval_steps=10), 110.0) == 7 * 1.0
+    cadence = CadenceRecord(
+        group=0,
+        step=3,
+        interval_s=30.0,
+        save_s=1.0,
+        restart_s=1.0,
+        group_interval_s=1.0,
+        absence_s=None,
+        time_to_wipe_out_s=1.0,
+        num_losses=0,
+        exposure_s=1.0,
+        num_members=3,
+    )
+    standing.take(line(104.0, cadence))
+    assert standing.next_save_s(SavePlan(), 110.0) == 24.0
+    standing.take(line(112.0, EndRecord(outcome="finished", reason="")))
+    assert standing.next_save_s(SavePlan(), 113.0) is None
+
+
+def test_the_view_can_be_read_without_colours() -> None:
+    standing = standing_of(
+        commit(101.0, 0, 0),
+        line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)),
+        entry(102.1, 1, entry="fence", group=1, incarnation=0),
+        commit(103.0, 2, 1),
+    )
+    console = Console(file=io.StringIO(), width=120, record=True, force_terminal=True, no_color=True)
+    console.print(view_of(standing, SavePlan(interval_s=60.0), 104.0, note="starting"))
+    text = console.export_text()
+    for part in (
+        "step 2/20",
+        "groups ALA",
+        "A alive 2, L lost 1",
+        "recovery",
+        "next save in 56 s",
+        "SIGKILL",
+        "starting",
+    ):
+        assert part in text, part
+
+
+def test_training_in_a_terminal_shows_what_the_journal_has(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", [line(100.0, RUN), commit(101.0, 0, 0)])
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, no_color=True, color_system=None)
+    with RunProgress(RunConfig(), console, run_dir) as progress:
+        progress.take(Starting(what="a test"))
+    assert isinstance(console.file, io.StringIO)
+    for part in ("step 1/20", "groups AAA", "starting: a test"):
+        assert part in console.file.getvalue(), part
+
+
+def test_status_tells_of_a_run_directory_without_slurm(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", simulated(2, 2, 300.0))
+    result = CliRunner().invoke(app, ["status", str(run_dir)])
+    assert result.exit_code == 0, result.output
+    assert "step 60/60" in result.output
+    answer = json.loads(CliRunner().invoke(app, ["status", str(run_dir), "--json"]).stdout)
+    assert answer["outcome"] == "finished"
+    assert answer["steps_committed"] == 60
+    assert len(answer["groups"]) == 7
+    assert answer["restarts"] > 0
+    assert answer["wall_s"] == pytest.approx(answer["goodput"] * answer["wall_s"] + sum(answer["lost_s"].values()))
+
+
+def test_watching_without_a_terminal_tells_what_is_new_until_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = simulated(5, 3, 300.0)
+    run_dir = write(tmp_path / "run", lines[:200])
+    is_whole = False
+
+    def grow(seconds: float) -> None:
+        nonlocal is_whole
+        assert not is_whole, "a run that has ended is not waited for"
+        is_whole = True
+        with (run_dir / "journal" / "test.jsonl").open("a") as file:
+            file.write("".join(encode_line(item) + "\n" for item in lines[200:]))
+
+    monkeypatch.setattr(status.time, "sleep", grow)
+    result = CliRunner().invoke(app, ["status", str(run_dir), "--watch"])
+    assert result.exit_code == 0, result.output
+    told = result.output.splitlines()
+    assert is_whole
+    assert told[-1].startswith("step 60/60")
+    num_losses = sum(isinstance(item.record, LossRecord) for item in lines)
+    assert sum(" lost: rank" in text for text in told) == num_losses > 0
+
+
+@pytest.mark.parametrize("arguments", [["--watch"], ["--watch", "--json"], []])
+def test_what_is_neither_a_run_nor_a_job_is_named(tmp_path: Path, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["status", str(tmp_path), *arguments])
+    assert result.exit_code == 2
+    assert (str(tmp_path) in result.output) != (len(arguments) == 2)
+
+
+def test_a_journal_without_any_run_record_tells_nothing(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", [commit(101.0, 0, 0)])
+    assert read_standing(run_dir).groups() == []
+    assert "no run yet" in CliRunner().invoke(app, ["status", str(run_dir)]).output
+
+
+def test_a_loss_in_a_trace_is_known_by_its_group() -> None:
+    found: list[Line] = []
+    scenario = Scenario(
+        name="told",
+        num_groups=5,
+        redundancy=3,
+        microbatches_per_shard=3,
+        num_steps=8,
+        costs=COSTS,
+        failures=FailureSpec(kind="trace", trace=(Loss(at_s=90.0, groups=(GroupId(1),)),)),
+    )
+    simulate(scenario, 1, journal=found.append)
+    standing = Standing()
+    for item in found:
+        standing.take(item)
+    assert standing.groups() == ["alive", "lost", "alive", "alive", "alive"]

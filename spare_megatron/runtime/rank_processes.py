@@ -127,6 +127,12 @@ class RankProcesses:
         return frozenset(self._incarnations)
 
     @property
+    def whole_groups(self) -> frozenset[GroupId]:
+        """Of these, those that have no ranks elsewhere."""
+        num_ranks = self._spec.config.parallel.ranks_per_group
+        return frozenset(group for group in self.groups if len(self.of(group)) == num_ranks)
+
+    @property
     def pids(self) -> Mapping[RankKey, int]:
         return {key: child.pid for key, child in self._children.items()}
 

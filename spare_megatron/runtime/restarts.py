@@ -3,42 +3,106 @@
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from spare_megatron.core.rejoin import LONG_LIFE_INTERVALS, restart_delay_s
 from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.agenda import Agenda
 
 
 class Restarts:
     """The lives of a node's groups.
 
     Args:
-        most_restarts: How many a group gets.
+        most_restarts: How many a group gets, beside those after wipe-outs.
         interval_s: The heartbeat interval.
+        whole_groups: Groups that have all of their ranks on the node. Others are started again only after a wipe-out.
+        agenda: For groups that have to wait.
+        start: Starts a group again.
 
     Attributes:
         coming_back: Lost groups that are about to be started again.
         not_admitted: These, and those that are started and have yet to be taken in.
+        wiped_out_at_s: Monotonic time at which the whole run had to start again, while it has not.
+        has_begun: Some group has been ready, so that losses are masked.
+        is_over: The run has ended for some group, and nobody waits for those that come back.
     """
 
-    def __init__(self, most_restarts: int, interval_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        most_restarts: int,
+        interval_s: float,
+        whole_groups: frozenset[GroupId],
+        agenda: Agenda,
+        start: Callable[[GroupId], None],
+    ) -> None:
         self._most_restarts = most_restarts
         self._interval_s = interval_s
+        self._whole_groups = whole_groups
+        self._agenda = agenda
+        self._start = start
         self._up_since_s: dict[GroupId, float] = {}
         self._num_restarts: Counter[GroupId] = Counter()
         self._short_lives: Counter[GroupId] = Counter()
+        self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
         self.coming_back: set[GroupId] = set()
         self.not_admitted: set[GroupId] = set()
+        self.wiped_out_at_s: float | None = None
+        self.has_begun = False
+        self.is_over = False
 
     def up(self, group: GroupId) -> None:
         """Its ranks are ready."""
+        self.has_begun = True
         self._up_since_s[group] = time.monotonic()
 
-    def delay_s(self, group: GroupId, *, is_wiped_out: bool = False) -> float | None:
+    def admitted(self, group: GroupId) -> None:
+        """It takes part again."""
+        self.not_admitted.discard(group)
+        self.wiped_out_at_s = None
+
+    def ended(self, group: GroupId) -> None:
+        """Nothing keeps the group from being started again after a wipe-out."""
+        self._ended.add(group)
+
+    def fenced(self, group: GroupId) -> bool:
+        """It is lost for all; False if it might have come back and is given up."""
+        self._ended.add(group)
+        is_wanted = self._most_restarts > 0 or self.wiped_out_at_s is not None
+        return not is_wanted or self.is_over or self._bring_back(group)
+
+    def wiped_out(self) -> None:
+        """The whole run starts again: so do all groups here that have ended, and the others as they do."""
+        self.wiped_out_at_s = self.wiped_out_at_s or time.monotonic()
+        for group in sorted(self._ended):
+            self._bring_back(group)
+
+    def _bring_back(self, group: GroupId) -> bool:
+        """Has the group started again, at once or later; False if it is to stay away."""
+        is_wiped_out = self.wiped_out_at_s is not None
+        if self.is_over or not (group in self._whole_groups or is_wiped_out):
+            return False
+        if group in self.coming_back:
+            return True
+        delay_s = self._delay_s(group, is_wiped_out=is_wiped_out)
+        if delay_s is None:
+            return False
+        self.coming_back.add(group)
+        self.not_admitted.add(group)
+        self._agenda.after(delay_s, lambda: self._start_again(group))
+        return True
+
+    def _start_again(self, group: GroupId) -> None:
+        self.coming_back.discard(group)
+        if not self.is_over:
+            self._ended.discard(group)
+            self._start(group)
+
+    def _delay_s(self, group: GroupId, *, is_wiped_out: bool) -> float | None:
         """Seconds until the group is to be started again; None if it is given up.
 
-        Args:
-            group: The group.
-            is_wiped_out: The whole run starts again. Then no group is given up, and none is charged with a restart.
+        When the whole run starts again no group is given up, and none is charged with a restart.
         """
         if time.monotonic() - self._up_since_s.pop(group, math.inf) >= LONG_LIFE_INTERVALS * self._interval_s:
             self._short_lives[group] = 0
@@ -47,6 +111,4 @@ class Restarts:
         if delay_s is not None:
             self._num_restarts[group] += not is_wiped_out
             self._short_lives[group] += 1
-            self.coming_back.add(group)
-            self.not_admitted.add(group)
         return delay_s

@@ -76,14 +76,17 @@ class Supervisor:
         self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # and not written yet
-        self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
-        self._wiped_out_at_s: float | None = None
         self._is_following = False  # the log, for want of ranks that do
-        self._restarts = Restarts(spec.config.spare.rejoins, self._interval_s)
-        self._has_begun = self._is_over = False
+        self._agenda = Agenda()
+        self._restarts = Restarts(
+            most_restarts=spec.config.spare.rejoins,
+            interval_s=self._interval_s,
+            whole_groups=self._ranks.whole_groups,
+            agenda=self._agenda,
+            start=self._start_again,
+        )
         self._store_failure = ""
         self._head_hint = 0
-        self._agenda = Agenda()
         network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
         self._faults = NodeFaults(self._ranks, self._agenda, network, self._driver.tell)
         self._looked_at_s = time.monotonic()
@@ -158,9 +161,10 @@ class Supervisor:
         """Whether a fence is still to be written, or a group to be started again, be it after a wipe-out to come."""
         if self._store_failure:
             return False
-        if self._num_fences_wanted or (self._restarts.coming_back and not self._is_over):
+        restarts = self._restarts
+        if self._num_fences_wanted or (restarts.coming_back and not restarts.is_over):
             return True
-        if self._is_over or not self._has_begun or not self._spec.config.checkpoint.max_restarts:
+        if restarts.is_over or not restarts.has_begun or not self._spec.config.checkpoint.max_restarts:
             return False
         if not self._is_following:
             self._is_following = True
@@ -178,19 +182,17 @@ class Supervisor:
                 self._head_hint = max(self._head_hint, head)
             case RankRaised(group=group, rank=rank, traceback=text):
                 self._tracebacks[group, rank] = text
-                if not (group in self._lost or self._is_over or self._store_failure):
+                if not (group in self._lost or self._restarts.is_over or self._store_failure):
                     self._lose(group, rank, *cause_of_end(ExitCode.RAISED, text))
             case RanksReady(group=group):
-                self._has_begun = True
                 self._restarts.up(group)
                 self._rank_watch.begin(group)
             case GroupRejoined(member=member) | GroupRestarted(member=member):
-                self._restarts.not_admitted.discard(member.group)
-                self._wiped_out_at_s = None
+                self._restarts.admitted(member.group)
                 if self._ranks.pipes[pipe][1] > 0:
                     return True  # its leader tells, perhaps on another node
             case RestartAwaited():
-                self._wiped_out()
+                self._restarts.wiped_out()
                 return True
             case FaultStruck(fault=fault):
                 self._ranks.forget_fault(fault)
@@ -213,8 +215,8 @@ class Supervisor:
         self._rank_watch.end(key)
         if code == ExitCode.RESTART and group not in self._lost:
             if self._ranks.have_ended(group):
-                self._ended.add(group)
-            self._wiped_out()
+                self._restarts.ended(group)
+            self._restarts.wiped_out()
             return
         if code in LOSSLESS_EXITS:
             self._end_with_the_run()
@@ -242,7 +244,7 @@ class Supervisor:
 
     def _end_with_the_run(self) -> None:
         """Nobody waits for groups that have yet to be taken in."""
-        self._is_over = True
+        self._restarts.is_over = True
         for group in sorted(self._restarts.not_admitted):
             self._hear(group)
         for group in self._restarts.not_admitted:
@@ -273,7 +275,7 @@ class Supervisor:
         """Ranks find out for themselves, save their state and end; who has not in time is ended."""
         if self._store_failure:
             return
-        self._store_failure, self._is_over = reason, True
+        self._store_failure, self._restarts.is_over = reason, True
         self._driver.tell(StoreGone(node=self._spec.node, reason=reason))
         self._agenda.after(_SAVING_S, self._stop_saving)
 
@@ -284,7 +286,7 @@ class Supervisor:
 
     def _take_over(self) -> None:
         """The node's former supervisor is lost, and its groups with it: they start again here."""
-        self._has_begun = True
+        self._restarts.has_begun = True
         for group in sorted(self._ranks.foreign):
             self._want_fence(group, -1, f"node {self._spec.node}: its supervisor is lost")
 
@@ -315,7 +317,7 @@ class Supervisor:
                 case LogStopped(stop=stop):
                     self._is_following = False
                     if isinstance(stop, StopWipeOut) and not stop.reason:
-                        self._wiped_out()
+                        self._restarts.wiped_out()
                     else:
                         self._end_with_the_run()
                 case NodeReplaced():
@@ -332,11 +334,7 @@ class Supervisor:
             self._ranks.adopt(member)
             self._lost.add(group)
         is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
-        if is_lost:
-            self._ended.add(group)
-        is_wanted = self._spec.config.spare.rejoins > 0 or self._wiped_out_at_s is not None
-        may_restart = is_lost and is_wanted and not self._is_over
-        is_given_up = may_restart and not self._bring_back(group)
+        is_given_up = is_lost and not self._restarts.fenced(group)
         record = LossRecord(
             group=group,
             rank=wanted.rank,
@@ -358,32 +356,9 @@ class Supervisor:
             )
         )
 
-    def _bring_back(self, group: GroupId) -> bool:
-        """Starts the group again, at once or later; False if it is to stay away."""
-        is_whole = len(self._ranks.of(group)) == self._spec.config.parallel.ranks_per_group
-        is_wiped_out = self._wiped_out_at_s is not None
-        if self._is_over or not (is_whole or is_wiped_out):
-            return False
-        if group in self._restarts.coming_back:
-            return True
-        delay_s = self._restarts.delay_s(group, is_wiped_out=is_wiped_out)
-        if delay_s is not None:
-            self._agenda.after(delay_s, lambda: self._start_again(group))
-        return delay_s is not None
-
-    def _wiped_out(self) -> None:
-        """The whole run starts again: so do all groups here that have ended, and the others as they do."""
-        self._wiped_out_at_s = self._wiped_out_at_s or time.monotonic()
-        for group in sorted(self._ended):
-            self._bring_back(group)
-
     def _start_again(self, group: GroupId) -> None:
-        self._restarts.coming_back.discard(group)
-        if self._is_over:
-            return
         self._hear(group)
-        self._ranks.start_again(group, self._wiped_out_at_s)
-        self._ended.discard(group)
+        self._ranks.start_again(group, self._restarts.wiped_out_at_s)
         for key in self._ranks.of(group):  # what its former life may have reported after it was lost
             self._tracebacks.pop(key, None)
         self._rank_watch.end(*self._ranks.of(group))

@@ -76,7 +76,8 @@ class ProcessWatch:
     def __init__(self, interval_s: float = 0.5) -> None:
         self._interval_s = interval_s
         self._own = psutil.Process()
-        self._samples: dict[psutil.Process, list[Holdings]] = defaultdict(list)
+        # By its name, too: a spare that takes a lost rank's place begins to hold what a rank does.
+        self._samples: dict[tuple[psutil.Process, str], list[Holdings]] = defaultdict(list)
         self._names: dict[int, str] = {self._own.pid: "driver"}
         self._has_begun = threading.Event()
         self._is_over = threading.Event()
@@ -119,15 +120,13 @@ class ProcessWatch:
         """What was seen, after the end."""
         longest = max(map(len, self._samples.values()), default=0)
         enough = max(_LEAST_SAMPLES, min(_ENOUGH_SAMPLES, longest // 2))
-        growths = {process: growth_of(samples) for process, samples in self._samples.items() if len(samples) >= enough}
+        growths = {key: growth_of(samples) for key, samples in self._samples.items() if len(samples) >= enough}
         held = [sample for samples in self._samples.values() for sample in samples]
         return ProcessReport(
-            num_processes=len(self._samples),
+            num_processes=len({process for process, _ in self._samples}),
             growth=_largest(list(growths.values())),
             grown_most={
-                name: self._name(max(growths, key=lambda process: getattr(growths[process], name)))
-                for name in _THINGS
-                if growths
+                name: max(growths, key=lambda key: getattr(growths[key], name))[1] for name in _THINGS if growths
             },
             largest=_largest(held),
             orphans=tuple(self._orphans),
@@ -138,11 +137,13 @@ class ProcessWatch:
 
     def _watch(self) -> None:
         while not self._is_over.wait(self._interval_s):
-            if not self._has_begun.is_set():
-                continue
-            for process in (self._own, *self._own.children(recursive=True)):
-                with contextlib.suppress(psutil.Error, FileNotFoundError):  # it has ended
-                    self._samples[process].append(_holdings(process))
+            if self._has_begun.is_set():
+                self._look()
+
+    def _look(self) -> None:
+        for process in (self._own, *self._own.children(recursive=True)):
+            with contextlib.suppress(psutil.Error, FileNotFoundError):  # it has ended
+                self._samples[process, self._name(process)].append(_holdings(process))
 
     def _left(self) -> list[psutil.Process]:
         """Descendants of the run that have not ended; those that have are reaped."""

@@ -24,7 +24,7 @@ from spare_megatron.runtime.process_watch import (
     growth_of,
     process_problems,
 )
-from spare_megatron.runtime.reports import StepCommitted
+from spare_megatron.runtime.reports import RanksStarted, StepCommitted
 
 NOTHING = Holdings(memory_bytes=0, threads=0, file_descriptors=0)
 
@@ -248,6 +248,20 @@ def test_a_process_that_leaks_is_noticed() -> None:
     assert report.growth.file_descriptors > 50
     assert report.growth.memory_bytes > 50 << 20
     assert report.growth.threads < MOST_GROWTH.threads
+
+
+def test_a_spare_that_takes_the_place_of_a_rank_does_not_leak() -> None:
+    """Here this process does. It is judged anew, as the rank that it is."""
+    watch = ProcessWatch()
+    held = [bytearray(1)]
+    for pids in ({}, {(GroupId(1), 0): os.getpid()}):
+        watch.take(RanksStarted(node=0, pids=pids))
+        held.append(bytearray(b"x") * (100 << 20))
+        for _ in range(20):
+            watch._look()
+    report = watch.report()
+    assert report.growth.memory_bytes < MOST_GROWTH.memory_bytes
+    assert report.largest.memory_bytes > sum(map(len, held))
 
 
 def test_a_process_whose_parent_is_gone_is_found_and_ended() -> None:

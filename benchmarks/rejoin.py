@@ -1,28 +1,37 @@
-"""How long a lost group stays away, and how long taking it in again stops the others, with real SIGKILLs."""
+"""How long a lost group stays away, with and without spares, and how long taking it in again stops the others.
+
+With real SIGKILLs, in runs with and without spares in turn.
+"""
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal, read_journal
-from spare_megatron.journal.records import LossRecord, UpdateRecord
+from spare_megatron.journal.records import StartRecord, UpdateRecord
 from spare_megatron.runtime.reports import GroupRejoined, RankKey, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
 
 STEPS_BETWEEN = 10
 """Steps with all groups before each kill."""
 MOST_STEPS = 100_000
+VARIANTS = {"without": 0, "with": 1}
+"""Spares."""
+FIGURES = ("kill_to_commit_s", "pause_s")
 
 
 @dataclass(slots=True)
@@ -33,8 +42,9 @@ class Killer:
     num_kills: int
     pids: dict[RankKey, int] = field(default_factory=dict)
     rejoined: list[GroupRejoined] = field(default_factory=list)
-    num_killed: int = 0
+    killed_at_s: list[float] = field(default_factory=list)
     next_step: int = STEPS_BETWEEN
+    spare_bytes: list[int] = field(default_factory=list)
 
     def __call__(self, event: RunEvent) -> None:
         match event:
@@ -43,23 +53,26 @@ class Killer:
             case GroupRejoined(step=step):
                 self.rejoined.append(event)
                 self.next_step = step + STEPS_BETWEEN
-            case StepCommitted(step=step) if step >= self.next_step and len(self.rejoined) == self.num_killed:
-                if self.num_killed == self.num_kills:
+            case StepCommitted(step=step) if step >= self.next_step and len(self.rejoined) == len(self.killed_at_s):
+                num_killed = len(self.killed_at_s)
+                if num_killed == self.num_kills:
                     raise KeyboardInterrupt
-                group = self.num_killed % self.num_groups
-                os.kill(next(pid for key, pid in self.pids.items() if key == (group, 0)), signal.SIGKILL)
-                self.num_killed += 1
+                victim = psutil.Process(self.pids[GroupId(num_killed % self.num_groups), 0])
+                waiting = {process.pid for process in victim.parent().children()} - set(self.pids.values())
+                self.spare_bytes += map(own_bytes, waiting)
+                self.killed_at_s.append(time.time())
+                victim.send_signal(signal.SIGKILL)
 
 
-def figures_of(journal: Journal, rejoined: GroupRejoined) -> dict[str, float]:
-    """Seconds from the fence of the life before to the first commit of all groups, and what the others lost by it."""
-    group, incarnation = rejoined.member
-    (fenced_at_s,) = [
-        line.at_s
-        for line in journal.lines
-        if isinstance(line.record, LossRecord)
-        and (line.record.group, line.record.incarnation) == (group, incarnation - 1)
-    ]
+def own_bytes(pid: int) -> int:
+    """Memory that the process shares with no other (Linux, Documentation/filesystems/proc)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def figures_of(journal: Journal, rejoined: GroupRejoined, killed_at_s: float) -> dict[str, float]:
+    """Seconds from the kill to the first commit of all groups, and what the others lost by the admission."""
+    group = rejoined.member.group
     ends: dict[int, dict[int, float]] = defaultdict(dict)
     for line in journal.lines:
         if isinstance(line.record, UpdateRecord):
@@ -71,12 +84,20 @@ def figures_of(journal: Journal, rejoined: GroupRejoined) -> dict[str, float]:
         if other != group and first - 1 in at_s:
             usual_s = statistics.median(at_s[step] - at_s[step - 1] for step in whole if step in at_s)
             pauses.append(at_s[first] - at_s[first - 1] - usual_s)
-    back_s = min(at_s[first] for other, at_s in ends.items() if other != group) - fenced_at_s
-    return {"fence_to_commit_s": back_s, "pause_s": max(pauses)}
+    back_s = min(at_s[first] for other, at_s in ends.items() if other != group) - killed_at_s
+    return {"kill_to_commit_s": back_s, "pause_s": max(pauses)}
 
 
-def measure(config_file: Path, overrides: list[str], num_kills: int) -> dict[str, object]:
-    settings = [f"train.steps={MOST_STEPS}", f"spare.rejoins={num_kills}", "faults.trace=[]", *overrides]
+def rejoins_of(
+    config_file: Path, overrides: list[str], num_kills: int, num_spares: int
+) -> tuple[list[dict[str, float]], list[int]]:
+    """The figures of all returns of one run, and the memory of each spare as it waited.
+
+    Raises:
+        RuntimeError: A group did not come back in the processes that it was to.
+    """
+    wanted = [f"spare.rejoins={num_kills}", f"spare.spares={num_spares}"]
+    settings = [f"train.steps={MOST_STEPS}", *wanted, "faults.trace=[]", *overrides]
     config = load_run_config(config_file, settings).config
     killer = Killer(num_groups=config.layout.num_groups, num_kills=num_kills)
     with tempfile.TemporaryDirectory() as scratch:
@@ -86,27 +107,52 @@ def measure(config_file: Path, overrides: list[str], num_kills: int) -> dict[str
             if len(killer.rejoined) < num_kills:
                 raise
         journal = read_journal(Path(scratch) / "run")
-    rejoins = [figures_of(journal, rejoined) for rejoined in killer.rejoined]
-    figures: dict[str, object] = {"num_rejoins": len(rejoins), "rejoins": rejoins}
-    for name in ("fence_to_commit_s", "pause_s"):
-        values = [rejoin[name] for rejoin in rejoins]
-        figures[name] = {"median": statistics.median(values), "max": max(values)}
-    return figures | origin()
+    started = [(record.num_spares, record.num_ranks) for record in journal.of(StartRecord)]
+    if any(took != (num_ranks if num_spares else 0) for took, num_ranks in started):
+        raise RuntimeError(f"with spare.spares={num_spares} groups took so many spares, of so many ranks: {started}")
+    returns = zip(killer.rejoined, killer.killed_at_s, strict=True)
+    return [figures_of(journal, *item) for item in returns], killer.spare_bytes
+
+
+def measure(config_file: Path, overrides: list[str], num_kills: int, num_pairs: int) -> dict[str, object]:
+    rejoins: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    spare_bytes: list[int] = []
+    for _ in range(num_pairs):
+        for name, num_spares in VARIANTS.items():
+            found, held = rejoins_of(config_file, overrides, num_kills, num_spares)
+            rejoins[name] += found
+            spare_bytes += held
+    figures = {
+        name: {"rejoins": found, **{figure: summary(found, figure) for figure in FIGURES}}
+        for name, found in rejoins.items()
+    }
+    medians = [summary(rejoins[name], FIGURES[0])["median"] for name in ("with", "without")]
+    return {**figures, "ratio": medians[0] / medians[1], "largest_spare_bytes": max(spare_bytes), **origin()}
+
+
+def summary(rejoins: list[dict[str, float]], figure: str) -> dict[str, float]:
+    values = [rejoin[figure] for rejoin in rejoins]
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs/run/demo_cpu.toml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=8, help="in each run")
+    parser.add_argument("--pairs", type=int, default=2, help="runs without and with spares, in turn")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = measure(options.config, options.set, options.kills)
+    result = measure(options.config, options.set, options.kills, options.pairs)
     if options.json:
         print(json.dumps(result))
         return
-    for name in ("fence_to_commit_s", "pause_s"):
-        print(f"{name:20} median {result[name]['median']:.2f}, longest {result[name]['max']:.2f}")
+    for name in VARIANTS:
+        for figure in FIGURES:
+            of = result[name][figure]
+            print(f"{name:8}{figure:18} median {of['median']:.2f}, from {of['min']:.2f} to {of['max']:.2f}")
+    print(f"kill to commit, with spares over without: {result['ratio']:.2f}")
+    print(f"own memory of a spare: at most {result['largest_spare_bytes'] / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -68,6 +68,8 @@ class SpareConfig:
     """Groups of consecutive ids in a rack or power domain; no two hosts of a shard share one where that is possible."""
     rejoins: int = 3
     """Times that each lost group is started again, to be taken in by the others at the end of a step."""
+    spares: int = 0
+    """Groups whose processes each node holds ready, to take the place of those of a group that is lost."""
     granularity: Literal["microbatch", "stack"] = "microbatch"
     """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
 

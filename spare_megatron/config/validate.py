@@ -15,6 +15,7 @@ from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
 from spare_megatron.config.validate_slurm import launcher_problems, launcher_warnings
 from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_warnings
+from spare_megatron.config.validate_spares import spare_problems
 from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
 
@@ -86,6 +87,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_too_small(config),
         *_outside_interval(config),
         *_redundancy(config),
+        *spare_problems(config),
         *_indivisible(config),
         *_schedule(config),
         *optimizer_problems(config),
@@ -143,6 +145,7 @@ def _too_small(config: RunConfig) -> Iterator[str]:
     at_least_zero = {
         "train.seed": train.seed,
         "spare.rejoins": spare.rejoins,
+        "spare.spares": spare.spares,
         "train.params_check_every_steps": train.params_check_every_steps,
         "faults.seed": config.faults.seed,
         "optimizer.warmup_steps": config.optimizer.warmup_steps,

@@ -1,4 +1,4 @@
-"""When a lost group is started again."""
+"""When a lost group is started again, and whether in processes that wait for that."""
 
 LONG_LIFE_INTERVALS = 4.0
 """A group that was up for this many heartbeat intervals before it was lost has shown that it can be."""
@@ -27,3 +27,15 @@ def restart_delay_s(num_restarts: int, most_restarts: int, num_short_lives: int,
         return None
     wait_intervals = 0.0 if num_short_lives == 0 else min(2.0 ** (num_short_lives - 1), _LONGEST_WAIT_INTERVALS)
     return wait_intervals * interval_s
+
+
+def takes_spares(num_short_lives: int) -> bool:
+    """Whether a group that is started again may have the processes that wait for some group to be lost.
+
+    A group that was lost soon after its last return has waited for longer than new processes take to start. It would
+    use spares up that others need at once.
+
+    >>> [takes_spares(num_short_lives) for num_short_lives in range(3)]
+    [True, False, False]
+    """
+    return num_short_lives == 0

@@ -192,6 +192,18 @@ class LossRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartRecord:
+    """The ranks of a lost group on a node have been started again, by its supervisor."""
+
+    group: int
+    incarnation: int
+    """The life that begins."""
+    num_ranks: int
+    num_spares: int
+    """Of these ranks, those whose processes had waited for a loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
     """Why a checkpoint is taken now; written by the leader of the group that takes it. Times are those of the log."""
 
@@ -298,6 +310,7 @@ Record = (
     | RestartRecord
     | FaultRecord
     | LossRecord
+    | StartRecord
     | CadenceRecord
     | CheckpointRecord
     | SnapshotRecord
@@ -317,6 +330,7 @@ KINDS: dict[str, type[Record]] = {
     "restart": RestartRecord,
     "fault": FaultRecord,
     "loss": LossRecord,
+    "start": StartRecord,
     "cadence": CadenceRecord,
     "checkpoint": CheckpointRecord,
     "snapshot": SnapshotRecord,

@@ -1,14 +1,13 @@
 """A rank's process from its first line to its group being ready to train."""
 
 import os
-import signal
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from spare_megatron.control.store import ControlStore
-from spare_megatron.runtime.processes import die_with, log_to_file
+from spare_megatron.runtime.processes import log_to_file
 from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
 from spare_megatron.runtime.spec import RankSpec
 
@@ -17,11 +16,7 @@ _MARGIN_S = 30.0
 
 
 def prepare_process(spec: RankSpec) -> None:
-    """Makes this process a rank: it dies with its supervisor, leaves Ctrl-C to the driver, and logs to a file."""
-    die_with(spec.supervisor_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it is for supervisors, and may be sent to all
+    """Makes this process a rank: it logs to a file of its own, and has the threads that are its due."""
     log_to_file(spec.run_dir, spec.name)
     torch.set_num_threads(spec.config.cluster.threads_per_rank)
 

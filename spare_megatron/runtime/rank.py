@@ -117,6 +117,8 @@ class _Rank:
         self._store = open_store(spec.store)
         self._log = DecisionLog(self._store)
         self._journal = JournalWriter(spec.run_dir, spec.name)
+        assert spec.page is not None, "who is a rank has its page"
+        self._page = spec.page
         self._beacon = Beacon(spec.page)
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
@@ -132,7 +134,7 @@ class _Rank:
             if isinstance(first, Stop):
                 return self._stopped(first)
             with self._beacon.during(Operation.COMPUTE):
-                return self._stopped(train(self._controller, executor, first, lambda: bool(self._spec.page.end_asked)))
+                return self._stopped(train(self._controller, executor, first, lambda: bool(self._page.end_asked)))
         except JoinFailed as error:
             print(error, file=sys.stderr)
             return ExitCode.JOIN_FAILED

@@ -1,6 +1,5 @@
 """The rank processes of one node: started, told apart by their lives, reaped."""
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
@@ -11,12 +10,12 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Pulse
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
-from spare_megatron.runtime.beacon import Page, new_page, read_page
+from spare_megatron.runtime.beacon import Page, read_page
 from spare_megatron.runtime.node_keeper import NodeKeeper
-from spare_megatron.runtime.processes import Child, end_child, start_child
+from spare_megatron.runtime.processes import Child, end_child
 from spare_megatron.runtime.reports import ExitCode, RankKey
+from spare_megatron.runtime.spares import RankProcess, Spares
 from spare_megatron.runtime.spec import NodeSpec, RankSpec
-from spare_megatron.runtime.starvation import Starvation
 
 
 class RankProcesses:
@@ -37,9 +36,9 @@ class RankProcesses:
         minutes = spec.config.train.max_minutes
         self._ends_at_s = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._keys = spec.config.parallel.ranks_on(spec.node)
-        self._children: dict[RankKey, Child] = {}
-        self._pages: dict[RankKey, Page] = {}
-        self._starvation: dict[RankKey, Starvation] = {}
+        most_ranks = max(len(self.of(group)) for group in spec.config.parallel.groups_on(spec.node))
+        self._spares = Spares(self._context, spec.rank_main, spec.config.spare.spares * most_ranks)
+        self._processes: dict[RankKey, RankProcess] = {}
         self._faults = set(spec.faults)  # that have yet to strike
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.keeper = NodeKeeper(spec, self._context) if spec.config.snapshot.every_steps else None
@@ -53,27 +52,41 @@ class RankProcesses:
         """Starts every rank of the node for the first time, and the keeper of what they copy."""
         self.look_at_keeper()
         for key in self._keys:
-            self._start(key)
+            self._start(key, self._spares.new())
 
-    def start_again(self, group: GroupId, wiped_out_at_s: float | None) -> None:
+    def warm_spares(self) -> None:
+        """Starts the spares that are missing."""
+        self._spares.warm()
+
+    def start_again(self, group: GroupId, wiped_out_at_s: float | None, *, takes_spares: bool) -> int:
         """Starts the node's ranks of a group whose processes are of no use any more, as its next incarnation.
 
         Args:
             group: The group.
             wiped_out_at_s: When the whole run was wiped out, if that is why.
+            takes_spares: Whether processes that wait take the place of those that were lost, as far as there are any.
+
+        Returns:
+            How many have.
         """
         self._incarnations[group] += 1
-        for key in self.of(group):
-            if (child := self._children.get(key)) is not None:
-                end_child(child)
-                self.pipes.pop(child.reports, None)
-            self.sentinels = {item: owner for item, owner in self.sentinels.items() if owner != key}
-            self._start(key, wiped_out_at_s)
+        keys = self.of(group)
+        former = [self._processes[key].child for key in keys if key in self._processes]
+        for child in former:
+            self.pipes.pop(child.reports, None)
+            self.sentinels.pop(child.process.sentinel, None)
+        if self._spec.config.cluster.device == "gpu":  # which has no room for two
+            _end_all(former)
+        spares = self._spares.take(len(keys)) if takes_spares else []
+        new = [self._spares.new() for _ in keys[len(spares) :]]
+        for key, process in zip(keys, [*spares, *new], strict=True):
+            self._start(key, process, wiped_out_at_s)
+        _end_all(former)  # a process that is being killed takes as long to end as others to start
+        return len(spares)
 
-    def _start(self, key: RankKey, wiped_out_at_s: float | None = None) -> None:
+    def _start(self, key: RankKey, process: RankProcess, wiped_out_at_s: float | None = None) -> None:
         group, rank = key
-        page = self._pages[key] = new_page(self._context)
-        page.end_asked = self._is_end_asked
+        process.page.end_asked = self._is_end_asked
         spec = RankSpec(
             config=self._spec.config,
             run_dir=self._spec.run_dir,
@@ -83,22 +96,20 @@ class RankProcesses:
             device=_choose_device(self._spec.config, self._spec.node, key),
             store=self._spec.store,
             faults=tuple(f for f in self._spec.faults if (f.group, f.rank) == key and f in self._faults),
-            page=page,
-            supervisor_pid=os.getpid(),
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
             wiped_out_at_s=wiped_out_at_s,
             keeper=None if self.keeper is None else self.keeper.address,
         )
-        child = self._children[key] = start_child(self._context, spec.name, self._spec.rank_main, spec)
-        self._starvation[key] = Starvation(child.pid)
-        self.pipes[child.reports] = key
-        self.sentinels[child.process.sentinel] = key
+        process.become(spec)
+        self._processes[key] = process
+        self.pipes[process.child.reports] = key
+        self.sentinels[process.child.process.sentinel] = key
 
     def ask_to_end(self) -> None:
         """Has the run end with the step under way. Safe in a signal handler."""
         self._is_end_asked = True
-        for page in self._pages.values():
-            page.end_asked = True
+        for process in self._processes.values():
+            process.page.end_asked = True
 
     def adopt(self, member: Member) -> None:
         """The last life of a foreign group was this one; the next is here."""
@@ -134,29 +145,29 @@ class RankProcesses:
 
     @property
     def pids(self) -> Mapping[RankKey, int]:
-        return {key: child.pid for key, child in self._children.items()}
+        return {key: process.child.pid for key, process in self._processes.items()}
 
     def child(self, key: RankKey) -> Child:
         """The rank's present process."""
-        return self._children[key]
+        return self._processes[key].child
 
     def is_there(self, key: RankKey, pid: int) -> bool:
         """Whether this process is the rank's present one and has not ended."""
-        child = self._children[key]
+        child = self._processes[key].child
         return child.pid == pid and child.process.is_alive()
 
     def pulse(self, key: RankKey) -> Pulse:
         """What the rank shows of itself now."""
-        page = self._pages[key]
-        return read_page(page, self._starvation[key].seconds(page.beats, time.monotonic()))
+        process = self._processes[key]
+        return read_page(process.page, process.starvation.seconds(process.page.beats, time.monotonic()))
 
     def page(self, key: RankKey) -> Page | None:
         """The memory shared with the rank's present process; None if it has had none here."""
-        return self._pages.get(key)
+        return self._processes[key].page if key in self._processes else None
 
     def pending(self, group: GroupId) -> list[dict[str, Any]]:
         """What each of the group's ranks here is about, as the journal has it."""
-        started = [key for key in self.of(group) if key in self._children]
+        started = [key for key in self.of(group) if key in self._processes]
         pulses = {rank: self.pulse((group, rank)) for _, rank in started}
         return [{"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()]
 
@@ -168,7 +179,7 @@ class RankProcesses:
         """
         ended = [self.sentinels.pop(sentinel) for sentinel in sentinels]
         for key in ended:
-            process = self._children[key].process
+            process = self._processes[key].child.process
             process.join()
             assert process.exitcode is not None, "a process whose sentinel is ready has ended"
             self.exits[key] = process.exitcode
@@ -177,8 +188,8 @@ class RankProcesses:
     def kill(self, group: GroupId) -> None:
         """Kills what is left of a group here."""
         for key in self.of(group):
-            if self._children[key].process.is_alive():
-                self._children[key].process.kill()
+            if key in self._processes and (process := self._processes[key].child.process).is_alive():
+                process.kill()
 
     def look_at_keeper(self) -> None:
         """Sees to it that there is one, where snapshots are taken."""
@@ -189,8 +200,17 @@ class RankProcesses:
         """Kills and reaps all that are left."""
         if self.keeper is not None:
             self.keeper.end()
-        for child in self._children.values():
-            end_child(child)
+        self._spares.end()
+        _end_all([process.child for process in self._processes.values()])
+
+
+def _end_all(children: Sequence[Child]) -> None:
+    """Kills and reaps these, at the same time."""
+    for child in children:
+        if child.process.is_alive():
+            child.process.kill()
+    for child in children:
+        end_child(child)
 
 
 def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from spare_megatron.core.rejoin import LONG_LIFE_INTERVALS, restart_delay_s
+from spare_megatron.core.rejoin import LONG_LIFE_INTERVALS, restart_delay_s, takes_spares
 from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.agenda import Agenda
 
@@ -18,7 +18,7 @@ class Restarts:
         interval_s: The heartbeat interval.
         whole_groups: Groups that have all of their ranks on the node. Others are started again only after a wipe-out.
         agenda: For groups that have to wait.
-        start: Starts a group again.
+        start: Starts a group again; told whether it takes spares.
 
     Attributes:
         coming_back: Lost groups that are about to be started again.
@@ -35,7 +35,7 @@ class Restarts:
         interval_s: float,
         whole_groups: frozenset[GroupId],
         agenda: Agenda,
-        start: Callable[[GroupId], None],
+        start: Callable[[GroupId, bool], None],
     ) -> None:
         self._most_restarts = most_restarts
         self._interval_s = interval_s
@@ -85,30 +85,23 @@ class Restarts:
             return False
         if group in self.coming_back:
             return True
-        delay_s = self._delay_s(group, is_wiped_out=is_wiped_out)
+        if time.monotonic() - self._up_since_s.pop(group, math.inf) >= LONG_LIFE_INTERVALS * self._interval_s:
+            self._short_lives[group] = 0
+        short_lives = self._short_lives[group]
+        # When the whole run starts again no group is given up, and none is charged with a restart.
+        num_restarts, most_restarts = (0, 1) if is_wiped_out else (self._num_restarts[group], self._most_restarts)
+        delay_s = restart_delay_s(num_restarts, most_restarts, short_lives, self._interval_s)
         if delay_s is None:
             return False
+        self._num_restarts[group] += not is_wiped_out
+        self._short_lives[group] += 1
         self.coming_back.add(group)
         self.not_admitted.add(group)
-        self._agenda.after(delay_s, lambda: self._start_again(group))
+        self._agenda.after(delay_s, lambda: self._start_again(group, short_lives))
         return True
 
-    def _start_again(self, group: GroupId) -> None:
+    def _start_again(self, group: GroupId, num_short_lives: int) -> None:
         self.coming_back.discard(group)
         if not self.is_over:
             self._ended.discard(group)
-            self._start(group)
-
-    def _delay_s(self, group: GroupId, *, is_wiped_out: bool) -> float | None:
-        """Seconds until the group is to be started again; None if it is given up.
-
-        When the whole run starts again no group is given up, and none is charged with a restart.
-        """
-        if time.monotonic() - self._up_since_s.pop(group, math.inf) >= LONG_LIFE_INTERVALS * self._interval_s:
-            self._short_lives[group] = 0
-        num_restarts, most_restarts = (0, 1) if is_wiped_out else (self._num_restarts[group], self._most_restarts)
-        delay_s = restart_delay_s(num_restarts, most_restarts, self._short_lives[group], self._interval_s)
-        if delay_s is not None:
-            self._num_restarts[group] += not is_wiped_out
-            self._short_lives[group] += 1
-        return delay_s
+            self._start(group, takes_spares(num_short_lives))

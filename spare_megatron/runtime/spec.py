@@ -26,8 +26,7 @@ class RankSpec:
         device: Its device.
         store: Where the control store is.
         faults: The faults to inject into this rank.
-        page: Memory shared with the supervisor, for the rank's beacon.
-        supervisor_pid: Its parent, with which it dies.
+        page: Memory shared with the supervisor, for the rank's beacon. Its process has it, and is not told.
         seconds_left: Until the run ends with the step under way; None if all steps are to be trained.
         wiped_out_at_s: Monotonic time at which the supervisor knew of the wipe-out after which the rank starts again.
         keeper: Where the keeper of its node listens; None where no snapshots are taken.
@@ -41,8 +40,7 @@ class RankSpec:
     device: str
     store: StoreSpec
     faults: tuple[Fault, ...]
-    page: Page
-    supervisor_pid: int
+    page: Page | None = None
     seconds_left: float | None = None
     wiped_out_at_s: float | None = None
     keeper: KeeperAddress | None = None

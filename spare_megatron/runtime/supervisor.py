@@ -8,7 +8,7 @@ from spare_megatron.core.liveness import BEATS_PER_INTERVAL
 from spare_megatron.core.messages import StopWipeOut
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LossRecord
+from spare_megatron.journal.records import LossRecord, StartRecord
 from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.causes import LOSSLESS_EXITS, cause_of_end
 from spare_megatron.runtime.driver_link import DriverLink, Stopped
@@ -186,6 +186,7 @@ class Supervisor:
                     self._lose(group, rank, *cause_of_end(ExitCode.RAISED, text))
             case RanksReady(group=group):
                 self._restarts.up(group)
+                self._agenda.after(self._interval_s, self._warm_spares)  # the processors are the group's until then
                 self._rank_watch.begin(group)
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._restarts.admitted(member.group)
@@ -356,14 +357,18 @@ class Supervisor:
             )
         )
 
-    def _start_again(self, group: GroupId) -> None:
+    def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._hear(group)
-        self._ranks.start_again(group, self._restarts.wiped_out_at_s)
+        num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
         for key in self._ranks.of(group):  # what its former life may have reported after it was lost
             self._tracebacks.pop(key, None)
         self._rank_watch.end(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)
+        num_ranks = len(self._ranks.of(group))
+        self._journal.write(
+            StartRecord(group=group, incarnation=member.incarnation, num_ranks=num_ranks, num_spares=num_spares)
+        )
         self._link.name_incarnation(member)
         self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._agenda.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
@@ -373,3 +378,7 @@ class Supervisor:
         if is_present and not self._rank_watch.is_watched(member.group):
             limit_s = self._control.startup_timeout_s
             self._lose(member.group, 0, f"not up again within control.startup_timeout_s={limit_s:g}")
+
+    def _warm_spares(self) -> None:
+        if not self._restarts.is_over:
+            self._ranks.warm_spares()

@@ -1,15 +1,16 @@
 """Groups that come back after a loss, while the others train on."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig
+from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.journal.records import EntryRecord, ParamsRecord, UpdateRecord
-from spare_megatron.runtime.reports import GroupRejoined
+from spare_megatron.journal.records import EntryRecord, ParamsRecord, StartRecord, UpdateRecord
+from spare_megatron.runtime.reports import GroupRejoined, RanksStarted
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
@@ -74,6 +75,27 @@ def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path) -> None:
     run = complete_run(config, tmp_path / "run", WATCH)
     assert_masked(run)
     assert len(rejoined(run)) == 1
+    assert run.summary.params_sha256 == whole.summary.params_sha256
+
+
+def test_spares_take_the_place_of_a_lost_group_and_change_no_bit(text_corpus: Path, tmp_path: Path) -> None:
+    """Twice: those that took the place of the first are made up for."""
+    layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
+    faults = [kill(Phase.BACKWARD, 3, 1, rank=1), kill(Phase.IN_REDUCE, AWAITED + 3, 2)]
+    config = tiny_config(
+        text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, spares=1, mode="reproducible", hidden_dropout=0.1
+    )
+    whole = complete_run(replace(config, faults=FaultsConfig()), tmp_path / "whole")
+    lives = {(AWAITED, Member(GroupId(1), 1)), (STEPS - 2, Member(GroupId(2), 1))}
+    watch = Watch(awaited=frozenset(lives), whole_spares=frozenset({2, AWAITED + 2}))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert_masked(run)
+    assert rejoined(run) == [(1, 1, AWAITED + 1), (2, 1, STEPS - 1)]
+    assert run.journal.of(StartRecord) == [
+        StartRecord(group=group, incarnation=1, num_ranks=2, num_spares=2) for group in (1, 2)
+    ]
+    pids = [frozenset(event.pids.values()) for event in run.events if isinstance(event, RanksStarted)]
+    assert [len(after - before) for before, after in pairwise(pids)] == [2, 2], "whole groups are started again"
     assert run.summary.params_sha256 == whole.summary.params_sha256
 
 

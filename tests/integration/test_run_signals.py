@@ -29,8 +29,8 @@ LAYOUT = LayoutConfig(num_groups=2, pipeline_parallel=2)
 NUM_STEPS = 5000
 """More than are committed by the time of the signal."""
 
-# Fork server, its resource tracker, control store, supervisor, four ranks.
-NUM_PROCESSES = 8
+# Fork server, its resource tracker, control store, supervisor, four ranks, two that wait for a loss.
+NUM_PROCESSES = 10
 
 
 def test_ctrl_c_ends_all_processes_of_a_run_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
@@ -92,11 +92,13 @@ def test_ranks_do_not_outlive_a_supervisor_that_is_killed(text_corpus: Path, tmp
 
 @contextlib.contextmanager
 def training(corpus: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str], Sequence[psutil.Process]]]:
-    """A `spare train` that has committed a step, and all processes below it."""
+    """A `spare train` that has committed a step and has its spares, and all processes below it."""
     with spare_train(corpus, folder) as process:
         wait_for_a_step(process, folder / "run" / "metrics.jsonl")
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        assert len(descendants) >= NUM_PROCESSES
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while len(descendants := psutil.Process(process.pid).children(recursive=True)) < NUM_PROCESSES:
+            assert time.monotonic() < end_s, descendants
+            time.sleep(_POLL_S)
         yield process, descendants
 
 
@@ -104,7 +106,7 @@ def training(corpus: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str]
 def spare_train(corpus: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A `spare train` in a process group of its own, as a terminal gives it. It is ended with the block."""
     preset = folder / "preset.toml"
-    preset.write_text(dump_run_config(tiny_config(corpus, LAYOUT, steps=NUM_STEPS)))
+    preset.write_text(dump_run_config(tiny_config(corpus, LAYOUT, steps=NUM_STEPS, rejoins=1, spares=1)))
     command = [sys.executable, "-m", "spare_megatron.cli.main", "train", "--config", str(preset)]
     process = subprocess.Popen(
         [*command, "--run-dir", str(folder / "run")],

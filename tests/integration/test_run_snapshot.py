@@ -46,26 +46,30 @@ def wiped_out_config(corpus: Path, layout: LayoutConfig) -> RunConfig:
     )
 
 
-def keeper_of(spec: RankSpec) -> psutil.Process:
-    """The keeper of the rank's node, by its log."""
-    children = psutil.Process(spec.supervisor_pid).children()
-    (keeper,) = [one for one in children if "/logs/keeper-" in os.readlink(f"/proc/{one.pid}/fd/1")]
-    return keeper
+def keeper() -> psutil.Process:
+    """That of this rank's node, by its log."""
+    found = []
+    for process in psutil.Process(os.getppid()).children():
+        with contextlib.suppress(FileNotFoundError):  # a former rank that has ended
+            if "/logs/keeper-" in os.readlink(f"/proc/{process.pid}/fd/1"):
+                found.append(process)
+    (one,) = found
+    return one
 
 
 def without_keeper(spec: RankSpec, reports: Connection) -> None:
     """A rank; when that of group 0 starts again, its node's keeper is killed."""
     if spec.member == Member(GroupId(0), 1):
-        keeper = keeper_of(spec)
-        keeper.kill()
-        keeper.wait(30.0)  # until the supervisor has reaped it
+        process = keeper()
+        process.kill()
+        process.wait(30.0)  # until the supervisor has reaped it
     rank_main(spec, reports)
 
 
 def with_damage(spec: RankSpec, reports: Connection) -> None:
     """A rank; when it starts again, other bytes stand at the end of everything that its node's keeper has."""
     if spec.incarnation == 1:
-        for file in memory_files(keeper_of(spec).pid):
+        for file in memory_files(keeper().pid):
             # The keeper may have found it out already, for another group, and given it up.
             with contextlib.suppress(FileNotFoundError), file.open("r+b") as memory:
                 memory.seek(-8, os.SEEK_END)

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import ControlStore
@@ -62,6 +64,7 @@ class Watch:
             enter the reduction only when they have.
         late_groups: Groups that begin to train, and tell that they are ready, only when the first entry is written.
         census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
+        whole_spares: Steps in which a rank enters the reduction only when all ranks and spares of its node are there.
         whole_copies: Steps in which a rank enters the reduction only when its copies of slices are whole.
         no_pieces_before: Committed steps up to which nobody gives anything of a slice.
     """
@@ -73,6 +76,7 @@ class Watch:
     awaited: frozenset[tuple[int, Member]] = frozenset()
     late_groups: frozenset[int] = frozenset()
     census_steps: frozenset[int] = frozenset()
+    whole_spares: frozenset[int] = frozenset()
     whole_copies: frozenset[int] = frozenset()
     no_pieces_before: int = 0
 
@@ -196,6 +200,17 @@ def _wait_until_waiting(spec: RankSpec, member: Member) -> None:
         time.sleep(_POLL_S)
 
 
+def _wait_for_spares(config: RunConfig) -> None:
+    """Of a run on one node, none of whose groups is lost."""
+    supervisor = psutil.Process(os.getppid())
+    num_wanted = config.parallel.num_ranks + config.spare.spares * config.parallel.ranks_per_group
+    end_s = time.monotonic() + _TIMEOUT_S
+    while len(supervisor.children()) < num_wanted:
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"the node has {len(supervisor.children())} processes, not {num_wanted}")
+        time.sleep(_POLL_S)
+
+
 def _wait_for_copies(repairs: GroupRepairs | None) -> None:
     assert repairs is not None
     end_s = time.monotonic() + _TIMEOUT_S
@@ -261,6 +276,9 @@ class _WatchedExecutor(GroupExecutor):
         for member in [member for step, member in self._watch.awaited if step == action.step]:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_until_waiting(self._attempts.spec, member)
+        if action.step in self._watch.whole_spares:
+            with self._probe.during(Operation.AWAIT_ENTRY):
+                _wait_for_spares(self._attempts.spec.config)
         if action.step in self._watch.whole_copies:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_for_copies(self._reduction._repairs)

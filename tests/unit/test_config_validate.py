@@ -32,6 +32,13 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
     [
         (["spare.redundancy=5"], "spare.redundancy=5 exceeds layout.num_groups=4"),
         (["spare.redundancy=0"], "spare.redundancy=0 must be at least 1"),
+        (["spare.spares=-1"], "spare.spares=-1 must be at least 0; raise it"),
+        (["spare.spares=5"], "spare.spares=5 exceeds the 4 groups of a node: no more can be lost at a time; lower it"),
+        (["spare.spares=2", "cluster.num_nodes=4"], "spare.spares=2 exceeds the 1 groups of a node"),
+        (
+            ["spare.spares=1", *NOBODY_COMES_BACK],
+            "spare.spares=1 is of no use where no group comes back: spare.rejoins=0, checkpoint.max_restarts=0; raise",
+        ),
         (["spare.groups_per_domain=0"], "spare.groups_per_domain=0 must be at least 1"),
         (
             ["spare.groups_per_domain=2", "spare.placement=consecutive"],

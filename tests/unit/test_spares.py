@@ -1,0 +1,248 @@
+"""Which groups of a node come back and when, and the processes that wait to take the place of lost ones."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import Pipe, active_children, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
+from spare_megatron.control.spec import TcpStoreSpec
+from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.agenda import Agenda
+from spare_megatron.runtime.processes import end_child
+from spare_megatron.runtime.rank_processes import RankProcesses
+from spare_megatron.runtime.restarts import Restarts
+from spare_megatron.runtime.spares import Spares
+from spare_megatron.runtime.spec import NodeSpec, RankSpec
+
+TIMEOUT_S = 60.0
+INTERVAL_S = 1.0
+ONE = GroupId(1)
+
+
+# ----------------------------------------------------------------------------------------------------------- who, when
+
+
+class Lives:
+    """A `Restarts` of two groups on a clock of its own, and what it had started."""
+
+    def __init__(self, most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> None:
+        self.now_s = 0.0
+        self.agenda = Agenda()
+        self.started: list[tuple[int, float, bool]] = []
+        self.restarts = Restarts(
+            most_restarts=most_restarts,
+            interval_s=INTERVAL_S,
+            whole_groups=frozenset(map(GroupId, whole)),
+            agenda=self.agenda,
+            start=lambda group, takes_spares: self.started.append((group, self.now_s, takes_spares)),
+        )
+
+    def wait(self) -> None:
+        """Until nothing is left to be done."""
+        while (pause_s := self.agenda.pause_s()) is not None:
+            self.now_s += pause_s
+            self.agenda.run_due()
+
+
+@pytest.fixture
+def lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
+    made: list[Lives] = []
+
+    def make(most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> Lives:
+        made.append(Lives(most_restarts, whole))
+        made[0].restarts.up(GroupId(0))
+        return made[0]
+
+    monkeypatch.setattr(time, "monotonic", lambda: made[0].now_s if made else 0.0)
+    return make
+
+
+def test_a_group_that_was_up_for_long_is_started_at_once_and_takes_spares(lives: Callable[..., Lives]) -> None:
+    node = lives(3)
+    for loss_s in (10.0, 20.0, 30.0):
+        node.restarts.up(ONE)
+        node.now_s = loss_s
+        assert node.restarts.fenced(ONE)
+        node.wait()
+    assert node.started == [(1, 10.0, True), (1, 20.0, True), (1, 30.0, True)]
+
+
+def test_a_flapping_group_waits_longer_and_longer_leaves_spares_to_others_and_is_given_up(
+    lives: Callable[..., Lives],
+) -> None:
+    node = lives(4)
+    for _ in range(4):
+        assert node.restarts.fenced(ONE)
+        node.wait()
+        node.restarts.up(ONE)
+    assert node.started == [(1, 0.0, True), (1, 1.0, False), (1, 3.0, False), (1, 7.0, False)]
+    assert not node.restarts.fenced(ONE)
+
+
+def test_a_group_that_comes_back_for_good_may_take_spares_again(lives: Callable[..., Lives]) -> None:
+    node = lives(9)
+    for life_s in (0.0, 0.5, 100.0):
+        node.restarts.up(ONE)
+        node.now_s += life_s
+        node.restarts.fenced(ONE)
+        node.wait()
+    assert [takes_spares for *_, takes_spares in node.started] == [True, False, True]
+
+
+def test_a_wipe_out_starts_groups_that_were_given_up_and_those_of_several_nodes(lives: Callable[..., Lives]) -> None:
+    node = lives(1, whole=(0,))
+    assert not node.restarts.fenced(ONE), "another node has some of its ranks"
+    node.restarts.ended(GroupId(0))
+    node.restarts.wiped_out()
+    node.restarts.wiped_out()
+    node.wait()
+    assert node.started == [(0, 0.0, True), (1, 0.0, True)]
+
+
+def test_nobody_is_started_once_the_run_is_over(lives: Callable[..., Lives]) -> None:
+    node = lives(3)
+    node.restarts.fenced(ONE)
+    node.restarts.is_over = True
+    node.wait()
+    assert node.started == []
+    assert node.restarts.not_admitted == {1}
+    assert node.restarts.coming_back == set()
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def _tell_who_it_is(spec: RankSpec, reports: Connection) -> None:
+    reports.send((os.getpid(), spec.group, spec.incarnation, spec.rank, spec.page is not None))
+    reports.recv()  # until it is killed
+
+
+def node_of(folder: Path, num_spares: int) -> RankProcesses:
+    """Two groups of two ranks."""
+    config = RunConfig(layout=LayoutConfig(num_groups=2, pipeline_parallel=2), spare=SpareConfig(spares=num_spares))
+    store = TcpStoreSpec(host="127.0.0.1", port=1)
+    return RankProcesses(
+        NodeSpec(config=config, run_dir=folder, node=0, store=store, faults=(), rank_main=_tell_who_it_is)
+    )
+
+
+def told(ranks: RankProcesses, group: int) -> list[tuple[int, int, int, int, bool]]:
+    """What the present processes of a group say of themselves, by rank."""
+    pipes = {key: pipe for pipe, key in ranks.pipes.items()}
+    found = []
+    for key in ranks.of(GroupId(group)):
+        assert pipes[key].poll(TIMEOUT_S)
+        found.append(pipes[key].recv())
+    return found
+
+
+def lose(ranks: RankProcesses, group: int, *, takes_spares: bool = True) -> int:
+    ranks.kill(GroupId(group))
+    return ranks.start_again(GroupId(group), None, takes_spares=takes_spares)
+
+
+def waiting(ranks: RankProcesses) -> list[int]:
+    return [process.child.pid for process in ranks._spares._waiting]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[RankProcesses]:
+    ranks = node_of(tmp_path, 1)
+    ranks.start_all()
+    yield ranks
+    ranks.end()
+    assert active_children() == []
+
+
+def test_spares_become_the_ranks_of_a_lost_group_in_its_next_life(node: RankProcesses) -> None:
+    assert [who[1:] for group in (0, 1) for who in told(node, group)] == [
+        (group, 0, rank, True) for group in (0, 1) for rank in (0, 1)
+    ]
+    node.warm_spares()
+    spares = waiting(node)
+    assert len(spares) == 2, "as many as a group has ranks"
+    assert lose(node, 1) == 2
+    assert told(node, 1) == [(spares[rank], 1, 1, rank, True) for rank in (0, 1)]
+    assert [node.pids[GroupId(1), rank] for rank in (0, 1)] == spares
+    assert waiting(node) == []
+    assert lose(node, 0) == 0, "none are left"
+    assert [who[1:] for who in told(node, 0)] == [(0, 1, rank, True) for rank in (0, 1)]
+
+
+def test_missing_spares_are_made_up_for(node: RankProcesses) -> None:
+    node.warm_spares()
+    first = waiting(node)
+    node.warm_spares()
+    assert waiting(node) == first
+    lose(node, 0)
+    node.warm_spares()
+    assert len(waiting(node)) == 2
+    assert not set(first) & set(waiting(node))
+
+
+def test_who_must_not_take_spares_leaves_them(node: RankProcesses) -> None:
+    node.warm_spares()
+    spares = waiting(node)
+    assert lose(node, 1, takes_spares=False) == 0
+    assert waiting(node) == spares
+    assert not set(spares) & {who[0] for who in told(node, 1)}
+
+
+def test_a_spare_that_has_died_is_passed_over(node: RankProcesses) -> None:
+    node.warm_spares()
+    dead, left = waiting(node)
+    os.kill(dead, signal.SIGKILL)
+    node._spares._waiting[0].child.process.join(TIMEOUT_S)
+    assert lose(node, 1) == 1
+    who = told(node, 1)
+    assert who[0][0] == left
+    assert [rank for *_, rank, _ in who] == [0, 1]
+
+
+def test_a_spare_that_dies_as_it_is_told_shows_by_its_end(node: RankProcesses) -> None:
+    """Between the look at whether it is alive and the word to it."""
+    node.warm_spares()
+    process = node._spares._waiting.popleft()
+    process.child.process.kill()
+    process.child.process.join(TIMEOUT_S)
+    end_child(node.child((ONE, 0)))
+    node._start((ONE, 0), process)
+    assert node.reap([process.child.process.sentinel]) == [(ONE, 0)]
+    assert node.exits[ONE, 0] == -signal.SIGKILL
+
+
+def test_the_end_of_a_node_leaves_no_spare(tmp_path: Path) -> None:
+    ranks = node_of(tmp_path, 2)
+    ranks.start_all()
+    ranks.warm_spares()
+    processes = [psutil.Process(pid) for pid in [*waiting(ranks), *ranks.pids.values()]]
+    assert len(processes) == 8
+    ranks.end()
+    assert not any(process.is_running() for process in processes)
+
+
+def _keep_spares(pids: Connection) -> None:
+    spares = Spares(get_context("fork"), _tell_who_it_is, 3)
+    spares.warm()
+    pids.send([process.child.pid for process in spares.take(3)])
+    signal.pause()
+
+
+def test_spares_do_not_outlive_a_supervisor_that_is_killed() -> None:
+    ours, theirs = Pipe()
+    supervisor = get_context("fork").Process(target=partial(_keep_spares, theirs))
+    supervisor.start()
+    assert ours.poll(TIMEOUT_S)
+    spares = [psutil.Process(pid) for pid in ours.recv()]
+    supervisor.kill()
+    supervisor.join(TIMEOUT_S)
+    _, alive = psutil.wait_procs(spares, timeout=TIMEOUT_S)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

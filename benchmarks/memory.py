@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.origin import origin
-from benchmarks.plain_megatron import join_world, train_steps
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
 from spare_megatron.runtime.preflight import preflight
 from spare_megatron.runtime.processes import end_child, fork_server, start_child, start_embedded_store
 from spare_megatron.runtime.run import start_run
@@ -43,8 +44,9 @@ _TIMEOUT_S = 300.0
 def plain_rank(config: RunConfig, is_sharded: bool, rank: int, spec: StoreSpec, answer: Connection) -> None:
     """Trains as one rank of plain Megatron and sends its memory."""
     before = _process_bytes("VmRSS")
-    join_world(config, rank, spec)
-    steps = train_steps(config, torch.device("cpu"), is_sharded=is_sharded)
+    device = torch.device("cpu")
+    join_world(config, rank, open_store(spec).rendezvous("plain", rank, TIMEOUT.total_seconds()), device)
+    steps = train_steps(config, device, is_sharded=is_sharded)
     for _ in range(config.train.steps):  # not to its end, where it would let go of its optimizer
         chunk = next(steps)
     answer.send(_memory([chunk], staging=0, before=before))

@@ -6,6 +6,7 @@ import typer
 
 from spare_megatron import __version__
 from spare_megatron.cli import (
+    bench,
     campaign,
     check,
     checkpoint,
@@ -61,6 +62,7 @@ app.command("campaign")(campaign.campaign)
 app.command("check")(check.check)
 app.command("report")(report.report)
 app.command("timeline")(timeline.timeline)
+app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 

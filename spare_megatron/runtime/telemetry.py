@@ -123,7 +123,7 @@ class Telemetry:
         if self._config.data.access == "stacked":
             values["spare/fewest_hosts"] = self._fewest_hosts()
         values |= self._speed(step_s, event.num_alive * self._config.parallel.ranks_per_group)
-        return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in _split(event.split_s).items()}
+        return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
 
     def _speed(self, step_s: float, num_ranks: int) -> dict[str, Value]:
         """What a rank's device does of the model's operations; redundant ones are not counted."""
@@ -138,8 +138,8 @@ class Telemetry:
         return min(len(set(hosts) - self._absent) for hosts in self._placement.hosts)
 
 
-def _split(split_s: Mapping[Operation, float]) -> dict[str, float]:
-    """The names that users know; what is none of these waited for something else."""
+def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
+    """Seconds of a step by names that users know; what is none of these waited for something else."""
     named = {
         "compute": (Operation.COMPUTE,),
         "transfer": (Operation.TRANSFER,),

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from megatron.core import parallel_state
 
-from benchmarks.plain_megatron import build_rank, train_steps
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId, SliceId
@@ -19,6 +18,7 @@ from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.corruption import flip_bit
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.parameters import named_parameters
+from spare_megatron.mcore.plain_megatron import build_rank, train_steps
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult

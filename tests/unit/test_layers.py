@@ -23,7 +23,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "control": {"config"},
     "mcore": {"core", "config"},
     "runtime": {"core", "journal", "config", "metrics", "faults", "control", "mcore"},
+    "bench": {"core", "journal", "config", "control", "mcore", "runtime"},
     "cli": {
+        "bench",
         "core",
         "journal",
         "config",
@@ -43,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FREE_OF_TORCH = ("core", "journal", "config", "planner", "report", "metrics", "faults", "simulator", "slurm", "control")
 """Packages above mcore: their modules load where torch and megatron are missing."""
 
-TORCH_ALLOWED = {"control", "mcore", "runtime", "cli"}
+TORCH_ALLOWED = {"control", "mcore", "runtime", "bench", "cli"}
 MEGATRON_ALLOWED = {"mcore"}
 
 LOADING_WITHOUT_TORCH = """

@@ -4,11 +4,9 @@ What every comparison is measured against. It goes through Megatron's global par
 gradient finalization inside the schedule and its optimizer, as Megatron's own training loop does.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -24,8 +22,6 @@ from megatron.core.transformer.module import Float16Module
 
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import StoreSpec
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
 from spare_megatron.mcore import cpu, rng
@@ -34,26 +30,34 @@ from spare_megatron.mcore.model import Chunk, layer_spec
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.transformer import transformer_config
 
-_TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=120)
 _ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize
 """Of a gradient."""
 
 
-def train_plain(config: RunConfig, rank: int, spec: StoreSpec, answer: Connection) -> None:
-    """Trains as one rank of plain Megatron and sends the wall-clock time of the end of every step."""
-    join_world(config, rank, spec)
-    is_sharded = config.optimizer.sharding == "stacked"
-    answer.send([time.time() for _ in train_steps(config, torch.device("cpu"), is_sharded=is_sharded)])
-    dist.barrier()
+def join_world(config: RunConfig, rank: int, store: dist.Store, device: torch.device) -> None:
+    """Makes this process one rank of plain Megatron, of as many as the run's layout has.
 
+    Collective over: all ranks.
 
-def join_world(config: RunConfig, rank: int, spec: StoreSpec) -> None:
-    """Makes this process one rank of plain Megatron on CPUs."""
+    Args:
+        config: The run's configuration.
+        rank: Megatron's: tensor parallelism varies fastest, pipeline stages slowest.
+        store: Where the ranks meet.
+        device: Where this rank computes. A CUDA device must be the current one.
+    """
     torch.set_num_threads(config.cluster.threads_per_rank)
-    cpu.install()
-    store = open_store(spec).rendezvous("plain", rank, _TIMEOUT.total_seconds())
-    world_size = config.parallel.num_ranks
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    is_gpu = device.type == "cuda"
+    if not is_gpu:
+        cpu.install()
+    dist.init_process_group(
+        "nccl" if is_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=config.parallel.num_ranks,
+        timeout=TIMEOUT,
+        device_id=device if is_gpu else None,
+    )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.layout.tensor_parallel,
         pipeline_model_parallel_size=config.layout.pipeline_parallel,
@@ -79,7 +83,7 @@ def train_steps(config: RunConfig, device: torch.device, *, is_sharded: bool) ->
         optimizer.zero_grad()
         schedule(
             forward_step_func=_forward,
-            data_iterator=_batches(config, corpus, step, shard),
+            data_iterator=_batches(config, corpus, step, shard, device),
             model=[chunk.module],
             num_microbatches=config.spare.microbatches_per_shard,
             seq_length=config.model.seq_length,
@@ -132,9 +136,12 @@ def _build(config: RunConfig, transformer: Any, device: torch.device, is_sharded
     return Chunk(module=module, stage=stage, is_first=is_first, is_last=is_last)
 
 
-def _batches(config: RunConfig, corpus: Corpus, step: int, shard: ShardId) -> Iterator[dict[str, torch.Tensor]]:
+def _batches(
+    config: RunConfig, corpus: Corpus, step: int, shard: ShardId, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
     for index in range(config.spare.microbatches_per_shard):
-        yield corpus.microbatch(step, Microbatch(shard, index))
+        batch = corpus.microbatch(step, Microbatch(shard, index))
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def _forward(batches: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:

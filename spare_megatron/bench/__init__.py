@@ -1,0 +1,1 @@
+"""Measures training on this machine, beside plain Megatron."""

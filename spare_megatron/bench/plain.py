@@ -1,0 +1,76 @@
+"""Plain Megatron in processes of this machine."""
+
+import contextlib
+import signal
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from spare_megatron.bench.memory import Memory, memory_of
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.open_store import open_store
+from spare_megatron.control.spec import StoreSpec
+from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
+from spare_megatron.runtime.preflight import preflight
+from spare_megatron.runtime.processes import (
+    Child,
+    end_child,
+    fork_server,
+    start_child,
+    start_embedded_store,
+    stop_child,
+)
+
+
+def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
+    """Trains all steps; returns when each of them ended at rank 0, and the memory of the fullest rank.
+
+    Args:
+        config: A configuration without problems, with the device that is used, on one node.
+
+    Raises:
+        RuntimeError: A rank has ended early; its traceback is on stderr.
+    """
+    context = fork_server()
+    preflight(config)
+    store, spec = start_embedded_store(context, config.control.listen_address)
+    ranks = [
+        start_child(context, f"plain-{rank}", train_plain, config, rank, spec)
+        for rank in range(config.parallel.num_ranks)
+    ]
+    try:
+        ends = [_hear(rank) for rank in ranks]
+        pids = [child.process.pid for child in ranks if child.process.pid is not None]
+        memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
+        for child in ranks:
+            stop_child(child)
+        return ends[0], memory
+    finally:
+        for child in [*ranks, store]:
+            end_child(child)
+
+
+def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connection) -> None:
+    """Trains as one rank of plain Megatron, sends the wall-clock time of the end of every step, and waits to leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's to end this process
+    device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    join_world(config, rank, open_store(spec).rendezvous("plain", rank, TIMEOUT.total_seconds()), device)
+    ends = []
+    for _ in train_steps(config, device, is_sharded=config.optimizer.sharding == "stacked"):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        ends.append(time.time())
+    parent.send(ends)
+    with contextlib.suppress(EOFError):
+        parent.recv()
+
+
+def _hear(child: Child) -> list[float]:
+    try:
+        ends: list[float] = child.reports.recv()
+    except EOFError:
+        raise RuntimeError(f"{child.process.name} of plain Megatron has ended early; see above") from None
+    return ends

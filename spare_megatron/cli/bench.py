@@ -1,0 +1,115 @@
+"""`spare bench`: how fast this machine trains."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.running import load_runnable
+
+if TYPE_CHECKING:
+    from spare_megatron.bench.throughput import Speed, Throughput
+
+app = typer.Typer(help="Measure how fast this machine trains.", no_args_is_help=True)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure how fast this machine trains."""
+
+
+@app.command("throughput")
+def throughput(
+    config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Runs of ours, and as many of plain Megatron in turn.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of each run; the first 5 are not measured.")] = 40,
+    alone: Annotated[bool, typer.Option("--alone", help="Leave plain Megatron out.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the figures to this file, as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Train a configuration while nothing fails, beside plain Megatron on the same model, data and settings.
+
+    Faults, checkpoints, snapshots and metrics of the preset are left out. Operations of the model are counted as 2 for
+    each element of a matrix that a token is multiplied with, and 4 x sequence length x width of all heads a layer for
+    attention, three times for forward and backward pass; redundant and recomputed ones do not count. MFU is these over
+    metrics.peak_tflops.
+
+    Exit codes: 0 measured, 1 a run failed, 2 the configuration cannot run.
+    """
+    from spare_megatron.bench.throughput import measure, problems_of, training_alone
+
+    console = Console(stderr=as_json)
+    with explained_errors("bench throughput"):
+        if out is not None and not out.absolute().parent.is_dir():
+            raise ValueError(f"--out {out}: there is no directory {out.absolute().parent}; make it")
+        short = [*(overrides or ()), f"train.steps={steps}", "optimizer.warmup_steps=0"]
+        loaded = training_alone(load_runnable("bench throughput", config, short))
+        if found := list(problems_of(loaded, has_plain=not alone)):
+            raise ValueError("this cannot be measured:\n" + "\n".join(f"  - {text}" for text in found))
+        try:
+            result = measure(loaded, pairs, has_plain=not alone, tell=lambda text: console.print(text, highlight=False))
+        except RuntimeError as error:
+            typer.echo(f"spare bench throughput: {error}", err=True)
+            raise typer.Exit(1) from error
+    text = json.dumps(
+        {**asdict(result), **_origin(), "config": str(config), "overrides": overrides or [], "pairs": pairs}
+    )
+    if out is not None:
+        out.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+        return
+    _print(result, console)
+
+
+def _origin() -> dict[str, str]:
+    import torch
+
+    from spare_megatron import __version__
+    from spare_megatron.bench.machine import describe_machine
+
+    return {
+        "machine": describe_machine(),
+        "spare_megatron": __version__,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _print(result: "Throughput", console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", *result.speeds):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = {way: dict(_cells(speed)) for way, speed in result.speeds.items()}
+    names = dict.fromkeys(name for cells in rows.values() for name in cells)
+    for name in names:
+        table.add_row(name, *(cells.get(name, "") for cells in rows.values()))
+    console.print(table)
+    if result.ratio is not None:
+        pairs = ", ".join(f"{ratio:.3f}" for ratio in result.ratios)
+        console.print(
+            f"step of ours over plain Megatron's: {result.ratio:.3f} (pairs of runs: {pairs})", highlight=False
+        )
+
+
+def _cells(speed: "Speed") -> Iterator[tuple[str, str]]:
+    yield "median step", f"{speed.step_s * 1e3:.1f} ms"
+    yield "tokens/s", f"{speed.tokens_per_s:,.0f}"
+    yield "TFLOP/s of a rank", f"{speed.tflops_per_rank:.4g}"
+    yield "MFU", "set metrics.peak_tflops" if speed.mfu is None else f"{speed.mfu:.1%}"
+    for name, spent_s in speed.split_s.items():
+        yield f"  {name}", f"{spent_s * 1e3:.1f} ms"
+    yield "host memory of the fullest rank", f"{speed.memory.host_bytes / 2**20:,.0f} MiB"
+    if speed.memory.device_bytes:
+        yield "taken of the fullest GPU", f"{speed.memory.device_bytes / 2**20:,.0f} MiB"
+    yield "steps measured", str(speed.num_steps)

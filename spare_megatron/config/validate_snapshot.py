@@ -17,11 +17,6 @@ def snapshot_problems(config: RunConfig) -> Iterator[str]:
         )
     if not snapshot.every_steps:
         return
-    if config.optimizer.sharding == "stacked":
-        yield (
-            f"snapshot.every_steps={snapshot.every_steps} copies the whole state of a group, and with "
-            f"optimizer.sharding=stacked no group has it; set it to replicated, or snapshot.every_steps to 0"
-        )
     if not config.checkpoint.max_restarts:
         yield (
             f"snapshot.every_steps={snapshot.every_steps} has no effect with checkpoint.max_restarts=0, which starts "
@@ -32,8 +27,14 @@ def snapshot_problems(config: RunConfig) -> Iterator[str]:
 def snapshot_warnings(config: RunConfig) -> Iterator[str]:
     """Where fewer nodes may be lost than was asked for."""
     num_copies, num_nodes = config.snapshot.redundancy + 1, config.cluster.num_nodes
-    if config.snapshot.every_steps and num_copies > num_nodes:
+    if not config.snapshot.every_steps:
+        return
+    wanted = f"snapshot.redundancy={config.snapshot.redundancy} wants {num_copies} copies on different nodes, and"
+    if num_copies > num_nodes:
+        yield f"{wanted} cluster.num_nodes={num_nodes}: each rank's state is kept on {num_nodes}"
+    optimizer = config.optimizer
+    if optimizer.sharding == "stacked" and num_copies > optimizer.redundancy:
         yield (
-            f"snapshot.redundancy={config.snapshot.redundancy} wants {num_copies} copies on different nodes, and "
-            f"cluster.num_nodes={num_nodes}: each rank's state is kept on {num_nodes}"
+            f"{wanted} with optimizer.redundancy={optimizer.redundancy} so many groups have a slice of the "
+            f"optimizer's state: each slice is kept on {optimizer.redundancy}"
         )

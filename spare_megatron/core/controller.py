@@ -237,7 +237,7 @@ class Controller:
             if self.ownership is None:
                 return (*actions, FinishRun(step=self.step))
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
-        actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members)
+        actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
         # Whoever wrote the commit may have heard of two for one group, of one lost meanwhile, or of one too early.
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())

@@ -102,7 +102,9 @@ class Restarts:
             self._limits,
             last_resort=self._last_resort,
             first_step=self._first_step,
-            snapshot=self.snapshots.newest_whole(held for item in waiting for held in item.held),
+            snapshot=self.snapshots.newest_whole(
+                (held for item in waiting for held in item.held), (held for item in waiting for held in item.slices)
+            ),
         )
         return () if entry is None else (AppendEntry(index=head, entry=entry),)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spare_megatron.core.slices import Hosts
-from spare_megatron.core.snapshots import Held
+from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import Member
 
 
@@ -23,12 +23,14 @@ class Waiting:
         member: The group in its new life.
         steps: Committed steps of the checkpoints that it finds valid.
         held: Snapshots of its rank positions that are whole on its nodes.
+        slices: Snapshots of slices that are whole on its nodes, those of all of its ranks.
         failure: Why it cannot look for any, for people; empty where it can.
     """
 
     member: Member
     steps: tuple[int, ...]
     held: tuple[Held, ...] = ()
+    slices: tuple[HeldSlice, ...] = ()
     failure: str = ""
 
 

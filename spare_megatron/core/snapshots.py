@@ -3,20 +3,23 @@
 Where every group holds the whole state, rank j of each holds the same. So a copy on another node is one that the rank
 there makes of its own state, and nothing crosses the network before a restart. Each rank position is copied on a few
 groups alone, its holders, the positions on different ones: the least memory that outlives the loss of all holders but
-one.
+one. Where the optimizer's state is cut into slices, a position's copy has none of them: each slice is copied by as many
+of its hosts, on all of their ranks.
 
-A node keeps two of a position: the newest that all holders have, and the one that they are copying. Nobody needs to be
+A node keeps two of each: the newest that all holders have, and the one that they are copying. Nobody needs to be
 asked which is which: a rank has made its copy before it votes on the step before the next snapshot. So whoever comes to
 the next one knows that all others have the one before, and gives up what is older.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import NamedTuple
 
-from spare_megatron.core.topology import GroupId, Layout
+from spare_megatron.core.slices import Hosts, Ownership
+from spare_megatron.core.topology import GroupId, Layout, SliceId
 
 _NUM_REMEMBERED = 3
 """Snapshots that a restart may go back to: nodes have two, and a third where one has come to it before another."""
@@ -37,8 +40,22 @@ class Held(NamedTuple):
     sha256: str
 
 
+class HeldSlice(NamedTuple):
+    """Whole copies of a slice's state, those of one rank or of all ranks of a group.
+
+    Attributes:
+        attempt: As of `Held`.
+        slice: The slice.
+        sha256: Of the copy; of several, over theirs in the order of the ranks.
+    """
+
+    attempt: int
+    slice: SliceId
+    sha256: str
+
+
 class WholeSnapshot(NamedTuple):
-    """One that has every rank position.
+    """One that has every rank position, and every slice.
 
     Attributes:
         step: Committed steps that it holds.
@@ -58,12 +75,14 @@ class SnapshotPolicy:
         redundancy: Nodes that may be lost with it: one more keep each rank position.
         layout: Which ranks stand on which nodes.
         groups_per_domain: Groups of consecutive ids that may be lost together.
+        num_slices: That the optimizer's state is cut into; 0 where every group has all of it.
     """
 
     every_steps: int
     redundancy: int
     layout: Layout
     groups_per_domain: int = 1
+    num_slices: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +95,7 @@ class TakeSnapshot:
         previous: Of the snapshot before, the only one that is kept; -1 if there is none.
         settled_by: The copy is made before the update that makes so many committed steps.
         holders: For each rank position the groups that keep it.
+        slice_holders: For each slice the groups all of whose ranks keep it.
     """
 
     step: int
@@ -83,6 +103,7 @@ class TakeSnapshot:
     previous: int
     settled_by: int
     holders: tuple[tuple[GroupId, ...], ...]
+    slice_holders: tuple[tuple[GroupId, ...], ...] = ()
 
 
 class Snapshots:
@@ -96,13 +117,16 @@ class Snapshots:
         self._policy = policy
         self._taken: tuple[WholeSnapshot, ...] = ()  # the last ones that no restart undid
 
-    def after(self, step: int, attempt: int, groups: Sequence[GroupId]) -> tuple[()] | tuple[TakeSnapshot]:
+    def after(
+        self, step: int, attempt: int, groups: Sequence[GroupId], ownership: Ownership | None = None
+    ) -> tuple[()] | tuple[TakeSnapshot]:
         """What follows from a commit.
 
         Args:
             step: Committed steps.
             attempt: Of the commit.
             groups: Who takes part.
+            ownership: Who hosts which slice, where there are any.
         """
         policy = self._policy
         if policy is None or step % policy.every_steps:
@@ -116,6 +140,7 @@ class Snapshots:
                 previous=previous,
                 settled_by=step + policy.every_steps - 1,
                 holders=holders_of_snapshot(policy, groups),
+                slice_holders=() if ownership is None else holders_of_slices(policy, ownership.hosts),
             ),
         )
 
@@ -123,18 +148,58 @@ class Snapshots:
         """What was committed after so many steps is undone."""
         self._taken = tuple(one for one in self._taken if one.step <= step)
 
-    def newest_whole(self, held: Iterable[Held]) -> WholeSnapshot | None:
-        """The newest of which there is a copy of every rank position, and all copies of one are alike."""
+    def newest_whole(self, held: Iterable[Held], slices: Iterable[HeldSlice] = ()) -> WholeSnapshot | None:
+        """The newest of which there is a copy of every rank position and slice, and all copies of one are alike.
+
+        Args:
+            held: Copies of rank positions.
+            slices: Copies of slices on all ranks of some group.
+        """
         if self._policy is None:
             return None
-        digests: dict[tuple[int, int], set[str]] = {}
-        for one in held:
-            digests.setdefault((one.attempt, one.position), set()).add(one.sha256)
-        positions = range(self._policy.layout.ranks_per_group)
+        positions = set(range(self._policy.layout.ranks_per_group))
+        numbers = set(range(self._policy.num_slices))
+        whole = _alike(held), _alike(slices)
         for taken in reversed(self._taken):
-            if all(len(digests.get((taken.attempt, position), ())) == 1 for position in positions):
+            if positions <= whole[0].get(taken.attempt, set()) and numbers <= whole[1].get(taken.attempt, set()):
                 return taken
         return None
+
+
+def _alike(copies: Iterable[Held | HeldSlice]) -> dict[int, set[int]]:
+    """Attempt -> positions or slices of which there are copies, and all of them alike."""
+    digests: dict[tuple[int, int], set[str]] = {}
+    for attempt, what, sha256 in copies:
+        digests.setdefault((attempt, what), set()).add(sha256)
+    alike: dict[int, set[int]] = {}
+    for (attempt, what), found in digests.items():
+        if len(found) == 1:
+            alike.setdefault(attempt, set()).add(what)
+    return alike
+
+
+def held_by_group(of_ranks: Sequence[Sequence[HeldSlice]]) -> tuple[HeldSlice, ...]:
+    """The copies of slices that a group has on all of its ranks.
+
+    A group's word of each is as short as a rank's, however many ranks it has: after a wipe-out all groups read what all
+    groups have.
+
+    Args:
+        of_ranks: What each of its ranks has.
+
+    >>> both, one = HeldSlice(5, SliceId(0), "a"), HeldSlice(5, SliceId(1), "b")
+    >>> [(held.attempt, held.slice) for held in held_by_group([[both, one], [both]])]
+    [(5, 0)]
+    """
+    found: dict[tuple[int, SliceId], list[str]] = {}
+    for held in of_ranks:
+        for attempt, number, sha256 in held:
+            found.setdefault((attempt, number), []).append(sha256)
+    return tuple(
+        HeldSlice(*what, hashlib.sha256("".join(digests).encode()).hexdigest())
+        for what, digests in sorted(found.items())
+        if len(digests) == len(of_ranks)
+    )
 
 
 def holders_of_snapshot(policy: SnapshotPolicy, groups: Sequence[GroupId]) -> tuple[tuple[GroupId, ...], ...]:
@@ -157,9 +222,33 @@ def holders_of_snapshot(policy: SnapshotPolicy, groups: Sequence[GroupId]) -> tu
     holders: list[tuple[GroupId, ...]] = []
     start = 0
     for position in range(layout.ranks_per_group):
-        chosen = _choose(policy, position, list(islice(cycle(in_turn), start, start + len(in_turn))))
+        chosen = _choose(policy, [position], list(islice(cycle(in_turn), start, start + len(in_turn))))
         holders.append(chosen)
         start = (start + len(chosen)) % len(in_turn)
+    return tuple(holders)
+
+
+def holders_of_slices(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[GroupId, ...], ...]:
+    """For each slice those of its hosts that keep it: as many as of a rank position, and as far from each other.
+
+    They begin with another host for each slice, so that no group keeps many more than another.
+
+    Args:
+        policy: How many, and who stands where.
+        hosts: Who has the whole state of each slice.
+
+    >>> from spare_megatron.core.topology import Member
+    >>> layout = Layout(num_groups=3, num_nodes=3)
+    >>> policy = SnapshotPolicy(every_steps=2, redundancy=0, layout=layout, num_slices=3)
+    >>> holders_of_slices(policy, [[Member(GroupId(group)) for group in row] for row in ((0, 1), (1, 2), (0, 2))])
+    ((0,), (2,), (0,))
+    """
+    # Groups that follow each other may share the nodes at their ends, and no others.
+    ends = [0, policy.layout.ranks_per_group - 1]
+    holders: list[tuple[GroupId, ...]] = []
+    for number, row in enumerate(hosts):
+        first = number % len(row)
+        holders.append(_choose(policy, ends, [host.group for host in (*row[first:], *row[:first])]))
     return tuple(holders)
 
 
@@ -173,14 +262,14 @@ def _in_turn(groups: Sequence[GroupId], unit: int) -> list[GroupId]:
     return [group for _, group in sorted(turns)]
 
 
-def _choose(policy: SnapshotPolicy, position: int, candidates: Sequence[GroupId]) -> tuple[GroupId, ...]:
-    """The first of the candidates that stand apart, ascending."""
+def _choose(policy: SnapshotPolicy, positions: Sequence[int], candidates: Sequence[GroupId]) -> tuple[GroupId, ...]:
+    """The first of the candidates that stand apart with these of their ranks, ascending."""
     chosen: list[GroupId] = []
     for apart_by_domain in (True, False):
         for group in candidates:
-            nodes = {policy.layout.node_of(one, position) for one in chosen}
+            nodes = {policy.layout.node_of(one, position) for one in chosen for position in positions}
             domains = {one // policy.groups_per_domain for one in chosen}
-            is_apart = policy.layout.node_of(group, position) not in nodes
+            is_apart = nodes.isdisjoint(policy.layout.node_of(group, position) for position in positions)
             if is_apart and not (apart_by_domain and group // policy.groups_per_domain in domains):
                 chosen.append(group)
             if len(chosen) > policy.redundancy:

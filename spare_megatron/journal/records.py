@@ -263,6 +263,10 @@ class SnapshotRecord:
     """How long it kept the rank from training."""
     copy_s: float
     """From its beginning to its being whole, or to its failure."""
+    slices: list[int] = field(default_factory=list)
+    """Of the optimizer's state, where it is cut into any."""
+    has_params: bool = True
+    """Whether it has all but slices."""
     incarnation: int = 0
 
 

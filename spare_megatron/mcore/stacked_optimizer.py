@@ -268,6 +268,14 @@ class StackedOptimizer:
             self.drop(number)
         self.schedule.num_steps = 0  # Megatron counts the steps that it loads onto those taken
         self.load_state_dict(state)
+        self.hold(slices)
+
+    def hold(self, slices: Mapping[SliceId, Tensor]) -> None:
+        """Take over whole slices that have seen as many updates as there have been here.
+
+        Args:
+            slices: The state of each, which is not held yet, made by `empty_state` and filled.
+        """
         with self._lock:
             for number, rows in slices.items():
                 self._hosted[number] = _Hosted(state=rows)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
@@ -109,6 +110,13 @@ def outgoing_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimi
         "optimizer": _encoded(optimizer.state_dict(), tensors),
     }
     return OutgoingState(description=json.dumps(state).encode(), tensors=TensorBytes(tensors))
+
+
+def slice_state(optimizer: StackedOptimizer, number: SliceId) -> OutgoingState:
+    """The state of a slice that is here whole; nothing is told of it but the numbers."""
+    assert number in optimizer.hosted, f"slice {number} is not here whole"
+    state = optimizer.whole_slices().get(number)
+    return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # none: it is empty
 
 
 def dump_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> bytes:

@@ -30,7 +30,14 @@ from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.ready import ReadyBuckets, Tell
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.mcore.state import IncomingState, OutgoingState, StateCopy, dump_state, outgoing_state
+from spare_megatron.mcore.state import (
+    IncomingState,
+    OutgoingState,
+    StateCopy,
+    dump_state,
+    outgoing_state,
+    slice_state,
+)
 from spare_megatron.mcore.transformer import transformer_config
 
 
@@ -206,6 +213,11 @@ class GroupTrainer:
     def state_copy(self) -> StateCopy:
         """The same to be copied to host memory, until the next update."""
         return StateCopy(self.outgoing_state(), self._device)
+
+    def slice_copy(self, number: SliceId) -> StateCopy:
+        """The state of a slice that is here whole, to be copied to host memory until the next update."""
+        assert self.stacked is not None, "only stacked state has slices"
+        return StateCopy(slice_state(self.stacked, number), self._device)
 
     def incoming_state(self, description: bytes) -> IncomingState:
         """For taking over the state of the rank of the same position in another group, which has this description.

@@ -18,7 +18,7 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Entry, Fence, VotesRead, decode_entry, encode_entry
 from spare_megatron.core.relays import Blocks
 from spare_megatron.core.restart_messages import Waiting
-from spare_megatron.core.snapshots import Held
+from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import decode_vote
 
@@ -227,24 +227,37 @@ class GroupAgreement:
         if self.is_leader:
             self._log.announce(self.member)
 
-    def announce_restart(self, steps: Sequence[int], held: Sequence[Held] = (), failure: str = "") -> None:
+    def announce_restart(
+        self,
+        steps: Sequence[int],
+        held: Sequence[Held] = (),
+        slices: Sequence[HeldSlice] = (),
+        failure: str = "",
+    ) -> None:
         """Leader: says that the group waits for training to start again, and what there is to start from.
 
         Args:
             steps: Of the checkpoints that it finds valid.
-            held: Snapshots that are whole on its nodes.
+            held: Snapshots of its rank positions that are whole on its nodes.
+            slices: The same of slices, those of all of its ranks.
             failure: Why it could not look for checkpoints.
         """
-        self._log.announce_restart(self.member, json.dumps([steps, held, failure]))
+        self._log.announce_restart(self.member, json.dumps([steps, held, slices, failure]))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[Waiting, ...]:
         """Those of the groups that have ever said so, asked of the store by this rank alone."""
         waiting: list[Waiting] = []
         for (group, incarnation), text in self._log.waiting_to_restart(groups):
-            steps, held, failure = json.loads(text)
-            member = Member(GroupId(group), incarnation)
-            snapshots = tuple(Held(*one) for one in held)
-            waiting.append(Waiting(member=member, steps=tuple(steps), held=snapshots, failure=failure))
+            steps, held, slices, failure = json.loads(text)
+            waiting.append(
+                Waiting(
+                    member=Member(GroupId(group), incarnation),
+                    steps=tuple(steps),
+                    held=tuple(Held(*one) for one in held),
+                    slices=tuple(HeldSlice(*one) for one in slices),
+                    failure=failure,
+                )
+            )
         return tuple(waiting)
 
     def is_lost(self, other: Member, from_index: int) -> bool:

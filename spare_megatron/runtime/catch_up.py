@@ -22,7 +22,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
-from spare_megatron.core.snapshots import Held
+from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
@@ -77,6 +77,7 @@ class CatchUp:
         self._searched_at_s = 0.0
         self._steps: tuple[int, ...] = ()
         self._held: tuple[Held, ...] = ()
+        self._slices: tuple[HeldSlice, ...] = ()
         self._failure = ""  # why there was no looking for checkpoints
         self._unwritten: list[EntryRecord] = []  # from the last commit on
 
@@ -138,7 +139,7 @@ class CatchUp:
             self._waits_since_s = time.monotonic()
             if self._agreement.is_leader:
                 self._search()
-            self._held = self._start_over.held()
+            self._held, self._slices = self._start_over.held()
             self._tell()
             self._probe(Phase.LOAD_WAIT)
         else:
@@ -159,7 +160,7 @@ class CatchUp:
     def _tell(self) -> None:
         """On the leader, says what there is to start again from, or why that cannot be told."""
         if self._agreement.is_leader:
-            self._agreement.announce_restart(self._steps, self._held, self._failure)
+            self._agreement.announce_restart(self._steps, self._held, self._slices, self._failure)
 
     def _decide_restart(self, index: int) -> None:
         """On the leader, writes the entry that ends the wipe-out as soon as it may, unless another is written."""

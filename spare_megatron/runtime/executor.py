@@ -323,7 +323,7 @@ class GroupExecutor:
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Begins a snapshot of the present state, where this rank is to keep it."""
-        self._saves.take_snapshot(action)
+        self._saves.take_snapshot(action, has_params=not self.lacks_params)
 
     # ---------------------------------------------------------------------------------------------------- slices
 

@@ -65,6 +65,7 @@ def _snapshots(config: RunConfig) -> SnapshotPolicy | None:
         redundancy=config.snapshot.redundancy,
         layout=config.parallel,
         groups_per_domain=config.spare.groups_per_domain,
+        num_slices=config.layout.num_groups if config.optimizer.sharding == "stacked" else 0,
     )
 
 

@@ -62,11 +62,18 @@ class GroupSaves:
         """The group has all parameters after so many steps, which it lacked."""
         if self._saver is not None:
             self._saver.go_on(step)
+        if self._snapshotter is not None:
+            self._snapshotter.go_on()
 
-    def take_snapshot(self, action: TakeSnapshot) -> None:
-        """Begins a snapshot of the present state, where this rank is to keep it."""
+    def take_snapshot(self, action: TakeSnapshot, *, has_params: bool) -> None:
+        """Begins a snapshot of the present state, where this rank is to keep it.
+
+        Args:
+            action: The controller's.
+            has_params: Whether the group has all parameters of this step.
+        """
         assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
-        self._snapshotter.take(action)
+        self._snapshotter.take(action, has_params=has_params)
 
     def await_copies(self, step: int) -> None:
         """Returns when the update may be done that makes so many committed steps."""

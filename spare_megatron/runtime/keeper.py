@@ -17,7 +17,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.snapshots import Held
+from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.runtime.keeper_wire import (
     COPIED,
     CopyWanted,
@@ -25,6 +25,7 @@ from spare_megatron.runtime.keeper_wire import (
     HeldWanted,
     KeeperAddress,
     MemoryWanted,
+    Part,
     PassOver,
 )
 from spare_megatron.runtime.piece_server import PieceServer
@@ -90,13 +91,13 @@ class _Memory:
 
 
 class Keeper:
-    """What it holds, by position and attempt; a `piece_server.Source`."""
+    """What it holds, by part and attempt; a `piece_server.Source`."""
 
     def __init__(self, address: KeeperAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._held: dict[int, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
-        self._idle: dict[int, _Memory] = {}  # one of a position, for its next snapshot
+        self._held: dict[Part, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
+        self._idle: dict[Part, _Memory] = {}  # one of a part that is held, for its next snapshot
         self._server: PieceServer | None = None
 
     def serve(self) -> None:
@@ -113,91 +114,120 @@ class Keeper:
                 case CopyWanted() as wanted:
                     self._take(connection, wanted)
                 case PassOver(position=position, attempt=attempt, previous=previous):
-                    for memory in self._let_go(position, attempt, previous):
-                        memory.close()
-                    if not self._held.get(position):
-                        self._give_back(position, None)
+                    self._let_go(position, attempt, previous)
                     connection.send("")
-                case MemoryWanted(position=position, attempt=attempt):
-                    self._give(connection, position, attempt)
+                case MemoryWanted(part=part, attempt=attempt):
+                    self._give(connection, part, attempt)
                 case HeldWanted(position=position, host=host):
                     connection.send(self._tell(position, host))
 
     def _take(self, connection: Connection, wanted: CopyWanted) -> None:
-        for memory in self._let_go(wanted.position, wanted.attempt, wanted.previous):
-            self._give_back(wanted.position, memory)
+        self._let_go(wanted.position, wanted.attempt, wanted.previous)
+        memories: dict[Part, _Memory] = {}
         try:
-            memory = self._memory(wanted.position, wanted.num_bytes)
+            for part, num_bytes in wanted.num_bytes.items():
+                memories[part] = self._memory(part, num_bytes)
         except OSError as error:
-            connection.send(f"its keeper has no {wanted.num_bytes} bytes: {error}")
+            self._give_back(memories)
+            connection.send(f"its keeper has no {sum(wanted.num_bytes.values())} bytes: {error}")
             return
         try:
             connection.send("")
-            send_handle(connection, memory.fd, os.getpid())
+            for memory in memories.values():
+                send_handle(connection, memory.fd, os.getpid())
             is_whole = connection.recv() == COPIED
-            sha256 = memory.sha256() if is_whole else ""
+            digests = [memory.sha256() if is_whole else "" for memory in memories.values()]
         except (EOFError, OSError):
-            self._give_back(wanted.position, memory)
+            self._give_back(memories)
             raise
         with self._lock:
-            self._held.setdefault(wanted.position, {})[wanted.attempt] = (memory, sha256)
-        connection.send(sha256)
+            for (part, memory), sha256 in zip(memories.items(), digests, strict=True):
+                self._held.setdefault(part, {})[wanted.attempt] = (memory, sha256)
+        connection.send(digests)
 
-    def _give(self, connection: Connection, position: int, attempt: int) -> None:
+    def _give(self, connection: Connection, part: Part, attempt: int) -> None:
         with self._lock:
-            memory, _ = self._held.get(position, {}).get(attempt, (None, ""))
+            memory, _ = self._held.get(part, {}).get(attempt, (None, ""))
             if memory is not None:
                 connection.send("")
                 send_handle(connection, memory.fd, os.getpid())
                 return
-        connection.send(f"its keeper does not hold attempt {attempt} of rank {position}")
+        connection.send(f"its keeper does not hold attempt {attempt} of rank {part.name}")
 
-    def _memory(self, position: int, num_bytes: int) -> _Memory:
+    def _memory(self, part: Part, num_bytes: int) -> _Memory:
         with self._lock:
-            memory = self._idle.pop(position, None)
+            memory = self._idle.pop(part, None)
         if memory is not None and memory.num_bytes == num_bytes:
             return memory
         if memory is not None:
             memory.close()
         return _Memory(num_bytes)
 
-    def _give_back(self, position: int, memory: _Memory | None) -> None:
-        """Memory for the position's next snapshot; None: there will be none here."""
+    def _give_back(self, memories: dict[Part, _Memory]) -> None:
+        """Memory for the next snapshot of parts."""
         with self._lock:
-            idle = self._idle.pop(position, None)
-            if memory is not None:
-                self._idle[position] = memory
-        if idle is not None:
-            idle.close()
+            former = [self._idle.pop(part) for part in memories if part in self._idle]
+            self._idle.update(memories)
+        for memory in former:
+            memory.close()
 
-    def _let_go(self, position: int, attempt: int, previous: int) -> list[_Memory]:
-        """Memory of what is earlier than an attempt, but for one; later ones may be others' on this node."""
+    def _let_go(self, position: int, attempt: int, previous: int) -> None:
+        """What is earlier than an attempt goes, but for one; later ones may be others' on this node.
+
+        A part keeps a lot of memory for its next snapshot, unless nothing is left of it: then it is kept elsewhere.
+        """
+        useless: list[_Memory] = []
         with self._lock:
-            held = self._held.get(position, {})
-            return [held.pop(other)[0] for other in list(held) if other < attempt and other != previous]
+            for part in [part for part in {**self._held, **self._idle} if part.position == position]:
+                held = self._held.pop(part, {})
+                gone = [held.pop(other)[0] for other in list(held) if other < attempt and other != previous]
+                if held:
+                    self._held[part] = held
+                    if gone and part not in self._idle:
+                        self._idle[part] = gone.pop()
+                elif part in self._idle:
+                    gone.append(self._idle.pop(part))
+                useless += gone
+        for memory in useless:
+            memory.close()
 
     def _tell(self, position: int, host: str) -> HeldTold:
         """What of the position is as it was, read from the first to the last byte."""
         with self._lock:
-            held = dict(self._held.get(position, {}))
+            held = {part: dict(kept) for part, kept in self._held.items() if part.position == position}
             if self._server is None:
                 self._server = PieceServer(host, self, _TIMEOUT_S)
                 self._server.start()
-        whole = {attempt for attempt, (memory, sha256) in held.items() if memory.is_still(sha256)}
-        with self._lock:
-            present = self._held.get(position, {})  # what went meanwhile may have been written over
-            damaged = {attempt: present.pop(attempt)[0] for attempt in set(held) - whole if attempt in present}
-        for memory in damaged.values():
-            memory.close()
+        whole: dict[Part, list[tuple[int, str]]] = {}
+        damaged: set[int] = set()
+        for part, kept in held.items():
+            still = {attempt for attempt, (memory, sha256) in kept.items() if memory.is_still(sha256)}
+            whole[part] = [(attempt, kept[attempt][1]) for attempt in sorted(still)]
+            damaged |= self._drop(part, set(kept) - still)
         return HeldTold(
-            held=tuple(Held(attempt, position, held[attempt][1]) for attempt in sorted(whole)),
+            held=tuple(Held(attempt, position, sha256) for attempt, sha256 in whole.pop(Part(position), ())),
+            slices=tuple(
+                HeldSlice(attempt, part.slice, sha256)
+                for part, kept in whole.items()
+                for attempt, sha256 in kept
+                if part.slice is not None
+            ),
             damaged=tuple(sorted(damaged)),
             server=str(self._server.address),
         )
 
+    def _drop(self, part: Part, attempts: set[int]) -> set[int]:
+        """Lets go of damaged snapshots; returns those that were still there."""
+        with self._lock:
+            present = self._held.get(part, {})  # what went meanwhile may have been written over
+            dropped = {attempt: present.pop(attempt)[0] for attempt in attempts if attempt in present}
+        for memory in dropped.values():
+            memory.close()
+        return set(dropped)
+
     def read(self, name: str, step: int, piece: Piece) -> bytes:
         with self._lock:
-            memory, _ = self._held.get(int(name), {}).get(step, (None, ""))
-            if memory is None or piece.stop > memory.num_bytes:
-                raise NotOffered(f"attempt {step} of position {name}: {piece}")
-            return memory.content[piece.start : piece.stop]
+            found = [kept[step][0] for part, kept in self._held.items() if part.name == name and step in kept]
+            if not found or piece.stop > found[0].num_bytes:
+                raise NotOffered(f"attempt {step} of {name}: {piece}")
+            return found[0].content[piece.start : piece.stop]

@@ -2,12 +2,13 @@
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from multiprocessing.reduction import recv_handle
 from typing import TypeVar
 
+from spare_megatron.core.topology import SliceId
 from spare_megatron.runtime.keeper_wire import (
     COPIED,
     CopyWanted,
@@ -15,6 +16,7 @@ from spare_megatron.runtime.keeper_wire import (
     HeldWanted,
     KeeperAddress,
     MemoryWanted,
+    Part,
     PassOver,
 )
 
@@ -37,28 +39,36 @@ class KeeperClient:
         self._address = address
         self._position = position
 
-    def copy(self, attempt: int, previous: int, num_bytes: int, write: Callable[[mmap.mmap], None]) -> str:
+    def copy(
+        self,
+        attempt: int,
+        previous: int,
+        num_bytes: Mapping[SliceId | None, int],
+        write: Callable[[Sequence[mmap.mmap]], None],
+    ) -> list[str]:
         """Has a snapshot kept, and of all earlier ones of the position only the previous one.
 
         Args:
             attempt: The snapshot.
             previous: The one before.
-            num_bytes: Of the snapshot.
-            write: Fills memory of so many bytes.
+            num_bytes: Of each slice to be kept, and of None: all but slices.
+            write: Fills memory of so many bytes for each.
 
         Returns:
-            Its SHA-256, as the keeper has read it.
+            The SHA-256 of each, as the keeper has read it.
 
         Raises:
             KeeperGone: It is not kept.
         """
-        wanted = CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=num_bytes)
+        parts = {Part(self._position, number): size for number, size in num_bytes.items()}
+        wanted = CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
 
-        def converse(connection: Connection) -> str:
+        def converse(connection: Connection) -> list[str]:
             connection.send(wanted)
-            write(_receive_memory(connection, mmap.PROT_READ | mmap.PROT_WRITE))
+            _expect_memory(connection)
+            write([_receive_memory(connection, mmap.PROT_READ | mmap.PROT_WRITE) for _ in parts])
             connection.send(COPIED)
-            return str(connection.recv())
+            return [str(sha256) for sha256 in connection.recv()]
 
         return self._converse(converse)
 
@@ -75,15 +85,16 @@ class KeeperClient:
 
         self._converse(converse)
 
-    def memory(self, attempt: int) -> mmap.mmap:
-        """The snapshot of the position itself, to be read.
+    def memory(self, attempt: int, number: SliceId | None) -> mmap.mmap:
+        """The snapshot itself, to be read: of a slice, or of all but slices.
 
         Raises:
             KeeperGone: It is not there any more.
         """
 
         def converse(connection: Connection) -> mmap.mmap:
-            connection.send(MemoryWanted(position=self._position, attempt=attempt))
+            connection.send(MemoryWanted(part=Part(self._position, number), attempt=attempt))
+            _expect_memory(connection)
             return _receive_memory(connection, mmap.PROT_READ)
 
         return self._converse(converse)
@@ -110,10 +121,13 @@ class KeeperClient:
             raise KeeperGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error
 
 
-def _receive_memory(connection: Connection, protection: int) -> mmap.mmap:
+def _expect_memory(connection: Connection) -> None:
     refusal = str(connection.recv())
     if refusal:
         raise KeeperGone(refusal)
+
+
+def _receive_memory(connection: Connection, protection: int) -> mmap.mmap:
     fd = recv_handle(connection)
     try:
         return mmap.mmap(fd, os.fstat(fd).st_size, prot=protection)

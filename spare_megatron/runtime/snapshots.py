@@ -8,13 +8,14 @@ import contextlib
 import mmap
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.snapshots import TakeSnapshot
-from spare_megatron.core.topology import Member
+from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.state import StateCopy
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -30,7 +31,7 @@ class _Copy:
     """A snapshot of this rank from its beginning to its end."""
 
     action: TakeSnapshot
-    num_bytes: int
+    parts: dict[SliceId | None, StateCopy]
     began_s: float
     stall_s: float = 0.0
     copy_s: float = 0.0
@@ -62,20 +63,41 @@ class Snapshotter:
         self._may_read = threading.Lock()
         self._is_given_up = False  # the keeper
         self._copy: _Copy | None = None
+        self._put_off: TakeSnapshot | None = None
 
-    def take(self, action: TakeSnapshot) -> None:
-        """Begins to copy the state, if this rank is to; else has its keeper give up what is of no use any more."""
-        if self._is_given_up:
-            return
-        if self._member.group not in action.holders[self._position]:
-            self._asking = self._thread.submit(self._pass_over, action)
+    def take(self, action: TakeSnapshot, *, has_params: bool) -> None:
+        """Begins to copy what this rank is to keep; if that is nothing, has its keeper give up what is of no use.
+
+        Args:
+            action: The controller's.
+            has_params: Whether the rank has all parameters of this step; else the copy begins when it has.
+        """
+        self._put_off = None if has_params else action
+        if self._is_given_up or not has_params:
             return
         began_s = time.monotonic()
-        state = self._trainer.state_copy()
-        self._copy = _Copy(action=action, num_bytes=state.num_bytes, began_s=began_s)
+        parts = self._parts(action)
+        if not parts:
+            self._asking = self._thread.submit(self._pass_over, action)
+            return
+        self._copy = _Copy(action=action, parts=parts, began_s=began_s)
         self._copied.clear()
-        self._asking = self._thread.submit(self._run, self._copy, state)
+        self._asking = self._thread.submit(self._run, self._copy)
         self._copy.stall_s = time.monotonic() - began_s
+
+    def go_on(self) -> None:
+        """The rank has all parameters of the step, which it lacked."""
+        if self._put_off is not None:
+            self.take(self._put_off, has_params=True)
+
+    def _parts(self, action: TakeSnapshot) -> dict[SliceId | None, StateCopy]:
+        """What this rank is to keep: slices, and under None all else."""
+        group = self._member.group
+        mine = [SliceId(number) for number, kept_by in enumerate(action.slice_holders) if group in kept_by]
+        parts: dict[SliceId | None, StateCopy] = {number: self._trainer.slice_copy(number) for number in mine}
+        if group in action.holders[self._position]:
+            parts[None] = self._trainer.state_copy()
+        return parts
 
     def await_copy(self, step: int) -> None:
         """Returns when the update may be done that makes so many committed steps."""
@@ -112,7 +134,9 @@ class Snapshotter:
             attempt=copy.action.attempt,
             is_kept=not copy.failure,
             reason=copy.failure,
-            num_bytes=copy.num_bytes,
+            num_bytes=sum(part.num_bytes for part in copy.parts.values()),
+            slices=[number for number in copy.parts if number is not None],
+            has_params=None in copy.parts,
             stall_s=round(copy.stall_s, 6),
             copy_s=round(copy.copy_s, 6),
             incarnation=self._member.incarnation,
@@ -124,10 +148,11 @@ class Snapshotter:
 
     # -------------------------------------------------------------------------------------------- the copying thread
 
-    def _run(self, copy: _Copy, state: StateCopy) -> None:
+    def _run(self, copy: _Copy) -> None:
         action = copy.action
+        num_bytes = {number: part.num_bytes for number, part in copy.parts.items()}
         try:
-            self._keeper.copy(action.attempt, action.previous, copy.num_bytes, partial(self._write, state))
+            self._keeper.copy(action.attempt, action.previous, num_bytes, partial(self._write, copy))
             copy.failure = ""
         except (KeeperGone, _GivenUp) as error:
             copy.failure = str(error)
@@ -135,11 +160,12 @@ class Snapshotter:
             self._copied.set()
             copy.copy_s = time.monotonic() - copy.began_s
 
-    def _write(self, state: StateCopy, memory: mmap.mmap) -> None:
+    def _write(self, copy: _Copy, memories: Sequence[mmap.mmap]) -> None:
         with self._may_read:
             if self._is_given_up:
                 raise _GivenUp("its keeper answered too late")
-            state.write(memory)
+            for part, memory in zip(copy.parts.values(), memories, strict=True):
+                part.write(memory)
         self._copied.set()
 
     def _pass_over(self, action: TakeSnapshot) -> None:

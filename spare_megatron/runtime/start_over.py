@@ -9,7 +9,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.snapshots import Held
+from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -100,16 +100,16 @@ class StartOver:
         self.rejected = tuple(rejected)
         return tuple(valid)
 
-    def held(self) -> tuple[Held, ...]:
-        """Snapshots of the group's ranks that are whole on its nodes.
+    def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...]]:
+        """Snapshots of the group's ranks that are whole on its nodes, and of slices those of all of its ranks.
 
         Collective over: all ranks of the group, after `valid_steps` where that is asked.
         """
         if self._snapshots is None:
-            return ()
-        held, rejected = self._snapshots.held()
+            return (), ()
+        held, slices, rejected = self._snapshots.held()
         self.rejected += rejected
-        return held
+        return held, slices
 
     def _require_folder(self) -> None:
         if self._takes_checkpoints:
@@ -133,17 +133,17 @@ class StartOver:
             JoinFailed: It is not there any more.
         """
         began_s = time.monotonic()
+        slices = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         with self._loading(action.step + action.rework_steps):
             if action.snapshot is None:
-                self._load_checkpoint(action, member)
+                self._load_checkpoint(action, slices)
             else:
                 assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
-                self._snapshots.load(action.snapshot)
+                self._snapshots.load(action.snapshot, slices)
         self._load_s = time.monotonic() - began_s
 
-    def _load_checkpoint(self, action: LoadCheckpoint, member: Member) -> None:
+    def _load_checkpoint(self, action: LoadCheckpoint, slices: Collection[SliceId]) -> None:
         path = checkpoint_path(self._folder, action.step)
-        slices = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         if path.exists():
             self._trainer.load_checkpoint(path, slices)
         elif self._first is not None and action.step == step_of(self._first):

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,11 @@ import psutil
 import pytest
 
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.snapshots import Held
+from spare_megatron.core.snapshots import Held, HeldSlice
+from spare_megatron.core.topology import SliceId
 from spare_megatron.runtime import keeper as keeper_module
 from spare_megatron.runtime.keeper_client import KeeperClient, KeeperGone
-from spare_megatron.runtime.keeper_wire import CopyWanted, KeeperAddress
+from spare_megatron.runtime.keeper_wire import CopyWanted, KeeperAddress, Part
 from spare_megatron.runtime.node_keeper import NodeKeeper
 from spare_megatron.runtime.piece_client import PieceClient
 from spare_megatron.runtime.piece_wire import Address, NotOffered
@@ -76,15 +77,17 @@ def await_keeper(keeper: NodeKeeper) -> None:
             time.sleep(0.01)
 
 
-def fill(content: bytes) -> Callable[[mmap.mmap], None]:
-    def write(memory: mmap.mmap) -> None:
-        memory[:] = content
+def fill(contents: Iterable[bytes]) -> Callable[[Sequence[mmap.mmap]], None]:
+    def write(memories: Sequence[mmap.mmap]) -> None:
+        for memory, content in zip(memories, contents, strict=True):
+            memory[:] = content
 
     return write
 
 
 def copy(client: KeeperClient, attempt: int, previous: int, content: bytes) -> str:
-    return client.copy(attempt, previous, len(content), fill(content))
+    (digest,) = client.copy(attempt, previous, {None: len(content)}, fill([content]))
+    return digest
 
 
 def sha256(content: bytes) -> str:
@@ -121,9 +124,9 @@ def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeKe
         assert client.held(HOST).held == tuple(Held(one, 3, sha256(contents[one])) for one in kept)
         assert num_kept() == len(kept)
     assert fetched(client, 3, 5, 5000) == contents[5]
-    assert client.memory(5)[:] == contents[5]
+    assert client.memory(5, None)[:] == contents[5]
     with pytest.raises(KeeperGone, match="does not hold attempt 4 of rank 3"):
-        client.memory(4)
+        client.memory(4, None)
     assert KeeperClient(keeper.address, 2).held(HOST).held == ()
     with pytest.raises(NotOffered):
         fetched(client, 3, 4, 5000)
@@ -137,10 +140,37 @@ def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeKee
     assert [one.attempt for one in client.held(HOST).held] == [1, 2]
     client.pass_over(3, 2)
     assert [one.attempt for one in client.held(HOST).held] == [2]
-    assert num_kept() == 1
+    assert num_kept() == 2, "a lot of memory for the next one, which may be taken here"
     client.pass_over(4, 3)
     assert client.held(HOST).held == ()
     assert num_kept() == 0
+
+
+def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: NodeKeeper) -> None:
+    """Two groups on the node: the first keeps slice 0 and all but slices, the second slice 1 and, later, slice 0."""
+    zero, one = SliceId(0), SliceId(1)
+    groups = [KeeperClient(keeper.address, 2) for _ in range(2)]
+    kept: list[dict[SliceId | None, bytes]] = [{zero: os.urandom(700), None: os.urandom(900)}, {one: os.urandom(300)}]
+    for attempt in (1, 2, 3):
+        for client, contents in zip(groups, kept, strict=True):
+            sizes = {number: len(content) for number, content in contents.items()}
+            digests = client.copy(attempt, attempt - 1, sizes, fill(contents.values()))
+            assert digests == [sha256(content) for content in contents.values()]
+    told = groups[0].held(HOST)
+    assert told == groups[1].held(HOST)
+    assert told.held == tuple(Held(attempt, 2, sha256(kept[0][None])) for attempt in (2, 3))
+    both = {**kept[0], **kept[1]}
+    assert set(told.slices) == {
+        HeldSlice(attempt, number, sha256(both[number])) for attempt in (2, 3) for number in (zero, one)
+    }
+    assert groups[1].memory(3, zero)[:] == kept[0][zero]
+    assert KeeperClient(keeper.address, 1).held(HOST).slices == ()
+    assert num_kept() == 3 * 2
+    for attempt in (4, 5, 6):
+        groups[0].pass_over(attempt, attempt - 1)
+        groups[1].copy(attempt, attempt - 1, {zero: 50}, fill([bytes(50)]))
+    assert {(held.attempt, held.slice) for held in groups[0].held(HOST).slices} == {(5, zero), (6, zero)}
+    assert num_kept() == 2
 
 
 def test_snapshots_may_change_their_size(keeper: NodeKeeper) -> None:
@@ -155,7 +185,7 @@ def test_snapshots_may_change_their_size(keeper: NodeKeeper) -> None:
 def dying_rank(address: KeeperAddress, report: Connection) -> None:
     """Is killed when half of its copy is made."""
     with Client(address.name, "AF_UNIX", authkey=address.key) as connection:
-        connection.send(CopyWanted(position=0, attempt=2, previous=1, num_bytes=4000))
+        connection.send(CopyWanted(position=0, attempt=2, previous=1, num_bytes={Part(0): 4000}))
         assert connection.recv() == ""
         memory = mmap.mmap(recv_handle(connection), 4000)
         memory[:2000] = bytes([255]) * 2000
@@ -185,11 +215,11 @@ def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(k
     copy(client, 1, -1, content)
     pid = keeper_pid()
 
-    def strike(memory: mmap.mmap) -> None:
+    def strike(memories: Sequence[mmap.mmap]) -> None:
         os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(KeeperGone):
-        client.copy(2, 1, 4000, strike)
+        client.copy(2, 1, {None: 4000}, strike)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     with pytest.raises(KeeperGone):
@@ -200,7 +230,8 @@ def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(k
     assert copy(client, 3, 1, content) == sha256(content)
 
 
-def flip_bit(kept: list[mmap.mmap], content: bytes, memory: mmap.mmap) -> None:
+def flip_bit(kept: list[mmap.mmap], content: bytes, memories: Sequence[mmap.mmap]) -> None:
+    (memory,) = memories
     memory[:] = content
     kept.append(memory)
 
@@ -210,7 +241,7 @@ def test_a_flipped_bit_in_a_keeper_s_memory_is_found_by_the_checksum(keeper: Nod
     client, content = KeeperClient(keeper.address, 0), os.urandom(4000)
     kept: list[mmap.mmap] = []
     for attempt in (1, 2):
-        client.copy(attempt, attempt - 1, 4000, partial(flip_bit, kept, content))
+        client.copy(attempt, attempt - 1, {None: 4000}, partial(flip_bit, kept, content))
     kept[1][1234] = kept[1][1234] ^ 16
     told = client.held(HOST)
     assert told.held == (Held(1, 0, sha256(content)),)

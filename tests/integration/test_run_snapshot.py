@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SnapshotConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig, RunConfig, SnapshotConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import RestartRecord, SnapshotRecord
@@ -123,6 +123,42 @@ def test_a_node_that_has_lost_its_keeper_takes_the_snapshot_from_another(
     assert restarts_of(run) == {(4, 1, "memory")}
     assert {(step, group) for step, group, _ in snapshots_of(run)} >= {(4, 0), (4, 1)}
     assert same_bits(config, undisturbed, run)
+
+
+def test_slices_start_again_from_memory_also_where_parameters_came_late(text_corpus: Path, tmp_path: Path) -> None:
+    """Group 1 is lost before the update after which a snapshot is due: the others lack its parameters at first. In its
+    next life it has to fetch its slices. Slice 0 is on groups 0 and 3 alone.
+    """
+    common = {
+        "steps": STEPS,
+        "mode": "reproducible",
+        "hidden_dropout": 0.1,
+        "optimizer": OptimizerConfig(sharding="stacked"),
+    }
+    layout = LayoutConfig(num_groups=4)
+    whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
+    faults = [kill(Phase.AFTER_COMMIT, 3, 1), *(kill(Phase.AFTER_COMMIT, 5, group) for group in (0, 3))]
+    config = tiny_config(text_corpus, layout, **common, faults=faults, max_restarts=1)
+    config = replace(
+        config,
+        snapshot=SnapshotConfig(every_steps=2),
+        cluster=ClusterConfig(device="cpu", num_nodes=4),
+        control=replace(config.control, heartbeat_interval_s=5.0),
+    )
+    run = complete_run(config, tmp_path / "run")
+    assert_restarted(run, 1)
+    assert restarts_of(run) == {(4, 2, "memory")}
+    assert any(
+        entry["entry"] == "retry" and entry["step"] == 4 and entry["gather"] for entry in entries_of(run.journal)
+    )
+    slices = {
+        (r.group, number)
+        for r in run.journal.of(SnapshotRecord)
+        if (r.step, r.is_kept) == (2, True)
+        for number in r.slices
+    }
+    assert slices == {(group, number) for number in range(4) for group in (number, (number - 1) % 4)}
+    assert same_bits(config, whole, run)
 
 
 def test_snapshots_that_have_changed_are_refused_and_the_checkpoint_helps(

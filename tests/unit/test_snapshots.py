@@ -1,6 +1,7 @@
 """Which nodes keep snapshots, and that there always is one to go back to."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -10,15 +11,19 @@ from spare_megatron.core.messages import AppendEntry, StopWipeOut
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits, Restarts, decide_restart
 from spare_megatron.core.restart_messages import Waiting, WaitingRead
+from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.snapshots import (
     Held,
+    HeldSlice,
     SnapshotPolicy,
     Snapshots,
     TakeSnapshot,
     WholeSnapshot,
+    held_by_group,
+    holders_of_slices,
     holders_of_snapshot,
 )
-from spare_megatron.core.topology import GroupId, Layout, Member
+from spare_megatron.core.topology import GroupId, Layout, Member, SliceId
 
 LIMITS = RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
 
@@ -77,6 +82,46 @@ def test_no_node_keeps_much_more_than_another(num_groups: int, ranks: int, redun
     kept = [sum(group in kept_by for kept_by in holders) for group in range(num_groups)]
     assert sum(kept) == ranks * (redundancy + 1)  # no copy too many
     assert max(kept) - min(kept) <= 1
+
+
+@pytest.mark.parametrize("redundancy", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("num_groups", "ranks", "nodes", "domain"), [(7, 1, 7, 1), (6, 2, 3, 1), (6, 4, 12, 2), (4, 3, 6, 1), (4, 2, 1, 1)]
+)
+def test_slices_stay_when_nodes_are_lost_as_far_as_their_hosts_stand_apart(
+    num_groups: int, ranks: int, nodes: int, domain: int, redundancy: int
+) -> None:
+    """Held against all subsets of the hosts: no other choice has more of them apart."""
+    policy = replace(policy_for(num_groups, ranks, nodes, redundancy, domain), num_slices=num_groups)
+    random = Random(num_groups)
+    for _ in range(50):
+        members = [Member(group) for group in random.sample(ids(*range(num_groups)), random.randint(1, num_groups))]
+        hosts = first_ownership(Slicing(num_groups=num_groups, redundancy=min(3, num_groups)), members).hosts
+        for row, kept_by in zip(hosts, holders_of_slices(policy, hosts), strict=True):
+            able = [host.group for host in row]
+            most = max(
+                num
+                for num in range(1, redundancy + 2)
+                if any(apart(policy.layout, some) for some in itertools.combinations(able, num))
+            )
+            assert set(kept_by) <= set(able)
+            assert apart(policy.layout, kept_by)
+            assert len(kept_by) == most or ranks == 3, "greedy where groups share nodes at their ends"
+
+
+def apart(layout: Layout, groups: Sequence[GroupId]) -> bool:
+    """Whether no two have a node in common."""
+    nodes = [{layout.node_of(group, rank) for rank in range(layout.ranks_per_group)} for group in groups]
+    return all(one.isdisjoint(other) for one, other in itertools.combinations(nodes, 2))
+
+
+def test_no_group_keeps_many_more_slices_than_another() -> None:
+    policy = replace(policy_for(num_groups=24, ranks=8, redundancy=1), num_slices=24)
+    members = [Member(group) for group in ids(*range(24))]
+    holders = holders_of_slices(policy, first_ownership(Slicing(num_groups=24, redundancy=3), members).hosts)
+    kept = [sum(group in kept_by for kept_by in holders) for group in range(24)]
+    assert sum(kept) == 24 * 2
+    assert max(kept) <= 3, "of the slices that it hosts"
 
 
 # ------------------------------------------------------------------------------------------- one is always whole
@@ -161,6 +206,41 @@ def test_the_newest_whole_snapshot_has_equal_copies_of_all_positions() -> None:
     assert snapshots.newest_whole(differing) == WholeSnapshot(step=6, attempt=16)
 
 
+def test_a_snapshot_is_whole_with_equal_copies_of_all_positions_and_slices() -> None:
+    """Random copies, against what whole means, counted out."""
+    policy = replace(policy_for(2, ranks=2), num_slices=2)
+    snapshots = taken_after(range(1, 7), policy)
+    outcomes = set()
+    for seed in range(300):
+        random = Random(seed)
+        copies = [(attempt, part) for attempt in (12, 14, 16) for part in ("r0", "r1", "s0", "s1") for _ in range(2)]
+        there = [(*copy, random.choice("aaaab")) for copy in copies if random.random() < 0.85]
+        held = [Held(attempt, int(part[1]), sha256) for attempt, part, sha256 in there if part[0] == "r"]
+        slices = [
+            HeldSlice(attempt, SliceId(int(part[1])), sha256) for attempt, part, sha256 in there if part[0] == "s"
+        ]
+        whole = [
+            attempt
+            for attempt in (12, 14, 16)
+            if all(
+                len({sha256 for *copy, sha256 in there if copy == [attempt, part]}) == 1
+                for part in ("r0", "r1", "s0", "s1")
+            )
+        ]
+        expected = WholeSnapshot(step=max(whole) - 10, attempt=max(whole)) if whole else None
+        assert snapshots.newest_whole(held, slices) == expected
+        outcomes.add(expected and expected.step)
+    assert outcomes == {None, 2, 4, 6}
+
+
+def test_a_group_has_of_slices_what_all_of_its_ranks_have() -> None:
+    first, second = ([HeldSlice(12, SliceId(number), f"{rank}{number}") for number in (0, 1)] for rank in "ab")
+    whole = held_by_group([first, second])
+    assert [(one.attempt, one.slice) for one in whole] == [(12, 0), (12, 1)]
+    assert held_by_group([first, second[:1]]) == whole[:1]
+    assert held_by_group([second, first])[0].sha256 != whole[0].sha256
+
+
 def test_a_snapshot_of_what_a_restart_has_undone_is_none() -> None:
     snapshots = taken_after(range(1, 9), policy_for(4))
     snapshots.restarted(4)
@@ -199,5 +279,26 @@ def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
     for others, expected in (((gone, waiting[1]), None), ((waiting[0], replace(waiting[1], held=gone.held)), 12)):
         event = WaitingRead(waiting=others, waited_s=LIMITS.wait_s)
         (append,) = restarts.decide(event, over, 0.0, 7)
+        assert isinstance(append, AppendEntry)
+        assert append.entry.snapshot == expected  # type: ignore[union-attr]
+
+
+def test_a_restart_from_memory_needs_every_slice() -> None:
+    ring, policy = make_placement("golomb", 2, 2), replace(policy_for(2), num_slices=2)
+    held = (Held(12, 0, "a"),)
+    for numbers, expected in (((0, 1), 12), ((0,), None)):
+        restarts = Restarts(LIMITS, ring, policy)
+        restarts.snapshots.after(2, 12, ids(0, 1))
+        restarts.wiped_out(StopWipeOut(step=3))
+        waiting = tuple(
+            Waiting(
+                member=Member(GroupId(group), 1),
+                steps=(),
+                held=held,
+                slices=(HeldSlice(12, SliceId(number), "s"),),
+            )
+            for group, number in itertools.zip_longest((0, 1), numbers, fillvalue=numbers[0])
+        )
+        (append,) = restarts.decide(WaitingRead(waiting=waiting, waited_s=0.0), {}, 0.0, 7)
         assert isinstance(append, AppendEntry)
         assert append.entry.snapshot == expected  # type: ignore[union-attr]

@@ -13,7 +13,6 @@ REFUSED = {
     "negative redundancy": (replace(GOOD, snapshot=SnapshotConfig(redundancy=-1)), "snapshot.redundancy=-1"),
     "every step": (replace(GOOD, snapshot=SnapshotConfig(every_steps=1)), "snapshot.every_steps=1"),
     "negative steps": (replace(GOOD, snapshot=SnapshotConfig(every_steps=-5)), "snapshot.every_steps=-5"),
-    "slices": (replace(GOOD, optimizer=OptimizerConfig(sharding="stacked")), "optimizer.sharding=stacked"),
     "no restarts": (replace(GOOD, checkpoint=CheckpointConfig(max_restarts=0)), "checkpoint.max_restarts=0"),
 }
 
@@ -33,3 +32,11 @@ def test_more_copies_than_nodes_are_doubted() -> None:
     (text,) = snapshot_warnings(replace(GOOD, cluster=ClusterConfig(num_nodes=1)))
     assert "snapshot.redundancy=1 wants 2 copies" in text
     assert "cluster.num_nodes=1" in text
+
+
+def test_more_copies_of_slices_than_they_have_hosts_are_doubted() -> None:
+    (text,) = snapshot_warnings(replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=1)))
+    assert "snapshot.redundancy=1 wants 2 copies" in text
+    assert "each slice is kept on 1" in text
+    stacked = replace(GOOD, optimizer=OptimizerConfig(sharding="stacked", redundancy=2))
+    assert [*snapshot_problems(stacked), *snapshot_warnings(stacked)] == []

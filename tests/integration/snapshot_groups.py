@@ -1,0 +1,143 @@
+"""What a rank is asked to do with snapshots of slices: it holds a trainer of every group, on one node."""
+
+import contextlib
+import hashlib
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.store import ControlStore
+from spare_megatron.core.snapshots import Held, HeldSlice, TakeSnapshot
+from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.journal.records import SnapshotRecord
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.keeper_client import KeeperClient
+from spare_megatron.runtime.keeper_wire import HeldTold
+from spare_megatron.runtime.probe import RankProbe
+from spare_megatron.runtime.snapshot_loader import SnapshotLoader
+from spare_megatron.runtime.snapshots import Snapshotter
+from tests.integration import stacked_groups as groups
+from tests.integration.mcore_group import CPU
+from tests.integration.stacked_checkpoint_groups import digest
+
+ATTEMPT = 7
+PROBE = cast(RankProbe, SimpleNamespace(during=lambda operation: contextlib.nullcontext()))
+
+
+class KeptHere:
+    """A keeper of rank 0 without a process."""
+
+    def __init__(self) -> None:
+        self.kept: dict[SliceId | None, mmap.mmap] = {}
+
+    def copy(
+        self,
+        attempt: int,
+        previous: int,
+        num_bytes: Mapping[SliceId | None, int],
+        write: Callable[[Sequence[mmap.mmap]], None],
+    ) -> None:
+        memories = {number: mmap.mmap(-1, size) for number, size in num_bytes.items()}
+        write(list(memories.values()))
+        self.kept |= memories
+
+    def memory(self, attempt: int, number: SliceId | None) -> mmap.mmap:
+        return self.kept[number]
+
+    def held(self, host: str) -> HeldTold:
+        digests = {number: hashlib.sha256(memory).hexdigest() for number, memory in self.kept.items()}
+        rest = digests.pop(None)
+        slices = tuple(HeldSlice(ATTEMPT, number, sha256) for number, sha256 in digests.items() if number is not None)
+        return HeldTold(held=(Held(ATTEMPT, 0, rest),), slices=slices, damaged=(), server="nowhere")
+
+
+def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[Any], list[SnapshotRecord]]:
+    """Trains and takes a snapshot after some steps; goes on, and goes on from the snapshot with groups that are new.
+
+    Returns:
+        Losses and digests of the parameters of both; and how the copies of each group ended.
+    """
+    trainers, hosts = groups.build_groups(config), groups.first_hosts(config)
+    train(trainers, config, range(before - 1))
+    keeper = KeptHere()
+    records = take_late(keeper, trainers, config, before - 1)
+    later = range(before, before + after)
+    answers = [train(trainers, config, later)]
+    again = [GroupTrainer(config, CPU) for _ in trainers]
+    for group, trainer in enumerate(again):
+        loader = loader_of(keeper, trainer, GroupId(group))
+        loader.held()
+        loader.load(ATTEMPT, [SliceId(shard) for shard in hosts.stack(GroupId(group))])
+    answers.append(train(again, config, later))
+    groups.assert_alike_on_hosts(again, hosts.hosts)
+    return answers, records
+
+
+def train(trainers: Sequence[GroupTrainer], config: RunConfig, steps: range) -> tuple[list[float], set[str]]:
+    losses = []
+    for step in steps:
+        losses.append(update(trainers, config, step))
+        groups.gather(trainers, owners(config))
+    return losses, {digest(trainer) for trainer in trainers}
+
+
+def update(trainers: Sequence[GroupTrainer], config: RunConfig, step: int) -> float:
+    total, loss = groups.summed(trainers, config, step)
+    (loss,) = {groups.updated(trainer, total, loss).loss for trainer in trainers}
+    return loss
+
+
+def owners(config: RunConfig) -> list[GroupId]:
+    return [row[-1] for row in groups.first_hosts(config).hosts]
+
+
+def take_late(keeper: KeptHere, trainers: Sequence[GroupTrainer], config: RunConfig, step: int) -> list[SnapshotRecord]:
+    """A step after which a snapshot is taken, of which groups hear before they have all parameters.
+
+    The first group keeps all but slices; each slice is kept by its owner.
+    """
+    update(trainers, config, step)
+    snapshotters = [
+        Snapshotter(
+            member=Member(GroupId(group)),
+            position=0,
+            trainer=trainer,
+            keeper=cast(KeeperClient, keeper),
+            probe=PROBE,
+        )
+        for group, trainer in enumerate(trainers)
+    ]
+    action = TakeSnapshot(
+        step=step + 1,
+        attempt=ATTEMPT,
+        previous=-1,
+        settled_by=step + 2,
+        holders=((GroupId(0),),),
+        slice_holders=tuple((owner,) for owner in owners(config)),
+    )
+    for snapshotter in snapshotters:
+        snapshotter.take(action, has_params=False)
+        snapshotter.await_copy(step + 1)
+    assert keeper.kept == {}
+    groups.gather(trainers, owners(config))
+    for snapshotter in snapshotters:
+        snapshotter.go_on()
+        snapshotter.await_copy(step + 2)
+    return [record for snapshotter in snapshotters for record in snapshotter.take_finished()]
+
+
+def loader_of(keeper: KeptHere, trainer: GroupTrainer, group: GroupId) -> SnapshotLoader:
+    return SnapshotLoader(
+        member=Member(group, 1),
+        position=0,
+        trainer=trainer,
+        keeper=cast(KeeperClient, keeper),
+        agreement=cast(GroupAgreement, SimpleNamespace(gathered=lambda told: [told])),
+        store=cast(ControlStore, SimpleNamespace(local_host=lambda: "", put=lambda key, value: None)),
+        groups=[],
+        timeout_s=10.0,
+        progress=lambda: None,
+    )

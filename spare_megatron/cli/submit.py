@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,19 +83,62 @@ def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunCon
     return config
 
 
+def _check_folders(config: "RunConfig", folder: Path) -> None:
+    """Refuses what the job would only find when it runs, and tells what may keep it waiting.
+
+    Raises:
+        ValueError: A folder cannot be written, or is that of a job.
+        FileExistsError: The job's folder holds something.
+    """
+    from spare_megatron.runtime.lock import LOCK, Locked, locked
+    from spare_megatron.slurm.commands import JOB_FILE, job_fields, job_of
+
+    if (folder / JOB_FILE).exists():
+        job_id = job_of(folder)
+        state = job_fields(job_id).get("JobState", "forgotten by Slurm")
+        raise ValueError(
+            f"--run-dir {folder} is that of job {job_id}, which is {state}: see `spare status {folder}`; choose another "
+            f"--run-dir, and checkpoint.folder={folder}/checkpoints to go on from there"
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty; a job never writes over another: choose another --run-dir")
+    _check_writable("--run-dir", folder)
+    if not config.checkpoint.folder:
+        return
+    checkpoints = Path(config.checkpoint.folder).absolute()
+    _check_writable("checkpoint.folder", checkpoints)
+    if (checkpoints / LOCK).exists():
+        try:
+            with locked(checkpoints):
+                pass
+        except Locked as error:
+            typer.echo(f"spare submit: warning: checkpoint.folder: {error}; the job would end at once before", err=True)
+
+
+def _check_writable(setting: str, folder: Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{setting} {folder} cannot be made: {there} is a file; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{setting} {folder} cannot be written: {there} is not yours to write; choose another")
+
+
 def _hand_over(config: "RunConfig", folder: Path, script: str) -> int:
-    """Writes the job's folder and submits it; returns the job's number."""
+    """Writes the job's folder and submits it; returns the job's number. What Slurm refuses leaves nothing."""
     from spare_megatron.config.resolved import dump_run_config
     from spare_megatron.slurm.commands import require, submit
     from spare_megatron.slurm.job import CHECKPOINTS, CONFIG, SCRIPT
 
     require("sbatch")
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty; a job never writes over another: choose another --run-dir")
+    _check_folders(config, folder)
     if not config.checkpoint.folder:  # one for all runs of the job
         checkpoint = dataclasses.replace(config.checkpoint, folder=str(folder / CHECKPOINTS))
         config = dataclasses.replace(config, checkpoint=checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(dump_run_config(config))
     (folder / SCRIPT).write_text(script)
-    return submit(folder / SCRIPT)
+    try:
+        return submit(folder / SCRIPT)
+    except ValueError:
+        shutil.rmtree(folder)  # it was empty, and another try is to have it
+        raise

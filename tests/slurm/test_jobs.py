@@ -41,6 +41,7 @@ def test_a_job_outlives_a_step_and_its_first_node_and_proves_itself(
     folder = job(num_groups=4)
     run_dir = folder / "attempt-000"
     wait_until(folder, lambda: committed(run_dir, 1) > 0)
+    assert "4 nodes, 0 problems, 0 warnings" in log_of(folder)
     slurm("scancel", f"{job_id(folder)}.{step_of(folder, 'node-2')}")
     # Its node is still in the job, and has room for another.
     wait_until(folder, lambda: "group 2 rejoined" in log_of(folder))
@@ -103,7 +104,9 @@ def job(
             control=ControlConfig(store="etcd", heartbeat_interval_s=2.0),
             reduce=ReduceConfig(),
             checkpoint=CheckpointConfig(interval_steps=1000),
-            slurm=SlurmConfig(num_spare_nodes=spare_nodes, etcd_port=ports_for_members(), max_requeues=max_requeues),
+            slurm=SlurmConfig(
+                num_spare_nodes=spare_nodes, etcd_port=ports_for_members(), max_requeues=max_requeues, doctor=True
+            ),
         )
         preset = tmp_path / "preset.toml"
         preset.write_text(dump_run_config(config))

@@ -16,9 +16,12 @@ def logs(
     lines: Annotated[int, typer.Option(help="Last lines of each file to print.", min=1)] = 40,
 ) -> None:
     """Print the end of a job's log, or of the logs of a group's ranks in the newest run."""
+    from spare_megatron.slurm.commands import tasks_of
     from spare_megatron.slurm.job import LOG
 
     with explained_errors("logs"):
+        if tasks := tasks_of(folder):
+            raise ValueError(f"{folder} is that of a job array: name one of {', '.join(tasks)} in it")
         if group is None:
             files = [folder / LOG]
         else:

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from spare_megatron.cli.running import choose_run_dir
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
+    from spare_megatron.slurm.commands import JobId
 
 
 def submit(
@@ -29,6 +31,9 @@ def submit(
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the job, which all nodes share; runs/NAME-TIME when absent.")
     ] = None,
+    array: Annotated[
+        str | None, typer.Option(metavar="KEY=V1,V2,...", help="A job for each value of a setting, as one job array.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the batch script; write and submit nothing.")
     ] = False,
@@ -41,23 +46,83 @@ def submit(
     checkpoint. Exit codes: 0 submitted, 2 not; with --wait that of `spare train`.
     """
     from spare_megatron.slurm.commands import wait_for
-    from spare_megatron.slurm.job import job_script
 
     with explained_errors("submit"):
-        loaded = _load(config, cluster, overrides or ())
-        folder = choose_run_dir(loaded, run_dir).absolute()
-        script = job_script(loaded, folder=folder, working_folder=Path.cwd(), python=Path(sys.executable))
+        varied = _varied(array)
+        loaded = _load_all(config, cluster, overrides or (), varied)
+        folder = choose_run_dir(loaded[0], run_dir).absolute()
+        script = _script_of_all(loaded, folder, is_array=bool(varied))
         if dry_run:
             typer.echo(script, nl=False)
             return
-        job_id = _hand_over(loaded, folder, script)
+        job_id = _hand_over(loaded, varied, folder, script)
     if as_json:
         typer.echo(json.dumps({"job_id": job_id, "folder": str(folder)}))
     else:
-        typer.echo(f"job {job_id} is submitted; its folder is {folder}\n  spare status {folder}\n  spare logs {folder}")
+        typer.echo(f"job {job_id} is submitted; its folder is {folder}\n  spare status {folder}")
+        for home, setting in zip(_homes(folder, len(varied)), varied or [""], strict=True):
+            typer.echo(f"  spare logs {home}" + (f"    # {setting}" if setting else ""))
     if wait:
         with explained_errors("submit"):
-            raise typer.Exit(wait_for(job_id))
+            raise typer.Exit(max(wait_for(job) for job in _jobs(job_id, len(varied))))
+
+
+def _jobs(job_id: int, num_tasks: int) -> "list[JobId]":
+    return [f"{job_id}_{index}" for index in range(num_tasks)] if num_tasks else [job_id]
+
+
+def _homes(folder: Path, num_tasks: int) -> list[Path]:
+    """The folder of each task of an array, or the one of the job."""
+    from spare_megatron.slurm.job import task_folders
+
+    return [folder / task for task in task_folders(num_tasks)] or [folder]
+
+
+def _varied(array: str | None) -> list[str]:
+    """The settings of which each task of an array has one; empty without an array.
+
+    Raises:
+        ValueError: The option is not of its form.
+    """
+    if array is None:
+        return []
+    key, _, text = array.partition("=")
+    values = text.split(",")
+    if not key or not all(values) or len({*values}) < len(values):
+        raise ValueError(f"--array {array} is not of the form KEY=V1,V2,... with different values: correct it")
+    return [f"{key}={value}" for value in values]
+
+
+def _load_all(path: Path, cluster: Path | None, overrides: Sequence[str], varied: Sequence[str]) -> "list[RunConfig]":
+    """The configuration of each task, or the one of the job.
+
+    Raises:
+        ValueError: One of them cannot run, or two would have the same checkpoints.
+    """
+    configs = [_load(path, cluster, [*overrides, *setting]) for setting in [[one] for one in varied] or [[]]]
+    folders = [config.checkpoint.folder for config in configs if config.checkpoint.folder]
+    if len({*folders}) < len(folders):
+        raise ValueError(
+            f"checkpoint.folder={folders[0]} would be that of several jobs of --array; remove it, and each has its own"
+        )
+    return configs
+
+
+def _script_of_all(configs: "Sequence[RunConfig]", folder: Path, *, is_array: bool) -> str:
+    from spare_megatron.slurm.job import job_script
+
+    num_tasks = len(configs) if is_array else 0
+    python = Path(sys.executable)
+    script, *others = [
+        job_script(config, folder=folder, working_folder=Path.cwd(), python=python, num_tasks=num_tasks)
+        for config in configs
+    ]
+    if any(other != script for other in others):
+        raise ValueError(
+            "--array varies what the batch script depends on (name, layout, nodes or slurm), and all jobs of an array "
+            "have one script; submit these one by one"
+        )
+    return script
 
 
 def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunConfig":
@@ -83,7 +148,7 @@ def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunCon
     return config
 
 
-def _check_folders(config: "RunConfig", folder: Path) -> None:
+def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
     """Refuses what the job would only find when it runs, and tells what may keep it waiting.
 
     Raises:
@@ -97,22 +162,19 @@ def _check_folders(config: "RunConfig", folder: Path) -> None:
         job_id = job_of(folder)
         state = job_fields(job_id).get("JobState", "forgotten by Slurm")
         raise ValueError(
-            f"--run-dir {folder} is that of job {job_id}, which is {state}: see `spare status {folder}`; choose another "
-            f"--run-dir, and checkpoint.folder={folder}/checkpoints to go on from there"
+            f"--run-dir {folder} is that of job {job_id}, which is {state}: see `spare status {folder}`; choose "
+            f"another, and checkpoint.folder={folder}/checkpoints to go on from there"
         )
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; a job never writes over another: choose another --run-dir")
     _check_writable("--run-dir", folder)
-    if not config.checkpoint.folder:
-        return
-    checkpoints = Path(config.checkpoint.folder).absolute()
-    _check_writable("checkpoint.folder", checkpoints)
-    if (checkpoints / LOCK).exists():
+    for checkpoints in [Path(config.checkpoint.folder).absolute() for config in configs if config.checkpoint.folder]:
+        _check_writable("checkpoint.folder", checkpoints)
         try:
-            with locked(checkpoints):
+            with locked(checkpoints) if (checkpoints / LOCK).exists() else nullcontext():
                 pass
         except Locked as error:
-            typer.echo(f"spare submit: warning: checkpoint.folder: {error}; the job would end at once before", err=True)
+            typer.echo(f"spare submit: warning: checkpoint.folder: {error}; the job cannot run before", err=True)
 
 
 def _check_writable(setting: str, folder: Path) -> None:
@@ -123,22 +185,40 @@ def _check_writable(setting: str, folder: Path) -> None:
         raise ValueError(f"{setting} {folder} cannot be written: {there} is not yours to write; choose another")
 
 
-def _hand_over(config: "RunConfig", folder: Path, script: str) -> int:
+def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
     """Writes the job's folder and submits it; returns the job's number. What Slurm refuses leaves nothing."""
-    from spare_megatron.config.resolved import dump_run_config
-    from spare_megatron.slurm.commands import require, submit
-    from spare_megatron.slurm.job import CHECKPOINTS, CONFIG, SCRIPT
+    from spare_megatron.slurm.commands import Unanswered, note_job, require, submit
+    from spare_megatron.slurm.job import SCRIPT
 
     require("sbatch")
-    _check_folders(config, folder)
-    if not config.checkpoint.folder:  # one for all runs of the job
-        checkpoint = dataclasses.replace(config.checkpoint, folder=str(folder / CHECKPOINTS))
-        config = dataclasses.replace(config, checkpoint=checkpoint)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(dump_run_config(config))
+    _check_folders(configs, folder)
+    is_new = not folder.exists()
+    homes = _homes(folder, len(varied))
+    for config, home in zip(configs, homes, strict=True):
+        _write_config(config, home)
     (folder / SCRIPT).write_text(script)
     try:
-        return submit(folder / SCRIPT)
-    except ValueError:
-        shutil.rmtree(folder)  # it was empty, and another try is to have it
+        job_id = submit(folder / SCRIPT)
+    except Unanswered:
         raise
+    except ValueError:  # another try is to have the folder
+        shutil.rmtree(folder)
+        if not is_new:
+            folder.mkdir()
+        raise
+    for home, job in zip(homes, _jobs(job_id, len(varied)), strict=True):
+        note_job(home, job)
+    if varied:
+        note_job(folder, job_id, dict(zip((home.name for home in homes), varied, strict=True)))
+    return job_id
+
+
+def _write_config(config: "RunConfig", home: Path) -> None:
+    from spare_megatron.config.resolved import dump_run_config
+    from spare_megatron.slurm.job import CHECKPOINTS, CONFIG
+
+    if not config.checkpoint.folder:  # one for all runs of the job
+        checkpoint = dataclasses.replace(config.checkpoint, folder=str(home / CHECKPOINTS))
+        config = dataclasses.replace(config, checkpoint=checkpoint)
+    home.mkdir(parents=True, exist_ok=True)
+    (home / CONFIG).write_text(dump_run_config(config))

@@ -4,25 +4,25 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from spare_megatron.slurm.commands import call, job_fields
+from spare_megatron.slurm.commands import JobId, call, job_fields, own_job
 
 
-def this_job() -> int:
+def this_job() -> JobId:
     """The job that this process belongs to.
 
     Raises:
         ValueError: It belongs to none.
     """
-    number = os.environ.get("SLURM_JOB_ID", "")
-    if not number.isdigit():
+    job_id = own_job()
+    if job_id is None:
         raise ValueError(
             "cluster.launcher=srun starts steps of a Slurm job, and this is none: use `spare submit`, or set "
             "cluster.launcher to local or hand"
         )
-    return int(number)
+    return job_id
 
 
-def nodes_of(job_id: int) -> tuple[str, ...]:
+def nodes_of(job_id: JobId) -> tuple[str, ...]:
     """The names of the nodes that the job has now. Lost ones leave it; the environment does not know of that.
 
     Raises:
@@ -34,7 +34,7 @@ def nodes_of(job_id: int) -> tuple[str, ...]:
     return tuple(call("scontrol", "show", "hostnames", names).split())
 
 
-def nodes_for_run(job_id: int, num_nodes: int) -> tuple[str, ...]:
+def nodes_for_run(job_id: JobId, num_nodes: int) -> tuple[str, ...]:
     """The names of the job's nodes, those to spare last.
 
     Raises:

@@ -1,12 +1,14 @@
 """Slurm's own commands, and what they answer."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 JOB_FILE = "job.json"
 """In a job's folder: which job it is."""
@@ -14,36 +16,80 @@ JOB_FILE = "job.json"
 UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
 """States of a job that has yet to end."""
 
+JobId = int | str
+"""A job's number, or ARRAY_TASK of a job of an array."""
+
 _TIMEOUT_S = 60.0
 _POLL_S = 2.0
 _FIELD = re.compile(r"(\w[\w/:]*)=(\S*)")
 
 
+class Unanswered(ValueError):
+    """A command of Slurm has not come back: what it was to do may be done or not."""
+
+
 def submit(script: Path) -> int:
-    """Hands the script to sbatch, and notes the job in the folder of the script. Returns the job's number.
+    """Hands the script to sbatch. Returns the job's number, or that of the array.
 
     Raises:
         ValueError: sbatch is missing or refuses the script; the text has what it says.
+        Unanswered: It may have taken it.
     """
-    answer = call("sbatch", "--parsable", str(script))
-    job_id = int(answer.partition(";")[0])  # NUMBER[;CLUSTER]
-    (script.parent / JOB_FILE).write_text(json.dumps({"job_id": job_id}) + "\n")
-    return job_id
+    return int(call("sbatch", "--parsable", str(script)).partition(";")[0])  # NUMBER[;CLUSTER]
 
 
-def job_of(folder: Path) -> int:
+def note_job(folder: Path, job_id: JobId, tasks: Mapping[str, str] | None = None) -> None:
+    """Has the folder say which job is its own.
+
+    Args:
+        folder: The job's folder.
+        job_id: The job.
+        tasks: Of an array: folder of each task in it -> the setting that makes it another one.
+    """
+    text = {"job_id": job_id} if tasks is None else {"job_id": job_id, "tasks": tasks}
+    (folder / JOB_FILE).write_text(json.dumps(text) + "\n")
+
+
+def job_of(folder: Path) -> JobId:
     """The job whose folder this is.
 
     Raises:
         ValueError: It is no job's folder.
     """
+    job_id = _noted(folder)["job_id"]
+    assert isinstance(job_id, int | str), "as it was noted"
+    return job_id
+
+
+def tasks_of(folder: Path) -> Mapping[str, str]:
+    """Of an array's folder, its tasks' folders and what makes each another one; empty for a single job's.
+
+    Raises:
+        ValueError: It is no job's folder.
+    """
+    return dict(_noted(folder).get("tasks", {}))
+
+
+def _noted(folder: Path) -> Mapping[str, Any]:
     try:
-        return int(json.loads((folder / JOB_FILE).read_text())["job_id"])
+        noted = json.loads((folder / JOB_FILE).read_text())
+        return {"job_id": noted["job_id"], **noted}
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{folder} holds no {JOB_FILE}: name the directory that `spare submit` printed") from None
 
 
-def job_fields(job_id: int) -> Mapping[str, str]:
+def own_job() -> JobId | None:
+    """The job that this process belongs to, if any. A job of an array has a number, too, which one of them shares with
+    the whole array: it is not to be used.
+    """
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    if array.isdigit() and task.isdigit():
+        return f"{array}_{task}"
+    number = os.environ.get("SLURM_JOB_ID", "")
+    return int(number) if number.isdigit() else None
+
+
+def job_fields(job_id: JobId) -> Mapping[str, str]:
     """What slurmctld says of a job: `JobState`, `NodeList` ... Empty if it has forgotten the job.
 
     Raises:
@@ -57,7 +103,7 @@ def job_fields(job_id: int) -> Mapping[str, str]:
         raise
 
 
-def cancel(job_id: int) -> None:
+def cancel(job_id: JobId) -> None:
     """Ends the job.
 
     Raises:
@@ -66,7 +112,7 @@ def cancel(job_id: int) -> None:
     call("scancel", str(job_id))
 
 
-def wait_for(job_id: int) -> int:
+def wait_for(job_id: JobId) -> int:
     """The exit code of the job's script, once the job has ended. It may go through the queue several times.
 
     Raises:
@@ -91,13 +137,14 @@ def call(command: str, *arguments: str) -> str:
     """What the command prints.
 
     Raises:
-        ValueError: It is missing, fails, or does not answer.
+        ValueError: It is missing or fails.
+        Unanswered: It does not come back.
     """
     require(command)
     try:
         done = subprocess.run((command, *arguments), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{command} has not answered within {_TIMEOUT_S:g} s; ask `scontrol ping`") from None
+        raise Unanswered(f"{command} has not answered within {_TIMEOUT_S:g} s; ask `scontrol ping`") from None
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
         raise ValueError(f"{command} failed: {said}{_advice(said)}")

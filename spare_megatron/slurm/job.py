@@ -9,12 +9,18 @@ import jinja2
 from spare_megatron.config.schema import RunConfig
 
 SCRIPT, CONFIG, LOG, CHECKPOINTS = "job.sh", "config.toml", "slurm.log", "checkpoints"
-"""In a job's folder, beside a directory for each run, `attempt-NNN`."""
+"""In a job's folder, beside a directory for each run, `attempt-NNN`. That of an array has its script alone, and a job's
+folder for each task, `task-N`."""
 
 _SHELL_SAFE = re.compile(r"[A-Za-z0-9_./@:+,=-]+")
 
 
-def job_script(config: RunConfig, *, folder: Path, working_folder: Path, python: Path) -> str:
+def task_folders(num_tasks: int) -> list[str]:
+    """Where the tasks of an array are, in the array's folder; sbatch and the script spell it as this does."""
+    return [f"task-{index}" for index in range(num_tasks)]
+
+
+def job_script(config: RunConfig, *, folder: Path, working_folder: Path, python: Path, num_tasks: int = 0) -> str:
     """The script for sbatch, readable and complete.
 
     Args:
@@ -22,6 +28,7 @@ def job_script(config: RunConfig, *, folder: Path, working_folder: Path, python:
         folder: Absolute path of the job's folder, which all nodes share.
         working_folder: Absolute path of the directory that relative paths of the configuration start from.
         python: The Python that has spare_megatron, on every node.
+        num_tasks: Jobs of an array; 0 for a single job.
 
     Raises:
         ValueError: A path has characters that neither sbatch nor a shell takes literally.
@@ -43,4 +50,5 @@ def job_script(config: RunConfig, *, folder: Path, working_folder: Path, python:
         folder=folder,
         working_folder=working_folder,
         python=python,
+        num_tasks=num_tasks,
     )

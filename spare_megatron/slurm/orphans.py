@@ -3,7 +3,7 @@
 import contextlib
 import os
 
-from spare_megatron.slurm.commands import call
+from spare_megatron.slurm.commands import call, cancel, own_job
 
 
 def end_orphaned_job(*, wants_more: bool) -> None:
@@ -14,9 +14,9 @@ def end_orphaned_job(*, wants_more: bool) -> None:
     Args:
         wants_more: There are steps left that another attempt may commit.
     """
-    job_id = os.environ.get("SLURM_JOB_ID")
+    job_id = own_job()
     if job_id is None:
         return
     num_left = int(os.environ.get("SPARE_REQUEUES", "0")) - int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     with contextlib.suppress(ValueError):
-        call("scontrol", "requeue", job_id) if wants_more and num_left > 0 else call("scancel", job_id)
+        call("scontrol", "requeue", str(job_id)) if wants_more and num_left > 0 else cancel(job_id)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spare_megatron.slurm.allocation import Claims, choose_node, nodes_of
+from spare_megatron.slurm.commands import JobId
 
 
 def step_command(name: str, on: str, command: Sequence[str]) -> tuple[str, ...]:
@@ -36,7 +37,7 @@ class SrunLauncher:
         python: The Python that has spare_megatron, on every node.
     """
 
-    job_id: int
+    job_id: JobId
     python: str
     replaces: bool = True
     _last: str = field(default="", init=False)

@@ -17,17 +17,19 @@
 
 cd /shared/here || exit 2
 export SPARE_REQUEUES=0
+home=/shared/runs/r
+job=$SLURM_JOB_ID
+/shared/venv/bin/python -m spare_megatron.cli.main doctor --config "$home/config.toml" --folder "$home/doctor" || exit 2
 # Every time that the job comes out of the queue is a run of its own, which goes on from the newest checkpoint.
-attempt=/shared/runs/r/attempt-$(printf %03d "${SLURM_RESTART_COUNT:-0}")
-/shared/venv/bin/python -m spare_megatron.cli.main doctor --config /shared/runs/r/config.toml --folder /shared/runs/r/doctor || exit 2
-/shared/venv/bin/python -m spare_megatron.cli.main train --config /shared/runs/r/config.toml --run-dir "$attempt" --resume
+attempt=$home/attempt-$(printf %03d "${SLURM_RESTART_COUNT:-0}")
+/shared/venv/bin/python -m spare_megatron.cli.main train --config "$home/config.toml" --run-dir "$attempt" --resume
 status=$?
 
 # 3 is a wipe-out, 5 the end of the time with steps left. A job that was cancelled is not running any more.
 if [[ $status == [35] && ${SLURM_RESTART_COUNT:-0} -lt $SPARE_REQUEUES ]] &&
-    scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+    scontrol show job "$job" | grep -q JobState=RUNNING; then
     echo "exit code $status: the job goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$job"
     sleep 60 # Slurm ends this script
 fi
 exit $status

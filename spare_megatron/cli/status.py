@@ -129,6 +129,23 @@ def _watch_plainly(poll: Callable[[], "Standing"], plan: "SavePlan") -> None:
 
 
 def _tell_job(folder: Path, *, as_json: bool) -> None:
+    """The job, or each job of an array."""
+    from spare_megatron.slurm.commands import job_of, tasks_of
+
+    tasks = tasks_of(folder)
+    jobs = {task: _job(folder / task) for task in tasks} if tasks else {"": _job(folder)}
+    if as_json and tasks:
+        typer.echo(json.dumps({"job_id": job_of(folder), "tasks": jobs}))
+    elif as_json:
+        typer.echo(json.dumps(jobs[""]))
+    else:
+        for task, job in jobs.items():
+            if task:
+                typer.echo(f"{task}: {tasks[task]}")
+            _show_job(job)
+
+
+def _job(folder: Path) -> dict[str, Any]:
     from spare_megatron.journal.follow import read_standing
     from spare_megatron.slurm.commands import job_fields, job_of
 
@@ -139,13 +156,13 @@ def _tell_job(folder: Path, *, as_json: bool) -> None:
         for run_dir in sorted(folder.glob("attempt-*"))
         if any(run_dir.glob("journal/*.jsonl"))
     }
-    state = {name: fields.get(key, "") for name, key in _STATE.items()}
-    if as_json:
-        typer.echo(json.dumps({"job_id": job_id, **state, "runs": runs}))
-        return
-    told = [f"{name} {state[name]}" for name in ("reason", "nodes") if state[name] not in ("", "None", "(null)")]
-    typer.echo(", ".join((f"job {job_id}: {state['state'] or 'forgotten by Slurm'}", *told)))
-    for name, run in runs.items():
+    return {"job_id": job_id, **{name: fields.get(key, "") for name, key in _STATE.items()}, "runs": runs}
+
+
+def _show_job(job: Mapping[str, Any]) -> None:
+    told = [f"{name} {job[name]}" for name in ("reason", "nodes") if job[name] not in ("", "None", "(null)")]
+    typer.echo(", ".join((f"job {job['job_id']}: {job['state'] or 'forgotten by Slurm'}", *told)))
+    for name, run in job["runs"].items():
         typer.echo(f"  {name}: {_describe(run)}")
 
 

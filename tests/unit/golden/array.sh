@@ -1,0 +1,36 @@
+#!/bin/bash
+# The run demo_cpu: 4 groups of 2 ranks on 1 node.
+#SBATCH --job-name=demo_cpu
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --array=0-2
+#SBATCH --output=/shared/runs/r/task-%a/slurm.log
+#SBATCH --open-mode=append
+# The loss of a node is not the end of the job: spare_megatron goes on without it.
+#SBATCH --no-kill
+# The job may go back into the queue, and does so at the end of this script.
+#SBATCH --requeue
+# To all steps, so early that the run ends with the step under way and a checkpoint.
+#SBATCH --signal=USR1@300
+
+cd /shared/here || exit 2
+export SPARE_REQUEUES=10
+# Each job of the array has a folder of its own, with its own configuration.
+home=/shared/runs/r/task-$SLURM_ARRAY_TASK_ID
+job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+/shared/venv/bin/python -m spare_megatron.cli.main doctor --config "$home/config.toml" --folder "$home/doctor" || exit 2
+# Every time that the job comes out of the queue is a run of its own, which goes on from the newest checkpoint.
+attempt=$home/attempt-$(printf %03d "${SLURM_RESTART_COUNT:-0}")
+/shared/venv/bin/python -m spare_megatron.cli.main train --config "$home/config.toml" --run-dir "$attempt" --resume
+status=$?
+
+# 3 is a wipe-out, 5 the end of the time with steps left. A job that was cancelled is not running any more.
+if [[ $status == [35] && ${SLURM_RESTART_COUNT:-0} -lt $SPARE_REQUEUES ]] &&
+    scontrol show job "$job" | grep -q JobState=RUNNING; then
+    echo "exit code $status: the job goes back into the queue"
+    scontrol requeue "$job"
+    sleep 60 # Slurm ends this script
+fi
+exit $status

@@ -29,6 +29,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.files import Journal, read_journal
+from spare_megatron.journal.follow import read_standing
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.report.history import history_of
 from spare_megatron.runtime.preflight import preflight
@@ -111,7 +112,7 @@ def run_once(options: argparse.Namespace, way: str, run: int, folder: Path) -> t
     if summary.verdict != "valid" or summary.outcome != "finished":
         raise RuntimeError(f"{folder.name}: {summary.outcome} {summary.outcome_reason}, {summary.reasons}")
     journal = read_journal(folder)
-    return outcome_of(commits_of_ours(journal), len(journal.of(FaultRecord))), journal
+    return outcome_of(commits_of_ours(folder), len(journal.of(FaultRecord))), journal
 
 
 def outcome_of(commits: Sequence[tuple[int, float, float]], kills: int) -> Outcome:
@@ -128,8 +129,9 @@ def outcome_of(commits: Sequence[tuple[int, float, float]], kills: int) -> Outco
     )
 
 
-def commits_of_ours(journal: Journal) -> list[tuple[int, float, float]]:
-    return [(step.step, step.ended_s, 1.0) for step in history_of(journal).steps]
+def commits_of_ours(folder: Path) -> list[tuple[int, float, float]]:
+    steps = history_of(read_standing(folder), verdict="", now_s=0.0).steps
+    return [(step, ended_s, 1.0) for step, ended_s in zip(steps.step.tolist(), steps.ended_s.tolist(), strict=True)]
 
 
 def commits_of_peer(events: Sequence[Event], per_step: int) -> list[tuple[int, float, float]]:

@@ -16,6 +16,7 @@ from spare_megatron.cli import (
     plan,
     preprocess,
     report,
+    serve,
     simulate,
     status,
     submit,
@@ -61,6 +62,7 @@ app.command("cancel")(job.cancel)
 app.command("campaign")(campaign.campaign)
 app.command("check")(check.check)
 app.command("report")(report.report)
+app.command("serve")(serve.serve)
 app.command("timeline")(timeline.timeline)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")

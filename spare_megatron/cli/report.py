@@ -1,13 +1,20 @@
 """`spare report`: one page of what happened in a run, or in two."""
 
+import json
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spare_megatron.cli.errors import explained_errors
 
+if TYPE_CHECKING:
+    from spare_megatron.journal.standing import Standing
+
 DEFAULT_NAME = "report.html"
+MOST_PROVEN_BYTES = 64 << 20
+"""Of a journal that a page is proven from: the proof holds all of it in memory."""
 
 
 def report(
@@ -20,7 +27,7 @@ def report(
 
     A run that is still going on gives a page as well, of what has happened so far.
     """
-    from spare_megatron.journal.files import read_journal
+    from spare_megatron.journal.follow import read_standing
     from spare_megatron.report.history import history_of
     from spare_megatron.report.page import comparison
     from spare_megatron.report.page import report as page_of
@@ -28,12 +35,35 @@ def report(
     with explained_errors("report"):
         if len(run_dirs) > 2:
             raise ValueError(f"{len(run_dirs)} directories: a page holds one run, or two to compare")
-        histories = [history_of(read_journal(folder)) for folder in run_dirs]
+        standings = [(folder, read_standing(folder)) for folder in run_dirs]
+        now_s = time.time()
+        histories = [history_of(standing, verdict_of(folder, standing), now_s) for folder, standing in standings]
         if len(histories) == 1:
-            config = run_dirs[0] / "config.toml"
-            page = page_of(histories[0], config.read_text() if config.exists() else "")
+            page = page_of(histories[0], config_of(run_dirs[0]))
         else:
             page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
         target = out or run_dirs[0] / DEFAULT_NAME
         target.write_text(page)
     typer.echo(str(target))
+
+
+def config_of(run_dir: Path) -> str:
+    """The resolved configuration as text; empty where there is none."""
+    config = run_dir / "config.toml"
+    return config.read_text() if config.exists() else ""
+
+
+def verdict_of(run_dir: Path, standing: "Standing") -> str:
+    """What is known of the proof from the journal: as the run's summary has it, or looked for now if it is short."""
+    from spare_megatron.journal.check import check_journal
+    from spare_megatron.journal.files import read_journal
+
+    summary = run_dir / "summary.json"
+    if standing.end is not None and summary.exists():
+        told = json.loads(summary.read_text())
+        return "; ".join((told["verdict"], *told["reasons"]))
+    size = sum(file.stat().st_size for file in (run_dir / "journal").glob("*.jsonl"))
+    if size > MOST_PROVEN_BYTES:
+        return f"not run on a journal of {size / 1e6:.0f} MB: spare check {run_dir}"
+    verdict = check_journal(read_journal(run_dir))
+    return "; ".join((verdict.verdict, *verdict.reasons))

@@ -58,6 +58,7 @@ class Standing:
         recoveries: What they cost.
         num_rejoined: Times that a group which was lost brought something in again.
         num_recomputed: Microbatches that groups brought into a later attempt of a step and not into its first.
+        num_lines: Lines that have been taken.
         damage: What could not be made sense of.
         num_events: Events so far.
     """
@@ -70,6 +71,7 @@ class Standing:
         self.losses: list[tuple[float, LossRecord]] = []
         self.recoveries = Recoveries()
         self.num_rejoined = self.num_recomputed = 0
+        self.num_lines = 0
         self.damage: list[str] = []
         self.entry_times = EntryTimes()
         self.folding: Folding | None = None
@@ -93,6 +95,7 @@ class Standing:
 
     def take(self, line: Line) -> None:
         """Takes a line."""
+        self.num_lines += 1
         record, at_s = line.record, line.at_s
         if isinstance(record, RunRecord):
             if self.run is not None:

@@ -1,13 +1,14 @@
 """The plots of a report. Colours are Okabe and Ito's, which the colour-blind tell apart; patterns survive print."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
 from spare_megatron.journal.goodput import Goodput
-from spare_megatron.report.history import History, Presence, Step, presence
+from spare_megatron.report.history import History, Interval, Presence, presence
 
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#BBBBBB"
 LINES = (BLUE, VERMILION)
@@ -18,46 +19,77 @@ _STATES: Mapping[Presence, tuple[str, str]] = {
 }
 MOST_COLUMNS, MOST_ROWS = 1000, 250
 """Of a map; of what exceeds it, the largest of neighbours is drawn."""
+MOST_POINTS = 4000
+"""Of a line; of what exceeds it, the smallest and the largest of neighbours are drawn."""
+MOST_MARKS = 1000
+MOST_INTERVALS = 1500
+"""Of groups over time; beyond it a map is drawn."""
 
 
 def loss_curve(histories: Mapping[str, History]) -> go.Figure:
     """Loss over steps, for one run or several; steps that lost a group are marked."""
     figure = go.Figure()
     for (name, history), colour in zip(histories.items(), LINES, strict=False):
-        steps = [step for step in history.steps if not step.is_undone]
+        steps = history.steps
+        kept = np.flatnonzero(~steps.is_undone)
+        drawn = kept[extremes(steps.loss[kept], MOST_POINTS)]
+        figure.add_scatter(x=steps.step[drawn], y=steps.loss[drawn], name=name, line={"color": colour})
+        hit = kept[np.array([bool(lost) for lost in steps.lost], np.bool_)[kept]]
+        hit = hit[:: -(-len(hit) // MOST_MARKS) or 1]
         figure.add_scatter(
-            x=[step.step for step in steps], y=[step.loss for step in steps], name=name, line={"color": colour}
-        )
-        hit = [step for step in steps if step.lost]
-        figure.add_scatter(
-            x=[step.step for step in hit],
-            y=[step.loss for step in hit],
+            x=steps.step[hit],
+            y=steps.loss[hit],
             name=f"{name}: groups lost",
             mode="markers",
             marker={"color": colour, "symbol": "x", "size": 9},
-            text=[f"lost: groups {', '.join(map(str, sorted(step.lost)))}" for step in hit],
+            text=[f"lost: groups {', '.join(map(str, sorted(steps.lost[index])))}" for index in hit],
         )
     return _titled(figure, "step", "loss, nats per token")
 
 
 def step_times(history: History) -> go.Figure:
     """The time from commit to commit, and how many groups took part, over the time of the run."""
-    ends = [0.0, *(step.ended_s for step in history.steps)]
-    x = ends[1:]
+    steps = history.steps
+    taken_s = np.diff(steps.ended_s, prepend=0.0)
+    num_members = np.array([len(members) for members in steps.members])
+    drawn = extremes(taken_s, MOST_POINTS)
+    names = [f"step {steps.step[i]}{', done again later' if steps.is_undone[i] else ''}" for i in drawn]
     figure = go.Figure()
-    names = [f"step {step.step}{', done again later' if step.is_undone else ''}" for step in history.steps]
     figure.add_scatter(
-        x=x, y=list(np.diff(ends)), name="from commit to commit, s", line={"color": BLUE}, text=names, mode="lines"
+        x=_rounded(steps.ended_s[drawn]),
+        y=_rounded(taken_s[drawn]),
+        name="from commit to commit, s",
+        line={"color": BLUE},
+        text=names,
+        mode="lines",
     )
+    drawn = extremes(num_members, MOST_POINTS)
     figure.add_scatter(
-        x=x,
-        y=[len(step.members) for step in history.steps],
+        x=_rounded(steps.ended_s[drawn]),
+        y=num_members[drawn],
         name="groups",
         yaxis="y2",
         line={"color": ORANGE, "shape": "hv", "dash": "dot"},
     )
     figure.update_layout(yaxis2={"title": "groups", "overlaying": "y", "side": "right", "rangemode": "tozero"})
     return _titled(figure, "s since the start", "s")
+
+
+def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
+    """Which of the values to draw, ascending: all, or of each of most / 2 runs of neighbours the least and greatest.
+
+    Absent values are NaN, and are drawn only where all can be.
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    width = -(-len(values) // (most // 2))
+    padded = np.full(-(-len(values) // width) * width, np.nan)
+    padded[: len(values)] = values
+    table = padded.reshape(-1, width)
+    starts = np.arange(len(table)) * width
+    lows = starts + np.where(np.isnan(table), np.inf, table).argmin(axis=1)
+    highs = starts + np.where(np.isnan(table), -np.inf, table).argmax(axis=1)
+    return np.unique(np.concatenate((lows, highs, [0, len(values) - 1])))
 
 
 def waterfall(goodput: Goodput) -> go.Figure:
@@ -80,22 +112,25 @@ def presence_map(history: History) -> go.Figure:
     """Groups over time: training, lost in the step under way, away."""
     intervals = presence(history)
     figure = go.Figure()
-    for state, (colour, pattern) in _STATES.items():
+    if len(intervals) > MOST_INTERVALS:
+        figure.add_trace(_presence_heat(history, intervals))
+    for state, (colour, pattern) in _STATES.items() if len(intervals) <= MOST_INTERVALS else ():
         chosen = [item for item in intervals if item.presence == state]
         figure.add_bar(
-            base=[item.from_s for item in chosen],
-            x=[item.to_s - item.from_s for item in chosen],
+            base=_rounded(np.array([item.from_s for item in chosen])),
+            x=_rounded(np.array([item.to_s - item.from_s for item in chosen])),
             y=[item.group for item in chosen],
             orientation="h",
             name=state,
             marker={"color": colour, "pattern": {"shape": pattern}},
-            customdata=[(item.from_s, item.to_s) for item in chosen],
+            customdata=[(round(item.from_s, 3), round(item.to_s, 3)) for item in chosen],
             hovertemplate="group %{y}, %{customdata[0]:.2f} to %{customdata[1]:.2f} s",
         )
+    marked = history.losses[:: -(-len(history.losses) // MOST_MARKS) or 1]
     figure.add_scatter(
-        x=[loss.found_s for loss in history.losses],
-        y=[loss.group for loss in history.losses],
-        text=[loss.cause for loss in history.losses],
+        x=[round(loss.found_s, 3) for loss in marked],
+        y=[loss.group for loss in marked],
+        text=[loss.cause for loss in marked],
         name="found lost",
         mode="markers",
         marker={"color": "black", "symbol": "x-thin-open", "size": 9},
@@ -105,24 +140,44 @@ def presence_map(history: History) -> go.Figure:
     return _titled(figure, "s since the start", "group")
 
 
-def group_map(history: History, values: str) -> go.Figure:
+def _presence_heat(history: History, intervals: Sequence[Interval]) -> go.Heatmap:
+    """Groups over time in as many columns as can be told apart; of several states in one the worst is drawn."""
+    end_s = float(history.steps.ended_s[-1])
+    worst = np.zeros((history.run.num_groups, MOST_COLUMNS))
+    codes: Mapping[Presence, int] = {"training": 0, "away": 1, "lost": 2}
+    for item in intervals:
+        first = int(item.from_s / end_s * MOST_COLUMNS)
+        part = worst[item.group, min(first, MOST_COLUMNS - 1) : max(first + 1, int(item.to_s / end_s * MOST_COLUMNS))]
+        np.maximum(part, codes[item.presence], out=part)
+    table, by_group, _ = shrink(worst)
+    colours = [_STATES[state][0] for state in codes]
+    return go.Heatmap(
+        z=table.astype(np.uint8),
+        x=_rounded(np.arange(MOST_COLUMNS) * end_s / MOST_COLUMNS),
+        y=np.arange(len(table)) * by_group,
+        zmin=0,
+        zmax=2,
+        colorscale=[[place, colours[index // 2]] for index, place in enumerate((0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1))],
+        colorbar={"tickvals": [1 / 3, 1, 5 / 3], "ticktext": list(codes)},
+        hovertemplate="group %{y}, %{x:.1f} s<extra></extra>",
+        name="worst state",
+    )
+
+
+def group_map(history: History, values: Literal["step_s", "load"]) -> go.Figure:
     """Groups over commits in the order of the log, as colours; without a restart the n-th commit is step n.
 
     Args:
         history: The run.
         values: "step_s", seconds from a step's start to its update; "load", microbatches computed.
     """
-    of_groups = [getattr(step, values) for step in history.steps]
-    table = np.full((history.run.num_groups, len(history.steps)), np.nan)
-    for column, of_group in enumerate(of_groups):
-        for group, value in of_group.items():
-            table[group, column] = value
-    binned, by_group, by_step = shrink(table)
+    table = history.steps.step_s if values == "step_s" else history.steps.load
+    binned, by_group, by_step = shrink(table.T)
     figure = go.Figure(
         go.Heatmap(
-            z=binned,
-            x=[index * by_step for index in range(binned.shape[1])],
-            y=[index * by_group for index in range(binned.shape[0])],
+            z=binned.astype(np.float32),
+            x=np.arange(binned.shape[1]) * by_step,
+            y=np.arange(binned.shape[0]) * by_group,
             colorscale="Cividis",
             colorbar={"title": "s" if values == "step_s" else "microbatches"},
             hovertemplate="group %{y}, commit %{x}: %{z}<extra></extra>",
@@ -131,7 +186,7 @@ def group_map(history: History, values: str) -> go.Figure:
     return _titled(figure, "commit", "group")
 
 
-def shrink(table: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], int, int]:
+def shrink(table: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[np.float64], int, int]:
     """The largest of neighbours where there are more rows or columns than can be told apart; absent values are NaN.
 
     Returns:
@@ -145,23 +200,30 @@ def shrink(table: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], int
     return np.where(np.isneginf(largest), np.nan, largest), by_row, by_column
 
 
-def load_around(before: Step, hit: Step, after: Step | None, num_groups: int) -> go.Figure:
-    """Microbatches of each group in the step before a loss, in the step that was hit, and in the one after it."""
+def load_around(history: History, hit: int) -> go.Figure:
+    """Microbatches of each group in the step before a loss, in the one that was hit, and in the one after it.
+
+    Args:
+        history: The run.
+        hit: Which of its steps.
+    """
     figure = go.Figure()
-    shown: Sequence[tuple[str, Step | None, str, str]] = (
-        ("before", before, GREY, ""),
-        ("hit", hit, VERMILION, "x"),
-        ("after", after, BLUE, "/"),
-    )
-    for name, step, colour, pattern in shown:
-        if step is not None:
+    shown = (("before", -1, GREY, ""), ("hit", 0, VERMILION, "x"), ("after", 1, BLUE, "/"))
+    for name, offset, colour, pattern in shown:
+        index = hit + offset
+        if 0 <= index < len(history.steps):
             figure.add_bar(
-                x=list(range(num_groups)),
-                y=[step.load.get(group, 0) for group in range(num_groups)],
-                name=f"{name}: step {step.step}",
+                x=list(range(history.run.num_groups)),
+                y=np.nan_to_num(history.steps.load[index]),
+                name=f"{name}: step {history.steps.step[index]}",
                 marker={"color": colour, "pattern": {"shape": pattern}},
             )
     return _titled(figure, "group", "microbatches")
+
+
+def _rounded(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """To the millisecond."""
+    return np.round(seconds, 3)
 
 
 def _titled(figure: go.Figure, x: str, y: str) -> go.Figure:
@@ -172,5 +234,6 @@ def _titled(figure: go.Figure, x: str, y: str) -> go.Figure:
         legend={"orientation": "h", "y": 1.12},
         xaxis_title=x,
         yaxis_title=y,
+        uirevision="kept",  # what a reader zoomed into stays while the run grows
     )
     return figure

@@ -1,54 +1,55 @@
 """The history of a run as its journal has it, laid out along its committed steps for a reader's eyes."""
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from spare_megatron.journal.check import fold_journal
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Committed, Fold
-from spare_megatron.journal.goodput import Goodput, find_goodput, read_times
-from spare_megatron.journal.records import ContributionRecord, LossRecord, RunRecord, UpdateRecord
-from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.records import LossRecord, RunRecord
+from spare_megatron.journal.recoveries import Recovery
+from spare_megatron.journal.standing import Standing
 
 Presence = Literal["training", "lost", "away"]
+Floats = npt.NDArray[np.float64]
+Table = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One committed step. Its time is 0 at the run's record.
+class Steps:
+    """The committed steps in the order of the log, in arrays of as many elements. Times are 0 at the run's record.
 
     Attributes:
-        step: The step.
-        ended_s: When the groups read its commit, the median of them.
-        loss: Mean cross entropy per token.
-        grad_norm: Norm of the gradient.
+        step: Their numbers.
+        ended_s: When the groups read each commit, the median of them.
+        loss: Mean cross entropy per token; NaN where nobody told.
+        grad_norm: Norm of the gradient, likewise.
+        is_undone: A restart from a checkpoint threw it away.
         members: The groups that took part when it was committed.
         lost: The groups that began it and were lost before its commit.
-        step_s: Group -> seconds from its start to its update there.
-        load: Group -> microbatches of it that the group computed.
-        is_undone: A restart from a checkpoint threw it away.
+        step_s: Seconds from its start to its update in each group, shape (steps, groups); NaN where none.
+        load: Microbatches of it that each group computed, likewise.
     """
 
-    step: int
-    ended_s: float
-    loss: float
-    grad_norm: float
-    members: frozenset[int]
-    lost: frozenset[int]
-    step_s: Mapping[int, float]
-    load: Mapping[int, int]
-    is_undone: bool
+    step: npt.NDArray[np.int64]
+    ended_s: Floats
+    loss: Floats
+    grad_norm: Floats
+    is_undone: npt.NDArray[np.bool_]
+    members: Sequence[frozenset[int]]
+    lost: Sequence[frozenset[int]]
+    step_s: Table
+    load: Table
+
+    def __len__(self) -> int:
+        return len(self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Consecutive steps that a group spent in one way; seconds as in `Step`."""
+    """Consecutive steps that a group spent in one way; seconds as in `Steps`."""
 
     group: int
     from_s: float
@@ -61,7 +62,7 @@ class Loss:
     """A group found lost.
 
     Attributes:
-        found_s: When, as in `Step`.
+        found_s: When, as in `Steps`.
         group: The group.
         cause: What was found.
         pending: What its ranks were about, as far as that is known.
@@ -81,99 +82,103 @@ class History:
 
     Attributes:
         run: Its terms.
-        summary: Its figures.
-        goodput: Where its time went; None if it has no end or no step.
-        steps: The committed steps in the order of the log.
+        verdict: What is known of the proof that every microbatch was counted once.
+        figures: What can be counted, by the names that `summary.json` has for it.
+        goodput: Where its time went; None if it has no step.
+        steps: The committed steps.
         losses: In the order in which they were found.
+        recoveries: In the order of their steps.
     """
 
     run: RunRecord
-    summary: Summary
+    verdict: str
+    figures: dict[str, object]
     goodput: Goodput | None
-    steps: Sequence[Step]
+    steps: Steps
     losses: Sequence[Loss]
+    recoveries: Sequence[Recovery]
 
 
-def history_of(journal: Journal) -> History:
-    """The history that a journal tells.
+def history_of(standing: Standing, verdict: str, now_s: float) -> History:
+    """The history of a run that stands so.
+
+    Args:
+        standing: Everything that is in its journal.
+        verdict: As in `History`.
+        now_s: Up to when time is counted if it goes on, in seconds since the epoch.
 
     Raises:
-        ValueError: It lacks the run's record, with which every journal begins.
+        ValueError: The journal lacks the run's record, with which every journal begins.
     """
-    begun = [(line.at_s, line.record) for line in journal.lines if isinstance(line.record, RunRecord)]
-    if len(begun) != 1:
-        raise ValueError(f"the journal has {len(begun)} run records, expected 1: there is nothing to tell")
-    began_s, run = begun[0]
-    fold = fold_journal(journal, run)
-    losses = [
-        Loss(
-            found_s=line.at_s - began_s,
-            group=line.record.group,
-            cause=line.record.cause,
-            pending=_pending(line.record),
-            is_given_up=line.record.is_given_up,
-        )
-        for line in journal.lines
-        if isinstance(line.record, LossRecord)
-    ]
+    if standing.run is None:
+        raise ValueError("the journal has no run record: there is nothing to tell")
     return History(
-        run=run,
-        summary=summarize(journal),
-        goodput=find_goodput(journal, fold),
-        steps=_steps(journal, fold, began_s),
-        losses=losses,
+        run=standing.run,
+        verdict=verdict,
+        figures=dict(standing.figures()),
+        goodput=standing.goodput(now_s),
+        steps=_steps(standing),
+        losses=[_loss(record, at_s - standing.began_s) for at_s, record in standing.losses],
+        recoveries=standing.recoveries.found(),
+    )
+
+
+def _steps(standing: Standing) -> Steps:
+    assert standing.folding is not None, "a run has a log"
+    told, undone = standing.steps, standing.folding.undone
+    commits = [commit for commit in standing.folding.commits if commit.attempt < len(told.loss)]
+    attempts = np.array([commit.attempt for commit in commits], np.intp)
+    return Steps(
+        step=np.array([commit.step for commit in commits], np.int64),
+        ended_s=standing.entry_times(np.array([commit.index for commit in commits], np.intp)) - standing.began_s,
+        loss=told.loss[attempts],
+        grad_norm=told.grad_norm[attempts],
+        is_undone=np.array([commit.index in undone for commit in commits], np.bool_),
+        members=[commit.members for commit in commits],
+        lost=[
+            frozenset() if commit.began_with is commit.members else commit.began_with - commit.members
+            for commit in commits
+        ],
+        step_s=told.step_s[attempts],
+        load=told.load[attempts],
+    )
+
+
+def _loss(record: LossRecord, found_s: float) -> Loss:
+    return Loss(
+        found_s=found_s,
+        group=record.group,
+        cause=record.cause,
+        pending=", ".join(f"rank {item['rank']}: {item['operation']}" for item in record.pending),
+        is_given_up=record.is_given_up,
     )
 
 
 def presence(history: History) -> list[Interval]:
-    """How each group spent its time, in as few intervals as there are changes."""
+    """How each group spent its time, in as few intervals as there are changes, by groups and times."""
+    steps = history.steps
+    states: list[Presence | None] = [None] * history.run.num_groups
+    since_s, before_s = [0.0] * history.run.num_groups, 0.0
     found: list[Interval] = []
-    for group in range(history.run.num_groups):
-        before_s = 0.0
-        spans: list[tuple[float, float, Presence]] = []
-        for step in history.steps:
-            state: Presence = "training" if group in step.members else "lost" if group in step.lost else "away"
-            spans.append((before_s, step.ended_s, state))
-            before_s = step.ended_s
-        for state, same in itertools.groupby(spans, key=lambda span: span[2]):
-            parts = list(same)
-            found.append(Interval(group=group, from_s=parts[0][0], to_s=parts[-1][1], presence=state))
-    return found
+    drawn: tuple[frozenset[int], frozenset[int]] | None = None
+    for ended_s, members, lost in zip(steps.ended_s.tolist(), steps.members, steps.lost, strict=True):
+        if drawn != (members, lost):
+            for group, state in _states(history.run.num_groups, members, lost):
+                if states[group] != state:
+                    found += _interval(group, since_s[group], before_s, states[group])
+                    states[group], since_s[group] = state, before_s
+            drawn = members, lost
+        before_s = ended_s
+    for group, last in enumerate(states):
+        found += _interval(group, since_s[group], before_s, last)
+    return sorted(found, key=lambda item: (item.group, item.from_s))
 
 
-def _steps(journal: Journal, fold: Fold, began_s: float) -> list[Step]:
-    times_s = read_times(journal)(np.arange(max(fold.entries, default=-1) + 1))
-    at_s = {index: float(read_s) for index, read_s in enumerate(times_s) if not np.isnan(read_s)}
-    updates: dict[tuple[int, int], list[UpdateRecord]] = defaultdict(list)
-    for update in journal.of(UpdateRecord):
-        updates[update.step, update.attempt].append(update)
-    loads: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-    for record in journal.of(ContributionRecord):
-        count = sum(map(len, record.microbatches.values()))
-        loads[record.step, record.attempt][record.group] = count
-    told = [commit for commit in fold.commits if commit.index in at_s]
-    return [_step(commit, at_s[commit.index] - began_s, updates[commit.step, commit.attempt], loads) for commit in told]
+def _states(num_groups: int, members: frozenset[int], lost: frozenset[int]) -> Iterator[tuple[int, Presence]]:
+    for group in range(num_groups):
+        yield group, "training" if group in members else "lost" if group in lost else "away"
 
 
-def _step(
-    commit: Committed,
-    ended_s: float,
-    updates: Iterable[UpdateRecord],
-    loads: Mapping[tuple[int, int], Mapping[int, int]],
-) -> Step:
-    known = list(updates)
-    return Step(
-        step=commit.step,
-        ended_s=ended_s,
-        loss=median(update.loss for update in known) if known else float("nan"),
-        grad_norm=median(update.grad_norm for update in known) if known else float("nan"),
-        members=commit.members,
-        lost=commit.began_with - commit.members,
-        step_s={update.group: update.step_s for update in known},
-        load=loads.get((commit.step, commit.attempt), {}),
-        is_undone=commit.is_undone,
-    )
-
-
-def _pending(loss: LossRecord) -> str:
-    return ", ".join(f"rank {item['rank']}: {item['operation']}" for item in loss.pending)
+def _interval(group: int, from_s: float, to_s: float, state: Presence | None) -> Iterator[Interval]:
+    if state is not None:
+        yield Interval(group=group, from_s=from_s, to_s=to_s, presence=state)

@@ -1,8 +1,14 @@
-"""One self-contained HTML page of a run, or of two beside each other: it works from a file, without a network."""
+"""One self-contained HTML page of a run, or of two beside each other: it works from a file, without a network.
 
-import itertools
+Plots and the library that draws them are compressed inside it; a plot is drawn when it comes into view.
+"""
+
+import base64
+import gzip
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 
 import jinja2
@@ -21,6 +27,8 @@ from spare_megatron.report.history import History
 
 MOST_LOADS = 12
 """Losses whose loads are drawn; the map of loads has all of them."""
+MOST_ROWS = 300
+"""Of a table; the last ones are told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +37,7 @@ class Plot:
 
     title: str
     note: str
-    html: str
+    figure: go.Figure
 
 
 def report(history: History, config: str) -> str:
@@ -39,7 +47,7 @@ def report(history: History, config: str) -> str:
         history: The run.
         config: Its resolved configuration as text, or what stands in its place.
     """
-    return _render({history.run.name: history}, _plots_of(history), config)
+    return _render({history.run.name: history}, plots_of(history), config)
 
 
 def comparison(histories: Mapping[str, History]) -> str:
@@ -52,39 +60,81 @@ def comparison(histories: Mapping[str, History]) -> str:
     return _render(histories, plots, "")
 
 
+def live_page(name: str, config: str) -> str:
+    """The page of a run that is served: it fetches what `live_content` says, again and again."""
+    return _page(name, _content("", "", []), "", "", config, poll="data")
+
+
+def live_content(history: History) -> str:
+    """What the page of a run shows now, as JSON."""
+    histories = {history.run.name: history}
+    return _content(_head(histories), _tables(histories), plots_of(history))
+
+
 def _render(histories: Mapping[str, History], plots: list[Plot], config: str) -> str:
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text())
-    return template.render(
-        name=" and ".join(histories),
-        histories=histories,
-        plots=plots,
-        config=config,
-        figures={name: dict(_figures_of(history)) for name, history in histories.items()},
-        plotly=get_plotlyjs(),
+    return _page(" and ".join(histories), _content("", "", plots), _head(histories), _tables(histories), config)
+
+
+def _page(name: str, content: str, head: str, tables: str, config: str, poll: str = "") -> str:
+    return _template("page").render(
+        name=name, content=_pack(content), head=head, tables=tables, config=config, library=_library(), poll=poll
     )
+
+
+def _content(head: str, tables: str, plots: list[Plot]) -> str:
+    drawn = [
+        {"title": plot.title, "note": plot.note, "figure": json.loads(plot.figure.to_json(validate=False))}
+        for plot in plots
+    ]
+    return json.dumps({"head": head, "tables": tables, "plots": drawn}, separators=(",", ":"))
+
+
+def _head(histories: Mapping[str, History]) -> str:
+    return _template("head").render(figures={name: dict(_figures_of(history)) for name, history in histories.items()})
+
+
+def _tables(histories: Mapping[str, History]) -> str:
+    return _template("tables").render(histories=histories, most_rows=MOST_ROWS)
+
+
+@cache
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(files(__package__).joinpath(f"{name}.html.j2").read_text())
+
+
+@cache
+def _library() -> str:
+    return _pack(get_plotlyjs())
+
+
+def _pack(text: str) -> str:
+    """As the page unpacks it; a third of the size."""
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     """What the table at the top says."""
-    summary, goodput = history.summary, history.goodput
-    yield "spare check", "; ".join((summary.verdict, *summary.reasons))
-    yield "outcome", f"{summary.outcome} {summary.outcome_reason}".strip()
-    yield "steps committed", f"{summary.steps_committed} of {history.run.num_steps}"
-    yield "steps done again after a restart", str(summary.steps_lost)
+    figures, goodput = history.figures, history.goodput
+    loss = figures["final_loss"]
+    yield "spare check", history.verdict
+    yield "outcome", f"{figures['outcome']} {figures['outcome_reason']}".strip()
+    yield "steps committed", f"{figures['steps_committed']} of {history.run.num_steps}"
+    yield "steps done again after a restart", str(figures["steps_lost"])
     yield "groups", f"{history.run.num_groups} of {history.run.ranks_per_group} ranks, r = {history.run.redundancy}"
-    yield "losses, and groups taken in again", f"{len(history.losses)}, {summary.groups_rejoined}"
-    yield "microbatches computed again", str(summary.microbatches_recomputed)
-    yield "last loss", "none" if summary.final_loss is None else f"{summary.final_loss:.4f}"
+    yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
+    yield "microbatches computed again", str(figures["microbatches_recomputed"])
+    yield "last loss", "none" if loss is None else f"{loss:.4f}"
     if goodput is not None:
         yield "wall time", f"{goodput.wall_s:.1f} s"
         yield "goodput", f"{goodput.goodput:.1%} of the wall time was useful"
         yield "quiet step, longest pause", f"{goodput.step_s * 1e3:.0f} ms, {goodput.longest_pause_s * 1e3:.0f} ms"
 
 
-def _plots_of(history: History) -> list[Plot]:
+def plots_of(history: History) -> list[Plot]:
+    """The plots of a run."""
     plots = []
-    if history.steps:
+    if len(history.steps):
         plots += [
             _plot("Loss", "Crosses mark steps in which groups were lost.", loss_curve({history.run.name: history})),
             _plot("Step time", "From commit to commit.", step_times(history)),
@@ -92,7 +142,7 @@ def _plots_of(history: History) -> list[Plot]:
     if history.goodput is not None:
         note = "A quiet step is the median one with all groups and no fault; what a step took beyond it is lost."
         plots.append(_plot("Where the time went", note, waterfall(history.goodput)))
-    if history.steps:
+    if len(history.steps):
         plots += [
             _plot("Groups over time", "", presence_map(history)),
             _plot("Step time of each group", "Slow groups stand out as rows.", group_map(history, "step_s")),
@@ -102,14 +152,12 @@ def _plots_of(history: History) -> list[Plot]:
 
 
 def _loads_of(history: History) -> Iterator[Plot]:
-    hit = [index for index, step in enumerate(history.steps) if step.lost and index > 0]
-    for index in itertools.islice(hit, MOST_LOADS):
-        step = history.steps[index]
-        after = history.steps[index + 1] if index + 1 < len(history.steps) else None
-        lost = ", ".join(map(str, sorted(step.lost)))
-        figure = load_around(history.steps[index - 1], step, after, history.run.num_groups)
-        yield _plot(f"Step {step.step}: groups {lost} lost", "What each group computed, patches included.", figure)
+    hit = [index for index, lost in enumerate(history.steps.lost) if lost and index > 0]
+    for index in hit[:MOST_LOADS]:
+        lost = ", ".join(map(str, sorted(history.steps.lost[index])))
+        title = f"Step {history.steps.step[index]}: groups {lost} lost"
+        yield _plot(title, "What each group computed, patches included.", load_around(history, index))
 
 
 def _plot(title: str, note: str, figure: go.Figure) -> Plot:
-    return Plot(title=title, note=note, html=figure.to_html(full_html=False, include_plotlyjs=False))
+    return Plot(title=title, note=note, figure=figure)

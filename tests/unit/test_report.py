@@ -1,8 +1,13 @@
 """The page of a run: that of a simulated one, whose losses are known, and what is refused."""
 
+import base64
+import dataclasses
+import gzip
 import itertools
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +15,12 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.core.topology import GroupId
-from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import Line, RunRecord, encode_line
-from spare_megatron.report.figures import MOST_COLUMNS, MOST_ROWS, shrink
-from spare_megatron.report.history import History, history_of, presence
+from spare_megatron.journal.standing import Standing
+from spare_megatron.report import figures
+from spare_megatron.report.figures import MOST_COLUMNS, MOST_ROWS, extremes, shrink
+from spare_megatron.report.history import History, Steps, history_of, presence
+from spare_megatron.report.page import report
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
@@ -41,13 +48,23 @@ def lines() -> list[Line]:
 
 @pytest.fixture(scope="module")
 def history(lines: list[Line]) -> History:
-    return history_of(Journal(lines=tuple(lines)))
+    standing = Standing()
+    for line in lines:
+        standing.take(line)
+    return history_of(standing, "valid", now_s=0.0)
 
 
 def write_run(folder: Path, lines: list[Line]) -> Path:
     (folder / "journal").mkdir(parents=True)
     (folder / "journal" / "simulator.jsonl").write_text("".join(encode_line(line) + "\n" for line in lines))
     return folder
+
+
+def content_of(page: str) -> dict[str, Any]:
+    """What the page draws, unpacked as it does."""
+    packed = re.search(r'id="content">([^<]*)<', page)
+    assert packed is not None
+    return dict(json.loads(gzip.decompress(base64.b64decode(packed[1]))))
 
 
 def test_a_lost_group_is_training_then_lost_then_away_then_training(history: History) -> None:
@@ -60,11 +77,11 @@ def test_a_lost_group_is_training_then_lost_then_away_then_training(history: His
 
 
 def test_steps_hold_what_was_counted(history: History) -> None:
-    assert [step.step for step in history.steps] == list(range(8))
-    assert [sorted(step.lost) for step in history.steps if step.lost] == [[1], [3]]
-    for step in history.steps:
-        counted = {group: number for group, number in step.load.items() if group in step.members}
-        assert sum(counted.values()) == 15
+    steps = history.steps
+    assert steps.step.tolist() == list(range(8))
+    assert [sorted(lost) for lost in steps.lost if lost] == [[1], [3]]
+    for load, members in zip(steps.load, steps.members, strict=True):
+        assert load[sorted(members)].sum() == 15
     assert [loss.group for loss in history.losses] == [1, 3]
 
 
@@ -74,11 +91,11 @@ def test_the_page_needs_no_network_and_escapes_what_people_wrote(tmp_path: Path,
     result = CliRunner().invoke(app, ["report", str(folder)])
     assert result.exit_code == 0, result.output
     page = (folder / "report.html").read_text()
-    assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=|<link", page)
+    assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=|<link (?!rel=.icon. href=.data:)", page)
     assert "&lt;b&gt;told&lt;/b&gt;" in page
     assert "&lt;/pre&gt;&lt;script&gt;" in page
     # loss, step time, waterfall, presence, two maps, two losses
-    assert page.count("Plotly.newPlot(") - page.split("<body>")[0].count("Plotly.newPlot(") == 8
+    assert len(content_of(page)["plots"]) == 8
 
 
 def test_a_run_that_has_just_begun_and_a_pair_of_runs_have_pages(tmp_path: Path, lines: list[Line]) -> None:
@@ -107,3 +124,54 @@ def test_a_map_that_is_too_large_keeps_the_largest_of_neighbours() -> None:
     assert small.shape == (-(-table.shape[0] // 3), MOST_COLUMNS)
     assert small[0, 0] == np.nanmax(table[:3, :3])
     assert small[-1, -1] == table[-3:, -2:].max()
+
+
+@pytest.mark.parametrize("number", [0, 1, 9, 10, 11, 1000, 1003])
+def test_a_line_that_is_too_long_keeps_its_ends_and_the_extremes_of_neighbours(number: int) -> None:
+    values = np.random.default_rng(number).normal(size=number)
+    values[3:200:7] = np.nan
+    drawn = extremes(values, 10)
+    assert len(drawn) <= max(min(number, 10), 12)
+    assert (np.diff(drawn) > 0).all()
+    if number:
+        assert (drawn[0], drawn[-1]) == (0, number - 1)
+        assert np.nanmax(values[drawn]) == np.nanmax(values)
+        assert np.nanmin(values[drawn]) == np.nanmin(values)
+
+
+def test_presence_of_many_intervals_is_a_map_of_the_worst(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "MOST_INTERVALS", 3)
+    (heat,) = [trace for trace in figures.presence_map(history).data if trace.type == "heatmap"]
+    for item in presence(history):
+        middle = int((item.from_s + item.to_s) / 2 / history.steps.ended_s[-1] * MOST_COLUMNS)
+        assert heat.z[item.group, middle] == {"training": 0, "away": 1, "lost": 2}[item.presence]
+
+
+def test_the_page_of_a_long_run_is_small_and_holds_its_extremes(history: History) -> None:
+    num_steps, num_groups = 20_000, 260
+    rng = np.random.default_rng(1)
+    losses, away = rng.normal(size=num_steps), frozenset(range(1, num_groups))
+    everybody = frozenset(range(num_groups))
+    losses[12_345] = 99.0
+    lost = [frozenset({0}) if index % 10 == 0 else frozenset() for index in range(num_steps)]
+    long = dataclasses.replace(
+        history,
+        run=dataclasses.replace(history.run, num_groups=num_groups),
+        steps=Steps(
+            step=np.arange(num_steps),
+            ended_s=np.cumsum(rng.random(num_steps)),
+            loss=losses,
+            grad_norm=losses,
+            is_undone=np.zeros(num_steps, np.bool_),
+            members=[away if hit else everybody for hit in lost],
+            lost=lost,
+            step_s=np.broadcast_to(rng.random((num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
+            load=np.broadcast_to(rng.integers(1, 9, (num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
+        ),
+        losses=[dataclasses.replace(history.losses[0], found_s=float(index)) for index in range(6000)],
+    )
+    page = report(long, "")
+    assert len(page) < 5_000_000
+    assert "The last 300 of 6000" in page
+    y = content_of(page)["plots"][0]["figure"]["data"][0]["y"]
+    assert 99.0 in np.frombuffer(base64.b64decode(y["bdata"]), y["dtype"])

@@ -1,0 +1,62 @@
+"""`spare serve`: the page of a run, live, on this machine."""
+
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.report import config_of, verdict_of
+
+if TYPE_CHECKING:
+    from spare_megatron.report.server import ReportServer
+
+
+def serve(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run, over or going on.")],
+    port: Annotated[int, typer.Option(help="Port on the loopback address; a free one when 0.", min=0, max=65535)] = 0,
+) -> None:
+    """Show the report of a run in a browser, brought up to date as the run goes on, until Ctrl-C.
+
+    Prints the URL, which holds a random word: without it nothing is answered. Only this machine can reach it; from
+    another one go through `ssh -L PORT:127.0.0.1:PORT`.
+    """
+    with explained_errors("serve"), open_server(run_dir, port) as server:
+        typer.echo(server.url)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def open_server(run_dir: Path, port: int) -> "ReportServer":
+    """The server, not yet answering.
+
+    Raises:
+        FileNotFoundError: The directory holds no journal.
+        OSError: The port is taken.
+    """
+    from spare_megatron.journal.follow import Follower
+    from spare_megatron.report.history import history_of
+    from spare_megatron.report.page import live_content, live_page
+    from spare_megatron.report.server import Content, ReportServer, Updated
+
+    if not any((run_dir / "journal").glob("*.jsonl")):
+        raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
+    follower = Follower(run_dir)
+
+    def make(before: Content | None) -> Content:
+        standing = follower.poll()
+        version = standing.num_lines
+        if before is not None and before.version == version:
+            return before
+        if standing.run is None:
+            return Content(version=version, text=NOTHING_YET, is_final=False)
+        verdict = "the run goes on" if standing.end is None else verdict_of(run_dir, standing)
+        text = live_content(history_of(standing, verdict, time.time()))
+        return Content(version=version, text=text, is_final=standing.end is not None)
+
+    return ReportServer(live_page(run_dir.resolve().name, config_of(run_dir)), Updated(make), port)
+
+
+NOTHING_YET = '{"head":"<p>The journal has no run yet.</p>","tables":"","plots":[]}'

@@ -1,0 +1,153 @@
+"""Serving a run's page: to whoever has its URL, and to nobody else."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.cli.serve import open_server
+from spare_megatron.journal.records import Line, encode_line
+from spare_megatron.report.server import Content, ReportServer, Updated
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.scenario import Scenario
+
+TIMEOUT_S = 30.0
+SCENARIO = Scenario(
+    name="served",
+    num_groups=5,
+    redundancy=3,
+    microbatches_per_shard=3,
+    num_steps=12,
+    costs=CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.0, detect_s=2.0, join_s=4.0),
+    failures=FailureSpec(kind="system", mean_s=300.0),
+    repair_s=100.0,
+)
+
+
+def lines() -> list[str]:
+    found: list[Line] = []
+    simulate(SCENARIO, 1, journal=found.append)
+    return [encode_line(line) + "\n" for line in found]
+
+
+@contextmanager
+def answering(server: ReportServer) -> Iterator[ReportServer]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join(TIMEOUT_S)
+        server.server_close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "simulator.jsonl").write_text("".join(lines()[:50]))
+    (tmp_path / "config.toml").write_text('name = "</pre><script>"')
+    return tmp_path
+
+
+def get(server: ReportServer, path: str, **headers: str) -> tuple[int, bytes, http.client.HTTPMessage]:
+    connection = http.client.HTTPConnection("127.0.0.1", int(server.server_address[1]), timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(), answer.headers
+    finally:
+        connection.close()
+
+
+def test_only_the_path_with_the_token_is_answered(run_dir: Path) -> None:
+    with answering(open_server(run_dir, 0)) as server:
+        token = server.token
+        assert get(server, f"/{token}/")[0] == 200
+        wrong = ("/", "//", "/data", f"/{token[:-1]}/", f"/{token}x/", f"/x{token}/", "/%2e%2e/", f"/?{token}")
+        for path in wrong:
+            status, body, _ = get(server, path)
+            assert (status, body) == (403, b""), path
+        for path in (f"/{token}", f"/{token}/journal/simulator.jsonl", f"/{token}/../config.toml", f"/{token}//"):
+            assert get(server, path)[:2] == (404, b""), path
+
+
+@pytest.mark.parametrize("host", ["example.org", "127.0.0.1.example.org", "127.0.0.1@example.org", "", "[::1"])
+def test_a_name_that_leads_here_from_elsewhere_is_refused(run_dir: Path, host: str) -> None:
+    with answering(open_server(run_dir, 0)) as server:
+        assert get(server, f"/{server.token}/", Host=host)[0] == 421
+        assert get(server, f"/{server.token}/", Host="localhost:9000")[0] == 200  # through a tunnel
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS"])
+def test_nothing_but_reading_is_offered(run_dir: Path, method: str) -> None:
+    with answering(open_server(run_dir, 0)) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", int(server.server_address[1]), timeout=TIMEOUT_S)
+        connection.request(method, f"/{server.token}/")
+        assert connection.getresponse().status == 501
+        connection.close()
+
+
+def test_the_page_asks_for_its_content_and_shares_nothing(run_dir: Path) -> None:
+    with answering(open_server(run_dir, 0)) as server:
+        _, page, headers = get(server, f"/{server.token}/")
+    text = page.decode()
+    assert 'POLL = "data"' in text
+    assert "&lt;/pre&gt;&lt;script&gt;" in text
+    assert server.token not in text
+    assert "connect-src 'self'" in headers["Content-Security-Policy"]
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert "Python" not in headers["Server"]
+
+
+def test_content_grows_with_the_journal_until_the_run_has_ended(run_dir: Path) -> None:
+    clock_s = 0.0
+    with answering(open_server(run_dir, 0)) as server:
+        server.content.clock_s = lambda: clock_s
+        path = f"/{server.token}/data"
+        status, body, headers = get(server, f"{path}?have=0")
+        first = json.loads(body)
+        assert (status, headers["X-Ended"]) == (200, "no")
+        clock_s = 1000.0
+        assert get(server, f"{path}?have={headers['X-Version']}")[:2] == (204, b"")
+        with (run_dir / "journal" / "simulator.jsonl").open("a") as file:
+            file.write("".join(lines()[50:]))
+        clock_s = 2000.0
+        status, body, headers = get(server, f"{path}?have={headers['X-Version']}")
+        last = json.loads(body)
+        assert (status, headers["X-Ended"]) == (200, "yes")
+        assert "the run goes on" in first["head"]
+        assert "12 of 12" in last["head"]
+        assert len(last["plots"]) > len(first["plots"])
+        assert get(server, f"{path}?have={headers['X-Version']}")[2]["X-Ended"] == "yes"
+
+
+def test_content_that_is_dear_is_made_less_often() -> None:
+    clock_s, made = 100.0, []
+
+    def make(before: Content | None) -> Content:
+        nonlocal clock_s
+        made.append(clock_s)
+        clock_s += 3.0
+        return Content(version=len(made), text="", is_final=len(made) == 3)
+
+    content = Updated(make, clock_s=lambda: clock_s)
+    for at_s in (100.0, 110.0, 129.9, 130.0, 161.0, 500.0):
+        clock_s = at_s
+        content.now()
+    assert made == [100.0, 130.0, 161.0]  # takes 3 s, so 30 s pass; and what is final stays
+
+
+def test_what_has_no_journal_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", str(tmp_path)])
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.output

@@ -51,10 +51,23 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
             f"{where}.phase={fault.phase} is never reached with optimizer.sharding=replicated; choose another phase or "
             f"set optimizer.sharding to stacked"
         )
+    if fault.phase is Phase.REPAIR:
+        yield from _unreachable_repair(where, index, fault)
     if fault.phase in PHASES_OF_A_JOIN:
         yield from _unreachable_join(config, index, fault)
     yield from _unlikely_times(config, where, fault)
     yield from _impossible_corruption(config, where, fault)
+
+
+def _unreachable_repair(where: str, index: int, fault: FaultConfig) -> Iterator[str]:
+    if index == 0:
+        yield f"{where}.phase=repair is never reached: no group is lost before it; put a fault before it"
+    if fault.group is None:
+        yield f"{where}.phase=repair strikes who copies what a lost group held; name one in {where}.group"
+    if fault.kind == "hang":
+        yield (
+            f"{where}.kind=hang at phase=repair holds up a thread that nobody waits for; choose another kind or phase"
+        )
 
 
 def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iterator[str]:

@@ -32,6 +32,8 @@ class Phase(StrEnum):
     """The slices hosted here are updated, the gathering of all parameters has not begun."""
     IN_GATHER = "in_gather"
     """Parameters are being gathered, and this rank has not sent its last ones."""
+    REPAIR = "repair"
+    """A piece of a copy of a slice has come and is not installed, in a thread beside the training."""
     JOIN_WAIT = "join_wait"
     """A group that comes back is up, and has not said so."""
     JOIN = "join"
@@ -79,5 +81,5 @@ PHASES_OF_A_LOAD = PHASES_AFTER_A_WIPE_OUT | {Phase.LOAD, Phase.LOAD_READ, Phase
 PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD
 """Nobody knows beforehand between which steps they are reached: what is aimed at them strikes at or after its step."""
 
-PHASES_WITH_SLICES = frozenset({Phase.BEFORE_GATHER, Phase.IN_GATHER})
+PHASES_WITH_SLICES = frozenset({Phase.BEFORE_GATHER, Phase.IN_GATHER, Phase.REPAIR})
 """Phases that are reached only where the optimizer state is cut into slices."""

@@ -73,7 +73,8 @@ class Injector:
     def _is_reached(self, fault: Fault, phase: Phase) -> bool:
         if fault.phase is not phase:
             return False
-        if phase in PHASES_BETWEEN_STEPS:  # processes take their time to be up again, or to write
+        # Processes take their time to be up again, to write, or to copy.
+        if phase in PHASES_BETWEEN_STEPS or phase is Phase.REPAIR:
             return fault.step <= self._step
         return (fault.step, fault.ordinal) == (self._step, self._num_reached[phase])
 

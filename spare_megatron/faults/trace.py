@@ -19,9 +19,9 @@ from spare_megatron.core.topology import GroupId
 PHASES_OF_A_MICROBATCH = frozenset({Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD})
 """Phases that a rank reaches at least once for every microbatch it computes."""
 
-PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {Phase.PATCH, Phase.REBUILD}
-"""Phases that are reached only when a group has been lost: in this step, or before a join, which may come any time
-later.
+PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {Phase.PATCH, Phase.REBUILD, Phase.REPAIR}
+"""Phases that are reached only when a group has been lost: in this step, or before a repair or a join, which may come
+any time later.
 """
 
 _WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | PHASES_OF_A_LOAD
@@ -40,7 +40,7 @@ class Fault:
     """One fault, fully decided.
 
     Attributes:
-        step: Step at which the rank is hit, from 0; with a phase between steps the first at which it may be.
+        step: Step at which the rank is hit, from 0; with repair or a phase between steps the first at which it may be.
         group: Group that is hit.
         rank: Rank inside that group.
         phase: Moment of the step.

@@ -278,6 +278,7 @@ class _Rank:
             contents=slice_contents(optimizer),
             bytes_per_s=self._spec.config.optimizer.repair_mib_per_s * 2**20,
             find_server=self._find_server,
+            probe=self._probe,
         )
         repairs.run_in_background()
         return GroupRepairs(repairs=repairs, agreement=agreement, journal=self._journal, probe=self._probe)

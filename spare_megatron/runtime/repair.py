@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from spare_megatron.core.copying import Copying, WholeCopy
+from spare_megatron.core.phases import Phase
 from spare_megatron.core.pieces import TokenBucket
 from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.topology import Member, SliceId
+from spare_megatron.mcore.probe import Probe
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.runtime.piece_client import PieceClient
 from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, WrongStep
@@ -31,6 +33,7 @@ class SliceRepairs:
         contents: The same as bytes, by their numbers.
         bytes_per_s: How fast copies are fetched, over all that this rank makes.
         find_server: Where the rank of the same position of a member serves its state.
+        probe: Told of each piece that has come.
     """
 
     def __init__(
@@ -41,11 +44,14 @@ class SliceRepairs:
         contents: Sequence[SliceContent],
         bytes_per_s: float,
         find_server: Callable[[Member], Address],
+        probe: Probe,
     ) -> None:
         self._member = member
         self._optimizer = optimizer
         self._contents = contents
         self._find_server = find_server
+        self._probe = probe
+        self._error: Exception | None = None  # that ended the thread
         self._copying = Copying(member, lambda number: contents[number].num_pieces)
         self._servers: dict[Member, Address] = {}
         self._bytes_per_s = bytes_per_s
@@ -83,7 +89,13 @@ class SliceRepairs:
         self._wake.set()
 
     def whole(self) -> dict[SliceId, bool]:
-        """Of the slices that the group is to copy, ascending, those whose copy is whole on this rank."""
+        """Of the slices that the group is to copy, ascending, those whose copy is whole on this rank.
+
+        Raises:
+            Exception: What has ended the thread that copies.
+        """
+        if self._error is not None:
+            raise self._error
         with self._lock:
             return self._copying.whole()
 
@@ -104,10 +116,13 @@ class SliceRepairs:
     # ------------------------------------------------------------------------------------------- the thread of its own
 
     def _run(self) -> None:
-        while True:
-            self._wake.clear()
-            pause_s = self.work(time.monotonic())
-            self._wake.wait(pause_s)
+        try:
+            while True:
+                self._wake.clear()
+                pause_s = self.work(time.monotonic())
+                self._wake.wait(pause_s)
+        except Exception as error:  # noqa: BLE001  (raised where it ends the rank: in its main thread)
+            self._error = error
 
     def work(self, now_s: float) -> float | None:
         """Fetches and installs a piece, if it is time.
@@ -147,6 +162,7 @@ class SliceRepairs:
         content = self._contents[repair.slice]
         step = self._optimizer.num_updates
         data = self._connected(repair.donor, server).fetch(content.name, step, content.piece(index))
+        self._probe(Phase.REPAIR)
         with self._lock:
             if self._copying.is_wanted(repair) and content.install(index, step, bytes(data)):
                 self._copying.install(repair, index, time.monotonic())

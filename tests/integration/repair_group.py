@@ -11,6 +11,7 @@ from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.mcore import trainer as trainer_module
+from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.piece_server import PieceServer, Source
@@ -48,6 +49,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
         contents=slice_contents(stacked(newcomer)),
         bytes_per_s=bytes_per_s,
         find_server=lambda member: server.address,
+        probe=SilentProbe(),
     )
     wanted = sorted(stacked(donor).hosted)
     assert wanted

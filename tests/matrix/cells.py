@@ -1,17 +1,21 @@
 """The fault matrix: every kind of fault that takes a group away, at every moment of a step and of a recovery."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.phases import PHASES_WITH_SLICES, Phase
+from spare_megatron.core.slices import Slicing, first_ownership
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS, PHASES_OF_EVERY_STEP
 
 NUM_GROUPS = 4
 NUM_STAGES = 2
 NUM_STEPS = 5
+SLICE_REDUNDANCY = 3
+"""Hosts of each slice, where there are any: one more than groups are lost."""
 STEP = 2
 """The step that is hit: operations have been done before, so that their usual duration is known."""
 
@@ -25,7 +29,8 @@ class Moment:
     Attributes:
         phase: Moment of the step.
         in_recovery: Whether another group has been killed in a forward pass of this step, so that the moment belongs to
-            the recovery from that: its patch, its rebuild, or the second attempt to reduce the step.
+            the recovery from that: its patch, its rebuild, the second attempt to reduce the step, or a copy of a slice
+            that the other group held.
     """
 
     phase: Phase
@@ -36,6 +41,11 @@ class Moment:
         """Whether it is the same moment of the second attempt."""
         return self.in_recovery and self.phase not in PHASES_AFTER_A_LOSS
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the optimizer state is cut into slices."""
+        return self.phase in PHASES_WITH_SLICES
+
     def __str__(self) -> str:
         return f"{self.phase}-again" if self.is_again else str(self.phase)
 
@@ -45,6 +55,8 @@ _OF_EACH_ATTEMPT = (Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Ph
 MOMENTS: tuple[Moment, ...] = (
     *(Moment(phase=phase, in_recovery=False) for phase in PHASES_OF_EVERY_STEP),
     *(Moment(phase=phase, in_recovery=True) for phase in (Phase.PATCH, Phase.REBUILD, *_OF_EACH_ATTEMPT)),
+    *(Moment(phase=phase, in_recovery=False) for phase in (Phase.BEFORE_GATHER, Phase.IN_GATHER)),
+    Moment(phase=Phase.REPAIR, in_recovery=True),
 )
 
 
@@ -64,7 +76,14 @@ class Cell:
         return self.kind == "cut"
 
 
-CELLS: tuple[Cell, ...] = tuple(Cell(kind=kind, moment=moment) for kind in KINDS for moment in MOMENTS)
+def exists(cell: Cell) -> bool:
+    """Whether anybody notices: a copy is made in a thread for which nobody waits."""
+    return (cell.kind, cell.moment.phase) != ("hang", Phase.REPAIR)
+
+
+CELLS: tuple[Cell, ...] = tuple(
+    cell for kind in KINDS for moment in MOMENTS if exists(cell := Cell(kind=kind, moment=moment))
+)
 
 
 def draw_faults(cell: Cell, seed: int) -> tuple[FaultConfig, ...]:
@@ -72,9 +91,19 @@ def draw_faults(cell: Cell, seed: int) -> tuple[FaultConfig, ...]:
     generator = np.random.default_rng([seed, CELLS.index(cell)])
     first, victim = (int(group) for group in generator.permutation(NUM_GROUPS)[:2])
     ranks = [int(rank) for rank in generator.integers(NUM_STAGES, size=2)]
+    if cell.moment.phase is Phase.REPAIR:
+        victim = int(generator.choice(_receivers(first)))
     before = FaultConfig(phase=Phase.FORWARD, step=STEP, group=first, rank=ranks[0])
     fault = FaultConfig(phase=cell.moment.phase, step=STEP, group=victim, rank=ranks[1], kind=cell.kind)
     return (before, fault) if cell.moment.in_recovery else (fault,)
+
+
+def _receivers(lost: int) -> list[int]:
+    """The groups that copy slices of one that is lost."""
+    everybody = [Member(GroupId(group)) for group in range(NUM_GROUPS)]
+    slicing = Slicing(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
+    left = first_ownership(slicing, everybody).for_members([member for member in everybody if member.group != lost])
+    return sorted({int(repair.receiver.group) for repair in left.repairs})
 
 
 def sample_cells(size: int, seed: int) -> Sequence[Cell]:
@@ -85,5 +114,10 @@ def sample_cells(size: int, seed: int) -> Sequence[Cell]:
         seed: Which.
     """
     moments = np.random.default_rng([seed, size]).permutation(len(MOMENTS))[:size]
-    chosen = {Cell(kind=KINDS[i % len(KINDS)], moment=MOMENTS[moment]) for i, moment in enumerate(moments)}
+    kinds = [KINDS[i % len(KINDS)] for i in range(size)]
+    cells = [Cell(kind=kind, moment=MOMENTS[moment]) for kind, moment in zip(kinds, moments, strict=True)]
+    if not all(map(exists, cells)):  # two of them change their kinds
+        at = list(map(exists, cells)).index(False)
+        cells[at - 1], cells[at] = replace(cells[at - 1], kind=kinds[at]), replace(cells[at], kind=kinds[at - 1])
+    chosen = set(cells)
     return [cell for cell in CELLS if cell in chosen]

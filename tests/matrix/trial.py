@@ -8,13 +8,15 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.core.phases import Phase
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
 from spare_megatron.runtime.causes import INJECTED
 from spare_megatron.runtime.run import look_at_machine
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
     HEARTBEAT_S,
+    REPLICATED,
     Run,
     assert_masked,
     complete_run,
@@ -24,7 +26,7 @@ from tests.integration.whole_run import (
     retries_of,
     tiny_config,
 )
-from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, STEP, Cell, draw_faults
+from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, SLICE_REDUNDANCY, STEP, Cell, draw_faults
 
 LAYOUT = LayoutConfig(num_groups=NUM_GROUPS, pipeline_parallel=NUM_STAGES)
 SLACK_S = 10.0
@@ -85,8 +87,12 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     faults = draw_faults(cell, seed)
     victim = faults[-1]
     moment = (victim.group, victim.step, victim.phase)
-    watch = Watch(in_second_attempt=frozenset({moment} if cell.moment.is_again else ()))
-    run = complete_run(_config(corpus, faults, isolate=cell.needs_root), run_dir, watch)
+    watch = Watch(
+        in_second_attempt=frozenset({moment} if cell.moment.is_again else ()),
+        whole_copies=frozenset({NUM_STEPS - 1} if cell.moment.phase is Phase.REPAIR else ()),
+    )
+    config = _config(corpus, faults, isolate=cell.needs_root, is_stacked=cell.moment.is_stacked)
+    run = complete_run(config, run_dir, watch)
     fences = {entry["group"]: entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence"}
     assert fences.keys() == {fault.group for fault in faults}, f"fenced: {fences}"
     assert_masked(run)  # with it, that all faults struck
@@ -108,7 +114,8 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     )
 
 
-def _config(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool) -> RunConfig:
+def _config(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:
+    stacked = OptimizerConfig(sharding="stacked", redundancy=SLICE_REDUNDANCY)
     cluster = ClusterConfig(device="cpu", num_nodes=NUM_GROUPS if isolate else 1, isolate_nodes=isolate)
     return tiny_config(
         corpus,
@@ -117,6 +124,7 @@ def _config(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool) -> Ru
         faults=faults,
         mode="reproducible",
         cluster=cluster,
+        optimizer=stacked if is_stacked else REPLICATED,
         hidden_dropout=0.1,
         attention_dropout=0.1,
     )

@@ -10,6 +10,7 @@ from spare_megatron.core.pieces import Piece, pieces_of
 from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import Repair, Slicing, first_ownership
 from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.runtime import repair as repair_module
 from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, WrongStep
 from spare_megatron.runtime.repair import SliceRepairs
@@ -178,6 +179,7 @@ def make_repairs(monkeypatch: pytest.MonkeyPatch) -> Any:
             contents=[FakeContent(donors, number) for number in range(3)],  # type: ignore[misc]
             bytes_per_s=mib_per_s * MIB,
             find_server=lambda member: Address(host="here", port=member.group, token=""),
+            probe=SilentProbe(),
         )
 
     return make

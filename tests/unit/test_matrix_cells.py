@@ -5,17 +5,29 @@ from collections import Counter
 import pytest
 
 from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
-from tests.matrix.cells import CELLS, KINDS, MOMENTS, NUM_GROUPS, NUM_STAGES, draw_faults, sample_cells
+from spare_megatron.core.slices import Slicing, first_ownership
+from spare_megatron.core.topology import GroupId, Member
+from tests.matrix.cells import (
+    CELLS,
+    KINDS,
+    MOMENTS,
+    NUM_GROUPS,
+    NUM_STAGES,
+    SLICE_REDUNDANCY,
+    draw_faults,
+    sample_cells,
+)
 
 AGAIN = {Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE}
 
 
 def test_every_kind_meets_every_phase_and_every_stage_of_a_recovery() -> None:
-    """Those between steps, which tests/stages has, and those of test_run_stacked.py apart."""
-    assert {moment.phase for moment in MOMENTS} == set(Phase) - PHASES_BETWEEN_STEPS - PHASES_WITH_SLICES
-    assert {m.phase for m in MOMENTS if m.in_recovery} == {Phase.PATCH, Phase.REBUILD} | AGAIN
+    """Those between steps, which tests/stages has, apart. Nobody waits for a copy that hangs."""
+    assert {moment.phase for moment in MOMENTS} == set(Phase) - PHASES_BETWEEN_STEPS
+    assert {m.phase for m in MOMENTS if m.in_recovery} == {Phase.PATCH, Phase.REBUILD, Phase.REPAIR} | AGAIN
     assert {m.phase for m in MOMENTS if m.is_again} == AGAIN
-    assert len({str(cell) for cell in CELLS}) == len(CELLS) == len(KINDS) * len(MOMENTS) == 75
+    assert {m.phase for m in MOMENTS if m.is_stacked} == PHASES_WITH_SLICES
+    assert len({str(cell) for cell in CELLS}) == len(CELLS) == len(KINDS) * len(MOMENTS) - 1 == 89
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -36,6 +48,18 @@ def test_faults_of_a_cell_hit_different_groups_and_follow_from_the_seed() -> Non
         assert len({fault.group for fault in faults}) == len(faults) == (2 if cell.moment.in_recovery else 1)
         assert (faults[-1].kind, faults[-1].phase) == (cell.kind, cell.moment.phase)
         assert faults == draw_faults(cell, 7)
+
+
+def test_whoever_is_hit_while_it_copies_has_something_to_copy() -> None:
+    cell = next(cell for cell in CELLS if cell.moment.phase is Phase.REPAIR)
+    slicing = Slicing(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
+    whole = first_ownership(slicing, [Member(GroupId(group)) for group in range(NUM_GROUPS)])
+    for seed in range(20):
+        before, fault = draw_faults(cell, seed)
+        left = whole.for_members(member for member in whole.members if member.group != before.group)
+        assert fault.group in {repair.receiver.group for repair in left.repairs}
+        assert fault.group != before.group
+        left.for_members(member for member in left.members if member.group != fault.group)  # no slice is lost
 
 
 def test_every_rank_of_every_group_is_a_victim_with_some_seed() -> None:

@@ -3,7 +3,9 @@
 A beat says that a process is scheduled at all; progress says that its main thread gets on with its work. Only
 differences of the watcher's monotonic clock count, so that clocks that jump or differ between machines mean nothing.
 Time that a rank spends ready to run, waiting for a processor, is not its own and does not count. Of its progress that
-of the other ranks of its group does not count, either: it may wait for them in the middle of any operation.
+of the other ranks of its group does not count, either: it may wait for them in the middle of any operation. But a part
+of the time always counts: on a busy machine threads that wake up every few milliseconds to find nothing to do wait for
+a processor most of the time, and several of them together longer than time passes, also in a rank that hangs.
 
 Times, in heartbeat intervals: counters move every 1/4, are looked at every 1/4, and stand for lost after 1.5 without
 a change, so that whoever stops is found within 2.
@@ -17,6 +19,8 @@ BEATS_PER_INTERVAL = 4
 """How often counters move, and are looked at, in one heartbeat interval."""
 
 _LIMIT_INTERVALS = 1.5
+_LEAST_SHARE = 0.2
+"""Of the time that passes, what counts at least, whoever lacks a processor."""
 _STALL_FACTOR = 10.0
 """An operation may take this many times as long as the slowest of its kind lately: slow is not lost."""
 
@@ -119,14 +123,12 @@ class Liveness:
             now_s: The watcher's monotonic clock.
             group_starved_s: That of all ranks of its group that the watcher sees, added up since some time.
         """
-        own_s, group_s = now_s - pulse.starved_s, now_s - group_starved_s
-        if self._looked_at_s is None or now_s - self._looked_at_s > self._interval_s:
+        if self._looked_at_s is not None and now_s - self._looked_at_s > self._interval_s:
             # The watcher itself was away. What it missed is no evidence.
-            self._beats.see(pulse.beats, own_s, is_fresh=True)
-            self._progress.see(pulse.progress, group_s, is_fresh=True)
+            self._beats, self._progress = _Counter(), _Counter()
         self._looked_at_s = now_s
-        silent_s = self._beats.see(pulse.beats, own_s)
-        stuck_s = self._progress.see(pulse.progress, group_s)
+        silent_s = self._beats.see(pulse.beats, now_s, pulse.starved_s)
+        stuck_s = self._progress.see(pulse.progress, now_s, group_starved_s)
         if pulse.operation is Operation.END:
             return f"not ended for {silent_s:.1f} s" if silent_s >= self._first_limit_s else ""
         is_stuck = pulse.operation not in _PATIENT and stuck_s >= self._stall_limit_s(pulse)
@@ -173,9 +175,10 @@ class Absence:
 
     def look(self, beats: int, now_s: float) -> str:
         """Why the node has to be given up, for people; empty while it need not be."""
-        is_fresh = self._looked_at_s is None or now_s - self._looked_at_s > self._interval_s
+        if self._looked_at_s is not None and now_s - self._looked_at_s > self._interval_s:
+            self._beats = _Counter()
         self._looked_at_s = now_s
-        silent_s = self._beats.see(beats, now_s, is_fresh=is_fresh)
+        silent_s = self._beats.see(beats, now_s)
         return f"no heartbeat for {silent_s:.1f} s" if silent_s >= _LIMIT_INTERVALS * self._interval_s else ""
 
 
@@ -184,10 +187,11 @@ class _Counter:
 
     def __init__(self) -> None:
         self._value: int | None = None
-        self._since_s = 0.0
+        self._since_s = self._starved_since_s = 0.0
 
-    def see(self, value: int, now_s: float, *, is_fresh: bool = False) -> float:
-        """Seconds without a change."""
-        if is_fresh or value != self._value:
-            self._value, self._since_s = value, now_s
-        return now_s - self._since_s
+    def see(self, value: int, now_s: float, starved_s: float = 0.0) -> float:
+        """Seconds without a change, less those without a processor, but a part of them in any case."""
+        if value != self._value:
+            self._value, self._since_s, self._starved_since_s = value, now_s, starved_s
+        passed_s = now_s - self._since_s
+        return max(passed_s - (starved_s - self._starved_since_s), _LEAST_SHARE * passed_s)

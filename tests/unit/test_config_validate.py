@@ -119,6 +119,12 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "faults.trace[1].phase=join is reached only when a lost group comes back",
         ),
         (["faults.trace=[{phase='forward'}, {phase='join'}]"], "name one in faults.trace[1].group"),
+        (["faults.trace=[{phase='repair', group=1}]"], "faults.trace[0].phase=repair is never reached: no group is"),
+        (["faults.trace=[{phase='forward'}, {phase='repair'}]"], "name one in faults.trace[1].group"),
+        (
+            ["faults.trace=[{phase='forward'}, {phase='repair', group=1, kind='hang'}]"],
+            "faults.trace[1].kind=hang at phase=repair holds up a thread that nobody waits for",
+        ),
         (
             ["faults.trace=[{phase='forward'}, {phase='join_transfer', group=1, kind='raise'}]"],
             "faults.trace[1].kind=raise cannot strike a thread beside the training",

@@ -1,6 +1,7 @@
 """Copies of slices: what one rank fetches next, and how long it takes, without sockets and on a clock of its own."""
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -274,3 +275,18 @@ def test_a_donor_that_has_nothing_yet_is_asked_again(make_repairs: Any, capsys: 
     run_until_idle(repairs, donors)
     assert repairs.whole() == {0: True}
     assert capsys.readouterr().err.count("slice 0, from group 1: not yet") == 2
+
+
+def test_what_ends_the_thread_that_copies_ends_the_rank(make_repairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    donors = Donors(1000.0, piece_s=0.0, num_bytes=MIB)
+    repairs = make_repairs(donors, 1e6)
+    monkeypatch.setattr(repair_module.time, "monotonic", count(100.0).__next__)
+    assign(repairs, repair(0))
+
+    def fail(self: Any, name: str, step: int, piece: Piece) -> memoryview:
+        raise ValueError("nobody expects this")
+
+    repair_module.PieceClient.fetch = fail  # type: ignore[method-assign]
+    repairs._run()
+    with pytest.raises(ValueError, match="nobody expects this"):
+        repairs.whole()

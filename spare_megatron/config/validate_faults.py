@@ -51,7 +51,7 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
             f"{where}.phase={fault.phase} is never reached with optimizer.sharding=replicated; choose another phase or "
             f"set optimizer.sharding to stacked"
         )
-    if fault.phase is Phase.REPAIR:
+    elif fault.phase is Phase.REPAIR:
         yield from _unreachable_repair(where, index, fault)
     if fault.phase in PHASES_OF_A_JOIN:
         yield from _unreachable_join(config, index, fault)

@@ -10,6 +10,7 @@ from spare_megatron.config.validate import Machine, problems, resolve_device, wa
 
 CPU = Machine(num_gpus=0, num_cores=64, has_corpus=True)
 NOBODY_COMES_BACK = ("spare.rejoins=0", "checkpoint.max_restarts=0")
+STACKED = ("optimizer.sharding=stacked", "optimizer.redundancy=2")
 GOLOMB = ("layout.num_groups=7", "spare.redundancy=3")
 
 
@@ -119,10 +120,14 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "faults.trace[1].phase=join is reached only when a lost group comes back",
         ),
         (["faults.trace=[{phase='forward'}, {phase='join'}]"], "name one in faults.trace[1].group"),
-        (["faults.trace=[{phase='repair', group=1}]"], "faults.trace[0].phase=repair is never reached: no group is"),
-        (["faults.trace=[{phase='forward'}, {phase='repair'}]"], "name one in faults.trace[1].group"),
+        (["faults.trace=[{phase='repair', group=1}]"], "faults.trace[0].phase=repair is never reached with optimizer"),
         (
-            ["faults.trace=[{phase='forward'}, {phase='repair', group=1, kind='hang'}]"],
+            [*STACKED, "faults.trace=[{phase='repair', group=1}]"],
+            "faults.trace[0].phase=repair is never reached: no group is lost before it",
+        ),
+        ([*STACKED, "faults.trace=[{phase='forward'}, {phase='repair'}]"], "name one in faults.trace[1].group"),
+        (
+            [*STACKED, "faults.trace=[{phase='forward'}, {phase='repair', group=1, kind='hang'}]"],
             "faults.trace[1].kind=hang at phase=repair holds up a thread that nobody waits for",
         ),
         (

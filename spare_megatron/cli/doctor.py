@@ -3,7 +3,6 @@
 import json
 import secrets
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +21,7 @@ from spare_megatron.cli.quantities import format_bytes
 if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import Finding
     from spare_megatron.config.node_facts import NodeReport, Rate
-    from spare_megatron.config.schema import RunConfig
+    from spare_megatron.config.schema import RunConfig, SlurmConfig
     from spare_megatron.runtime.examination import Start
 
 
@@ -90,7 +89,7 @@ def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[
 
         names = nodes_for_run(this_job(), config.cluster.num_nodes)
         host = address_towards(address_of(names[0]))
-        start = partial(_start_step, names, folder, wait_s)
+        start = partial(_start_step, config.slurm, names, folder, wait_s)
     else:
         num_nodes = config.cluster.num_nodes if config.cluster.launcher == "hand" else 1
         names = tuple(f"node {index}" for index in range(num_nodes))
@@ -104,14 +103,16 @@ def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[
     return reports, diagnose(config, str(checkpoints), reports)
 
 
-def _start_step(names: Sequence[str], folder: Path, wait_s: float, node: int, log: Path) -> "subprocess.Popen[bytes]":
+def _start_step(
+    slurm: "SlurmConfig", names: Sequence[str], folder: Path, wait_s: float, node: int, log: Path
+) -> "subprocess.Popen[bytes]":
     """The process of a node as a step of the job."""
-    from spare_megatron.slurm.steps import step_command
+    from spare_megatron.slurm.steps import node_step
 
     words = ("doctor", "--node", str(node), "--folder", str(folder), "--wait-s", str(wait_s))
-    command = step_command(f"doctor-{node}", names[node], (sys.executable, "-m", "spare_megatron.cli.main", *words))
     with log.open("wb") as file:
-        return subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
+        step = node_step(slurm, f"doctor-{node}", names[node], words)
+        return subprocess.Popen(step, start_new_session=True, stdout=file, stderr=file)
 
 
 def _as_json(reports: "Sequence[NodeReport]", findings: "Sequence[Finding]") -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig"
 
     job_id = this_job()
     nodes = nodes_for_run(job_id, config.cluster.num_nodes)
-    launcher = SrunLauncher(job_id=job_id, python=sys.executable)
+    launcher = SrunLauncher(job_id=job_id, slurm=config.slurm)
     control = config.control
     if control.store == "embedded" or control.endpoints:
         yield config, launcher

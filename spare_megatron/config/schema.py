@@ -331,6 +331,12 @@ class SlurmConfig:
     """Further options of sbatch, such as --qos=high or --constraint=h100."""
     setup: tuple[str, ...] = ()
     """Shell lines that come first: modules, a virtual environment, exports that all nodes are to have."""
+    step_options: tuple[str, ...] = ()
+    """Further options of srun for the steps of the nodes, such as --container-image=IMAGE of Pyxis."""
+    container: tuple[str, ...] = ()
+    """Words before Python in the steps of the nodes, which run it in a container: apptainer, exec, --nv, IMAGE."""
+    python: str = ""
+    """Python in the steps of the nodes, where a container has it elsewhere; that of `spare submit` when empty."""
     doctor: bool = False
     """Whether the job looks at all its nodes first, as `spare doctor` does, and ends where one has a problem."""
     etcd_port: int = 2379

@@ -88,9 +88,18 @@ def _job_problems(config: RunConfig) -> Iterator[str]:
     for key, value in (("partition", slurm.partition), ("account", slurm.account)):
         if value and not _NAME.fullmatch(value):
             yield f"slurm.{key}={value!r} is no name that Slurm knows: letters, digits and _.,- only; correct it"
-    for option in slurm.options:
-        if not option.startswith("-") or "\n" in option:
-            yield f"slurm.options: {option!r} is no option of sbatch, such as --qos=high; correct it"
+    for key, command, example, options in (
+        ("options", "sbatch", "--qos=high", slurm.options),
+        ("step_options", "srun", "--container-image=IMAGE", slurm.step_options),
+    ):
+        for option in options:
+            if not option.startswith("-") or "\n" in option:
+                yield f"slurm.{key}: {option!r} is no option of {command}, such as {example}; correct it"
+    if slurm.container and slurm.container[0].startswith("-"):
+        yield (
+            f"slurm.container begins with {slurm.container[0]!r}, and a command comes first, such as apptainer; "
+            f"options of srun go into slurm.step_options"
+        )
     for key, number, least in (
         ("end_before_limit_s", slurm.end_before_limit_s, 1),
         ("max_requeues", slurm.max_requeues, 0),

@@ -1,10 +1,12 @@
 """Supervisors as steps of a job: one on each node, and another where one is lost."""
 
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spare_megatron.config.schema import SlurmConfig
 from spare_megatron.slurm.allocation import Claims, choose_node, nodes_of
 from spare_megatron.slurm.commands import JobId
 
@@ -28,17 +30,31 @@ def step_command(name: str, on: str, command: Sequence[str]) -> tuple[str, ...]:
     return ("srun", *options, *command)
 
 
+def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str]) -> tuple[str, ...]:
+    """The srun of a `spare` command on this node of the job, in the container if there is one.
+
+    Args:
+        slurm: What runs it there.
+        name: Of the step.
+        on: The node.
+        words: The command and its arguments.
+    """
+    command = (*slurm.container, slurm.python or sys.executable, "-m", "spare_megatron.cli.main", *words)
+    srun, *rest = step_command(name, on, command)
+    return (srun, *slurm.step_options, *rest)
+
+
 @dataclass(slots=True)
 class SrunLauncher:
     """Starts the supervisors of one run.
 
     Attributes:
         job_id: The job that the driver belongs to.
-        python: The Python that has spare_megatron, on every node.
+        slurm: What runs them on their nodes.
     """
 
     job_id: JobId
-    python: str
+    slurm: SlurmConfig
     replaces: bool = True
     _last: str = field(default="", init=False)
 
@@ -52,8 +68,8 @@ class SrunLauncher:
         if name is None:
             return None
         print(f"node {node}: its supervisor is started on {name}", flush=True)
-        command = (self.python, "-m", "spare_megatron.cli.main", "supervise", str(run_dir), "--node", str(node))
-        return subprocess.Popen(step_command(f"node-{node}", name, command), start_new_session=True)
+        step = node_step(self.slurm, f"node-{node}", name, ("supervise", str(run_dir), "--node", str(node)))
+        return subprocess.Popen(step, start_new_session=True)
 
     def ended(self, run_dir: Path, node: int) -> None:
         """The node of Slurm is free for others."""

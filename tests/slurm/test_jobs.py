@@ -90,7 +90,8 @@ def test_an_array_trains_each_of_its_jobs_by_itself(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=3)
     preset, folder = tmp_path / "preset.toml", tmp_path / "job"
-    preset.write_text(dump_run_config(dataclasses.replace(config, slurm=SlurmConfig(doctor=True))))
+    contained = SlurmConfig(doctor=True, container=("env",), step_options=("--quiet",))  # as containers are started
+    preset.write_text(dump_run_config(dataclasses.replace(config, slurm=contained)))
     words = ("--config", str(preset), "--run-dir", str(folder), "--array", "train.seed=1,2,3", "--wait")
     spare("submit", *words)
     told = json.loads(spare("status", str(folder), "--json"))["tasks"]

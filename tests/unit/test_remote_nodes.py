@@ -2,6 +2,7 @@
 
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Pipe, wait
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.cli.train import exit_code
+from spare_megatron.config.schema import SlurmConfig
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.driver_link import DriverLink, Stopped
@@ -21,7 +23,7 @@ from spare_megatron.runtime.store_link import ENDED, FenceWanted, NodeReplaced, 
 from spare_megatron.slurm.allocation import Claims
 from spare_megatron.slurm.certificates import issue
 from spare_megatron.slurm.etcd import member_commands
-from spare_megatron.slurm.steps import SrunLauncher, step_command
+from spare_megatron.slurm.steps import SrunLauncher, node_step, step_command
 
 REPORT = StoreAway(node=1, limit_s=2.0)
 WAIT_S = 30.0
@@ -245,7 +247,7 @@ def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
     monkeypatch.setattr("spare_megatron.slurm.steps.nodes_of", lambda job_id: tuple(present))
     started: list[tuple[str, ...]] = []
     monkeypatch.setattr("subprocess.Popen", lambda command, **_: started.append(tuple(command)))
-    launchers = [SrunLauncher(job_id=1, python="python") for _ in range(2)]
+    launchers = [SrunLauncher(job_id=1, slurm=SlurmConfig()) for _ in range(2)]
     for node, launcher in enumerate(launchers):
         launcher.start(tmp_path, node, 0)
     launchers[1].ended(tmp_path, 1)
@@ -261,7 +263,7 @@ def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
     present.remove("n3")
     assert launchers[1].start(tmp_path, 1, 2) is None
     with pytest.raises(ValueError, match="job 1 has 1 nodes, too few for node 5"):
-        SrunLauncher(job_id=1, python="python").start(tmp_path, 5, 0)
+        SrunLauncher(job_id=1, slurm=SlurmConfig()).start(tmp_path, 5, 0)
 
 
 def test_a_step_shares_its_node_and_outlives_others() -> None:
@@ -269,6 +271,30 @@ def test_a_step_shares_its_node_and_outlives_others() -> None:
     assert command[0] == "srun"
     assert command[-2:] == ("run", "it")
     assert {"--overlap", "--no-kill", "--nodelist=n4", "--ntasks=1"} <= set(command)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "expected"),
+    [
+        (SlurmConfig(), "srun OPTIONS PYTHON MODULE supervise /run --node 3"),
+        (
+            SlurmConfig(container=("apptainer", "exec", "--nv", "/i.sif"), python="/opt/venv/bin/python"),
+            "srun OPTIONS apptainer exec --nv /i.sif /opt/venv/bin/python MODULE supervise /run --node 3",
+        ),
+        (
+            SlurmConfig(step_options=("--container-image=/i", "--container-mounts=/d,/r"), python="/opt/python"),
+            "srun --container-image=/i --container-mounts=/d,/r OPTIONS /opt/python MODULE supervise /run --node 3",
+        ),
+    ],
+    ids=["bare", "apptainer", "pyxis"],
+)
+def test_a_node_runs_in_the_container_that_is_asked_for(slurm: SlurmConfig, expected: str) -> None:
+    command = " ".join(node_step(slurm, "node-3", "n4", ("supervise", "/run", "--node", "3")))
+    options = " ".join(step_command("node-3", "n4", ()))[len("srun ") :]
+    module = "-m spare_megatron.cli.main"
+    for text, name in ((options, "OPTIONS"), (sys.executable, "PYTHON"), (module, "MODULE")):
+        command = command.replace(text, name)
+    assert command == expected
 
 
 def test_the_members_of_etcd_know_each_other_and_none_shares_a_port(tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ def test_a_name_that_is_no_name_of_a_job_is_refused() -> None:
         (["slurm.account=$(id)"], "slurm.account='$(id)' is no name"),
         (['slurm.options=["qos=high"]'], "slurm.options: 'qos=high' is no option of sbatch"),
         (['slurm.options=["--x\\nrm"]'], "is no option of sbatch"),
+        (['slurm.step_options=["container"]'], "slurm.step_options: 'container' is no option of srun"),
+        (['slurm.container=["--nv"]'], "slurm.container begins with '--nv', and a command comes first"),
         (["slurm.end_before_limit_s=0"], "slurm.end_before_limit_s=0 must be at least 1"),
         (["slurm.time_limit_minutes=5"], "slurm.end_before_limit_s=300 leaves nothing of slurm.time_limit_minutes=5"),
         (["slurm.time_limit_minutes=0"], "slurm.time_limit_minutes=0 must be at least 1"),

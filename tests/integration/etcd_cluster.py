@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from spare_megatron.control.etcd_gateway import EtcdGateway
 from spare_megatron.control.spec import EtcdStoreSpec
+from tests.integration.debian import fetch_packages
 
 NUM_MEMBERS = 3
 _START_S = 60.0
@@ -34,24 +33,8 @@ def find_etcd(cache: Path) -> Path:
         return Path(found)
     binary = cache / "usr" / "bin" / "etcd"
     if not binary.exists():
-        if not (shutil.which("apt-get") and shutil.which("dpkg")):
-            pytest.skip("needs etcd: none in PATH, and no apt-get to fetch Debian's with")
-        _fetch(cache)
+        fetch_packages(cache, "etcd-server")
     return binary
-
-
-def _fetch(cache: Path) -> None:
-    lists, packages = cache / "lists", cache / "packages"
-    (lists / "partial").mkdir(parents=True, exist_ok=True)
-    (packages / "partial").mkdir(parents=True, exist_ok=True)
-    own = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={packages}", "-o", "APT::Sandbox::User="]
-    try:
-        for command in (["apt-get", *own, "-qq", "update"], ["apt-get", *own, "-qq", "download", "etcd-server"]):
-            subprocess.run(command, cwd=cache, check=True, capture_output=True, text=True, timeout=180)
-        for package in cache.glob("etcd-server_*.deb"):
-            subprocess.run(["dpkg", "-x", package.name, "."], cwd=cache, check=True, capture_output=True, timeout=60)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"needs etcd: none in PATH, and apt-get could not fetch Debian's: {error.stderr or error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

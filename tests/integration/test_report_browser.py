@@ -1,0 +1,199 @@
+"""The page of a run in a real browser: it draws without an error, zooms, and follows a run that goes on."""
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes.util import find_library
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Error, Page, sync_playwright
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.cli.serve import open_server
+from spare_megatron.journal.records import EntryRecord, Line, LossRecord, encode_line
+from spare_megatron.report import page as report_page
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.scenario import Scenario
+from tests.integration.debian import fetch_packages
+
+TIMEOUT_S = 90.0
+SCREEN = {"width": 1366, "height": 768}
+SCENARIO = Scenario(
+    name="browsed",
+    num_groups=7,
+    redundancy=2,
+    microbatches_per_shard=3,
+    num_steps=60,
+    costs=CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0),
+    failures=FailureSpec(kind="system", mean_s=200.0),
+    repair_s=300.0,
+)
+
+
+def find_chromium(cache: Path) -> Path:
+    """A Chromium that starts: this machine's, or Debian's in the cache."""
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    binary = Path(found) if found else cache / "usr" / "lib" / "chromium" / "chromium"
+    if not binary.exists():
+        if find_library("nss3") is None:
+            pytest.skip("needs chromium: none in PATH, and the libraries that it takes are not installed either")
+        fetch_packages(cache, "chromium", "chromium-common")
+    told = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if told.returncode:
+        pytest.skip(f"needs chromium: {binary} does not start: {told.stderr.strip()[-300:]}")
+    return binary
+
+
+@pytest.fixture(scope="module")
+def browser(pytestconfig: pytest.Config) -> Iterator[Browser]:
+    assert pytestconfig.cache is not None
+    binary = find_chromium(pytestconfig.cache.mkdir("chromium"))
+    with sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(
+                executable_path=str(binary),
+                args=["--disable-gpu", "--disable-dev-shm-usage"],
+                chromium_sandbox=False,  # it shows nothing but our own page, and containers have no namespaces for one
+                timeout=TIMEOUT_S * 1e3,
+            )
+        except Error as error:
+            pytest.skip(f"needs chromium: {binary} does not start: {error}")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(autouse=True)
+def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of these plots are of a kind."""
+    monkeypatch.setattr(report_page, "MOST_LOADS", 2)
+
+
+@contextmanager
+def opened(browser: Browser, url: str) -> Iterator[Page]:
+    """The page when it is ready. It may ask nobody for anything but where it comes from, and nothing may go wrong."""
+    page = browser.new_page(viewport=SCREEN)
+    page.set_default_timeout(TIMEOUT_S * 1e3)
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    origin = url.rpartition("/")[0]
+    page.on(
+        "request", lambda asked: None if asked.url.startswith((origin, "data:", "blob:")) else wrong.append(asked.url)
+    )
+    page.goto(url)
+    page.wait_for_selector("body[data-ready=yes]")
+    yield page
+    assert wrong == []
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    found: list[Line] = []
+    simulate(SCENARIO, 2, journal=found.append)
+    records = [line.record for line in found]
+    assert any(isinstance(record, LossRecord) for record in records)
+    entries = [record.entry for record in records if isinstance(record, EntryRecord)]
+    assert any(entry["entry"] == "restart" for entry in entries)
+    assert any(entry.get("admit") for entry in entries)
+    return [encode_line(line) + "\n" for line in found]
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "journal").mkdir(parents=True)
+    (folder / "journal" / "simulator.jsonl").write_text(text)
+    return folder
+
+
+def reported(folder: Path, text: str) -> str:
+    """Where the page of a run is that has this journal."""
+    run_dir = write(folder / "run", text)
+    result = CliRunner().invoke(app, ["report", str(run_dir)])
+    assert result.exit_code == 0, result.output
+    return (run_dir / "report.html").as_uri()
+
+
+def draw_all(page: Page) -> int:
+    """Scrolls through all plots; how many there are."""
+    plots = page.locator(".plot")
+    for number in range(plots.count()):
+        plots.nth(number).scroll_into_view_if_needed()
+        plots.nth(number).locator(".main-svg").first.wait_for()
+    return plots.count()
+
+
+def shown_range(page: Page) -> list[float]:
+    """What the first plot shows of its x axis."""
+    return [float(end) for end in page.evaluate("document.querySelector('.plot').layout.xaxis.range")]
+
+
+def zoom(page: Page) -> None:
+    """Drags over the middle third of the first plot."""
+    page.locator(".plot").first.scroll_into_view_if_needed()
+    box = page.locator(".plot .nsewdrag").first.bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] / 3, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, middle, steps=3)
+    page.mouse.move(box["x"] + box["width"] * 2 / 3, middle, steps=3)
+    page.mouse.up()
+
+
+def test_a_run_with_losses_returns_and_wipe_outs_is_drawn_and_zooms(
+    browser: Browser, lines: list[str], tmp_path: Path
+) -> None:
+    with opened(browser, reported(tmp_path, "".join(lines))) as page:
+        assert draw_all(page) > 6
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        before = shown_range(page)
+        zoom(page)
+        page.wait_for_function(
+            "([low, high]) => { const [from, to] = document.querySelector('.plot').layout.xaxis.range;"
+            " return to - from < (high - low) / 2; }",
+            arg=before,
+        )
+        page.screenshot(path=tmp_path / "page.png")
+
+
+@pytest.mark.parametrize(("share", "plots"), [(0.0, 0), (0.4, 6)], ids=["empty", "truncated"])
+def test_a_journal_that_has_hardly_begun_or_was_cut_off_is_drawn(
+    browser: Browser, lines: list[str], tmp_path: Path, share: float, plots: int
+) -> None:
+    text = "".join(lines)
+    cut = lines[0] if not share else text[: int(share * len(text))]
+    assert share == 0 or not cut.endswith("\n")
+    with opened(browser, reported(tmp_path, cut)) as page:
+        assert draw_all(page) >= plots
+        assert "going on" in page.inner_text("#head")
+
+
+def test_a_served_run_grows_in_the_page_and_what_is_zoomed_stays(
+    browser: Browser, lines: list[str], tmp_path: Path
+) -> None:
+    run_dir = write(tmp_path, "".join(lines[: len(lines) // 2]))
+    server = open_server(run_dir, 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        with opened(browser, server.url) as page:
+            page.wait_for_selector(".plot .main-svg")
+            zoom(page)
+            zoomed, num_plots = shown_range(page), page.locator(".plot").count()
+            with (run_dir / "journal" / "simulator.jsonl").open("a") as file:
+                file.write("".join(lines[len(lines) // 2 :]))
+            page.locator("#state", has_text="has ended").wait_for()
+            assert "60 of 60" in page.inner_text("#head")
+            assert page.locator(".plot").count() >= num_plots
+            assert shown_range(page) == pytest.approx(zoomed)
+            assert zoomed[1] - zoomed[0] < 30
+    finally:
+        server.shutdown()
+        thread.join(TIMEOUT_S)
+        server.server_close()

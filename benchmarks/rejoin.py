@@ -23,7 +23,7 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import StartRecord, UpdateRecord
-from spare_megatron.runtime.reports import GroupRejoined, RankKey, RanksStarted, RunEvent, StepCommitted
+from spare_megatron.runtime.reports import GroupRejoined, RankKey, RanksReady, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
 
 STEPS_BETWEEN = 10
@@ -31,7 +31,7 @@ STEPS_BETWEEN = 10
 MOST_STEPS = 100_000
 VARIANTS = {"without": 0, "with": 1}
 """Spares."""
-FIGURES = ("kill_to_commit_s", "pause_s")
+FIGURES = ("kill_to_ready_s", "kill_to_commit_s", "pause_s")
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class Killer:
     pids: dict[RankKey, int] = field(default_factory=dict)
     rejoined: list[GroupRejoined] = field(default_factory=list)
     killed_at_s: list[float] = field(default_factory=list)
+    ready_at_s: list[float] = field(default_factory=list)
     next_step: int = STEPS_BETWEEN
     spare_bytes: list[int] = field(default_factory=list)
 
@@ -50,6 +51,8 @@ class Killer:
         match event:
             case RanksStarted(pids=pids):
                 self.pids |= pids
+            case RanksReady() if len(self.ready_at_s) < len(self.killed_at_s):
+                self.ready_at_s.append(time.time())
             case GroupRejoined(step=step):
                 self.rejoined.append(event)
                 self.next_step = step + STEPS_BETWEEN
@@ -70,8 +73,10 @@ def own_bytes(pid: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
-def figures_of(journal: Journal, rejoined: GroupRejoined, killed_at_s: float) -> dict[str, float]:
-    """Seconds from the kill to the first commit of all groups, and what the others lost by the admission."""
+def figures_of(journal: Journal, rejoined: GroupRejoined, killed_at_s: float, ready_at_s: float) -> dict[str, float]:
+    """Seconds from the kill until the group waits to be admitted, and to the first commit of all groups; and what the
+    others lost by the admission.
+    """
     group = rejoined.member.group
     ends: dict[int, dict[int, float]] = defaultdict(dict)
     for line in journal.lines:
@@ -85,7 +90,11 @@ def figures_of(journal: Journal, rejoined: GroupRejoined, killed_at_s: float) ->
             usual_s = statistics.median(at_s[step] - at_s[step - 1] for step in whole if step in at_s)
             pauses.append(at_s[first] - at_s[first - 1] - usual_s)
     back_s = min(at_s[first] for other, at_s in ends.items() if other != group) - killed_at_s
-    return {"kill_to_commit_s": back_s, "pause_s": max(pauses)}
+    return {
+        "kill_to_ready_s": ready_at_s - killed_at_s,
+        "kill_to_commit_s": back_s,
+        "pause_s": max(pauses),
+    }
 
 
 def rejoins_of(
@@ -110,7 +119,7 @@ def rejoins_of(
     started = [(record.num_spares, record.num_ranks) for record in journal.of(StartRecord)]
     if any(took != (num_ranks if num_spares else 0) for took, num_ranks in started):
         raise RuntimeError(f"with spare.spares={num_spares} groups took so many spares, of so many ranks: {started}")
-    returns = zip(killer.rejoined, killer.killed_at_s, strict=True)
+    returns = zip(killer.rejoined, killer.killed_at_s, killer.ready_at_s, strict=True)
     return [figures_of(journal, *item) for item in returns], killer.spare_bytes
 
 
@@ -126,7 +135,7 @@ def measure(config_file: Path, overrides: list[str], num_kills: int, num_pairs: 
         name: {"rejoins": found, **{figure: summary(found, figure) for figure in FIGURES}}
         for name, found in rejoins.items()
     }
-    medians = [summary(rejoins[name], FIGURES[0])["median"] for name in ("with", "without")]
+    medians = [summary(rejoins[name], "kill_to_commit_s")["median"] for name in ("with", "without")]
     return {**figures, "ratio": medians[0] / medians[1], "largest_spare_bytes": max(spare_bytes), **origin()}
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -177,6 +177,24 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
             typer.echo(f"spare submit: warning: checkpoint.folder: {error}; the job cannot run before", err=True)
 
 
+def _check_partition(config: "RunConfig") -> None:
+    """Refuses, or doubts, a job that would wait for ever. Where Slurm says nothing of partitions, sbatch judges alone.
+
+    Raises:
+        ValueError: The partition has too few nodes.
+    """
+    from spare_megatron.slurm.partitions import may_not_fit, never_fits, partitions_of
+
+    num_nodes = config.cluster.num_nodes + config.slurm.num_spare_nodes
+    partitions = []
+    with suppress(ValueError):
+        partitions = partitions_of(config.slurm)
+    if reason := never_fits(num_nodes, partitions):
+        raise ValueError(reason)
+    for text in may_not_fit(config.slurm, num_nodes, partitions):
+        typer.echo(f"spare submit: warning: {text}", err=True)
+
+
 def _check_writable(setting: str, folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
@@ -192,6 +210,7 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
 
     require("sbatch")
     _check_folders(configs, folder)
+    _check_partition(configs[0])
     is_new = not folder.exists()
     homes = _homes(folder, len(varied))
     for config, home in zip(configs, homes, strict=True):

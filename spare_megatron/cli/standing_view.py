@@ -4,8 +4,9 @@ import datetime
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from spare_megatron.journal.goodput import Goodput
@@ -41,7 +42,10 @@ def view_of(standing: Standing, plan: SavePlan, now_s: float, note: str = "") ->
     rows += [Text(line) for line in _headlines(standing, plan, now_s)]
     rows += [_grid(standing.groups())]
     rows += [Text(line) for line in _events(standing, _EVENTS_SHOWN)]
-    return Group(*rows, *([Text(note)] if note else []))
+    view = Table.grid()
+    for row in (*rows, *([Text(note)] if note else [])):
+        view.add_row(row)
+    return view
 
 
 def lines_of(standing: Standing, plan: SavePlan, now_s: float) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,8 @@ def test_the_view_can_be_read_without_colours() -> None:
     console = Console(file=io.StringIO(), width=120, record=True, force_terminal=True, no_color=True)
     console.print(view_of(standing, SavePlan(interval_s=60.0), 104.0, note="starting"))
     text = console.export_text()
+    assert re.search("^step 2/20", text, re.MULTILINE), "the bar has a line of its own"
     for part in (
-        "step 2/20",
         "groups ALA",
         "A alive 2, L lost 1",
         "recovery",

@@ -28,9 +28,11 @@ def check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Findi
         if before is not None and before.sha256 != record.sha256 and key not in fold.computed_anew:
             changed[key].add(record.group)
         told[key][record.group] = record
-    brought = {(record.group, record.step, record.attempt) for record in journal.of(ContributionRecord)}
+    brought: dict[int, set[tuple[int, int]]] = defaultdict(set)  # step -> group and attempt
+    for contribution in journal.of(ContributionRecord):
+        brought[contribution.step].add((contribution.group, contribution.attempt))
     for key, by_group in sorted(told.items()):
-        put_out = _put_out(fold, key, by_group, brought)
+        put_out = _put_out(fold, key, by_group, brought.get(key[1], set()))
         for group in sorted(changed[key] - put_out):
             reason = f"after {key[1]} steps group {group} holds other parameters than it did"
             yield Finding(severity="invalid", reason=reason)
@@ -38,15 +40,22 @@ def check_params(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Findi
     yield from _find_silent(journal, run, fold, told)
 
 
-def _put_out(fold: Fold, key: _Key, groups: Iterable[int], brought: set[tuple[int, int, int]]) -> frozenset[int]:
-    """The groups that may have had anything, for they had no part in what came of it."""
+def _put_out(fold: Fold, key: _Key, groups: Iterable[int], brought: Iterable[tuple[int, int]]) -> frozenset[int]:
+    """The groups that may have had anything, for they had no part in what came of it.
+
+    Args:
+        fold: The log.
+        key: When digests were compared.
+        groups: Those that told of one.
+        brought: Groups that contributed to the next step, each with the attempt.
+    """
     step, put_out = key[1], fold.discarded.get(key, frozenset())
     lost = set(groups) & set(fold.last_fenced_at)
     if step < fold.next_step:  # whoever was lost before it entered the next reduction spoiled nothing with its own
         first = -1
         if key in fold.computed_anew:
             first = min(commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
-        contributed = {group for group, at, attempt in brought if at == step and attempt >= first}
+        contributed = {group for group, attempt in brought if attempt >= first}
         put_out |= lost - contributed
     elif key in fold.computed_anew:
         put_out |= lost - fold.members

@@ -1,9 +1,10 @@
 """The append-only log of decisions, and the votes that lead to one.
 
-Keys: `log/{index}` holds entry `index`, written once by compare-and-set. `vote/{attempt}/{group}/{incarnation}` holds
-the votes on an attempt that this group has written: its own, and as a relay those of others. `votes/{attempt}` counts
-votes, one that several have written as often as that. Nobody asks for the vote of an incarnation that is no member, so
-it cannot stand for that of another. Entries and votes are text here; their meaning belongs to `core.messages` and
+Keys: `log/{index}` holds entry `index`, written once by compare-and-set; `log/broken-{index}` says that what all groups
+do together before it is broken (beside the entries, for who waits asks for both).
+`vote/{attempt}/{group}/{incarnation}` holds the votes on an attempt that this group has written: its own, and as a
+relay those of others. `votes/{attempt}` counts votes, one that several have written as often as that. Nobody asks for
+the vote of an incarnation that is no member, so it cannot stand for that of another. Entries and votes are text here; their meaning belongs to `core.messages` and
 `core.votes`.
 """
 
@@ -31,6 +32,14 @@ class DecisionLog:
     def has(self, index: int) -> bool:
         """Whether the entry is written. Cheap: this is what a rank in a reduction polls."""
         return self._store.exists(f"log/{index}")
+
+    def tell_broken(self, index: int) -> None:
+        """Says that what all groups do together before this entry is broken."""
+        self._store.put(_broken_key(index), "broken")
+
+    def is_broken(self, index: int) -> bool:
+        """Whether somebody has said so. As cheap as `has`."""
+        return self._store.exists(_broken_key(index))
 
     def wait(self, index: int, timeout_s: float) -> str:
         """The entry, as soon as it is written.
@@ -135,6 +144,10 @@ class DecisionLog:
 def _vote_key(attempt: int, voter: Voter) -> str:
     group, incarnation = voter
     return f"vote/{attempt}/{group}/{incarnation}"
+
+
+def _broken_key(index: int) -> str:
+    return f"log/broken-{index}"
 
 
 def _count_key(attempt: int) -> str:

@@ -19,7 +19,8 @@ class GatherParams:
     """Gather all parameters over the cross-group communicator, unless this group has them.
 
     Every member takes part, also those that have them. Where it breaks, or the log goes on, the group lacks parameters:
-    it skips what needs them, and says so in its next vote.
+    it skips what needs them, and says so in its next vote. Whoever sees it break says so at once, and all others, who
+    would have to do it again in any case, give it up.
 
     Attributes:
         step: Committed steps that they hold.

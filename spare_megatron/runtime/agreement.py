@@ -89,6 +89,14 @@ class GroupAgreement:
         """Whether the log entry is written, asked of the store by this rank alone."""
         return self._log.has(index)
 
+    def tell_broken(self, index: int) -> None:
+        """Says that what all groups do together before this entry is broken, told to the store by this rank alone."""
+        self._log.tell_broken(index)
+
+    def is_broken(self, index: int) -> bool:
+        """Whether a rank of some group has said so, asked of the store by this rank alone."""
+        return self._log.is_broken(index)
+
     def highest(self, value: int) -> int:
         """The highest of what the group's ranks say.
 

@@ -341,7 +341,7 @@ class GroupExecutor:
             if self._step is not None:
                 self._step.plans.clear()  # they were computed with what may be wrong
         lacked = self.lacks_params
-        self._gather.run(action, self._connected, lambda: self._agreement.is_written(self._head))
+        self._gather.run(action, self._connected, self._head)
         if lacked and not self.lacks_params:
             self._hold_params(action.step)
             self._saves.go_on(action.step)

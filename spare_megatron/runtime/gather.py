@@ -53,7 +53,7 @@ class ParamsGather:
         """The slices hosted here are updated: the parameters of all others are out of date."""
         self.is_lacking = True
 
-    def run(self, action: GatherParams, members: Sequence[GroupId], is_decided: Callable[[], bool]) -> None:
+    def run(self, action: GatherParams, members: Sequence[GroupId], head: int) -> None:
         """Sends what this group owns and takes over what others do, unless it has everything.
 
         Collective over: rank j of every member group, and all ranks of the group.
@@ -61,23 +61,42 @@ class ParamsGather:
         Args:
             action: Who owns what.
             members: The groups of the communicator, ascending.
-            is_decided: Whether the log has moved on, so that nobody goes on with this.
+            head: Entries of the log folded so far. Once the next one is written, or somebody says that the gathering is
+                broken, nobody goes on with it.
         """
+
+        def is_over() -> bool:
+            return self._agreement.is_written(head) or self._agreement.is_broken(head)
+
         self._probe(Phase.BEFORE_GATHER)
+        evidence = "another rank of the group could not gather"
         with self._probe.during(Operation.REDUCE):
-            is_complete = len(members) == 1 or self._exchange(action, members, is_decided)
+            is_complete = len(members) == 1 or self._exchange(action, members, is_over)
+            if not is_complete:
+                evidence = self._explain(head)
         with self._probe.during(Operation.SETTLE):
             is_broken = bool(self._agreement.highest(int(not is_complete)))
         if is_broken:
             # What comes next on this communicator is something else for groups that have everything.
             self._communicator.give_up()
-            self.evidence = self._communicator.evidence
+            self.evidence = evidence
         self.is_lacking = self.is_lacking and is_broken
 
-    def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_decided: Callable[[], bool]) -> bool:
+    def _explain(self, head: int) -> str:
+        """Why not everything has come. Whoever is the first to see it lets the others know.
+
+        They may see nothing of it: connections between them are as good as before, and what they wait for never comes.
+        """
+        if self._agreement.is_broken(head):
+            return "another group could not gather"
+        if not self._agreement.is_written(head):
+            self._agreement.tell_broken(head)
+        return self._communicator.evidence
+
+    def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:
         """Whether everything has come to this rank."""
         self._communicator.begin()
-        if not self._communicator.connect(is_decided):
+        if not self._communicator.connect(is_over):
             return False
         slices = self._optimizer.slices
         lengths = [slices.length(SliceId(number)) for number in range(slices.num_slices)]
@@ -89,7 +108,7 @@ class ParamsGather:
         mine = members.index(self._agreement.member.group)
         posted: deque[tuple[Round, torch.Tensor]] = deque()
         for number, sent in enumerate(rounds):
-            if len(posted) == MAX_STAGED and not self._take(posted, (num_rows, width), is_decided):
+            if len(posted) == MAX_STAGED and not self._take(posted, (num_rows, width), is_over):
                 return False
             staging = self._staging.take()
             rows = self._rows(staging, (num_rows, width))
@@ -102,15 +121,15 @@ class ParamsGather:
                 return False
             posted.append((sent, staging))
         while posted:
-            if not self._take(posted, (num_rows, width), is_decided):
+            if not self._take(posted, (num_rows, width), is_over):
                 return False
         return True
 
     def _take(
-        self, posted: deque[tuple[Round, torch.Tensor]], shape: tuple[int, int], is_decided: Callable[[], bool]
+        self, posted: deque[tuple[Round, torch.Tensor]], shape: tuple[int, int], is_over: Callable[[], bool]
     ) -> bool:
         """Waits for the first round under way and takes over what it has brought."""
-        if not self._communicator.wait(is_decided):
+        if not self._communicator.wait(is_over):
             return False
         for _ in range(num_come := self._communicator.poll()):
             sent, staging = posted.popleft()

@@ -233,7 +233,9 @@ class Reduction:
         """Sums until all is complete here, or nobody needs it any more, or something keeps it from being complete."""
 
         def is_decided() -> bool:
-            return self._agreement.is_written(head)
+            # Whoever could not gather the parameters of this step adds nothing to its sums.
+            is_in_vain = self._repairs is not None and self._agreement.is_broken(head)
+            return is_in_vain or self._agreement.is_written(head)
 
         self._take_in()
         if self._window.is_complete or not self._communicator.connect(is_decided):

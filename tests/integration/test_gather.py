@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from spare_megatron.runtime.staging import Staging
 LENGTHS = (40, 40, 23)
 OWNERS = (Member(GroupId(0)), Member(GroupId(3)), Member(GroupId(3)))
 MEMBERS = (GroupId(0), GroupId(3))
+HEAD = 7
+"""Entries of the log that have been read."""
 
 
 class Optimizer:
@@ -38,10 +39,35 @@ class Optimizer:
         self.values[number][start : start + len(values)] = values
 
 
-class Communicator:
-    """Fills the rows of the other member, round by round, when it is waited for; breaks where it has none."""
+class Agreement:
+    """A group of one rank, and what the store says to it."""
 
-    evidence = ""
+    def __init__(self, index: int) -> None:
+        self.member = Member(MEMBERS[index])
+        self.written: set[int] = set()
+        self.broken: set[int] = set()
+        self.told: list[int] = []
+
+    def highest(self, value: int) -> int:
+        return value
+
+    def is_written(self, index: int) -> bool:
+        return index in self.written
+
+    def is_broken(self, index: int) -> bool:
+        return index in self.broken
+
+    def tell_broken(self, index: int) -> None:
+        self.told.append(index)
+
+
+class Communicator:
+    """Fills the rows of the other member, round by round, when it is waited for; where it has none, it breaks, or is
+    waited for in vain.
+    """
+
+    evidence = "connection: reset"
+    waits_for_ever = False
 
     def __init__(self, others: list[torch.Tensor], other: int) -> None:
         self.others, self.other = deque(others), other
@@ -64,8 +90,9 @@ class Communicator:
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return True
 
-    def wait(self, _is_decided: Callable[[], bool]) -> bool:
+    def wait(self, is_decided: Callable[[], bool]) -> bool:
         if not self.others:
+            assert is_decided() or not self.waits_for_ever, "nobody ends the wait"
             return False
         self.in_flight.popleft()[self.other].copy_(self.others.popleft())
         self.num_complete += 1
@@ -86,19 +113,19 @@ class Rank:
         self.stagings: list[torch.Tensor] = []
         self.optimizer = Optimizer(MEMBERS[index], dtype)
         self.communicator = Communicator(others, 1 - index)
-        agreement: Any = SimpleNamespace(highest=lambda value: value, member=Member(MEMBERS[index]))
+        self.agreement = Agreement(index)
         self.staging = Staging(self._new_staging)
         self.gather = ParamsGather(
             optimizer=self.optimizer,
-            agreement=agreement,
-            communicator=self.communicator,
+            agreement=self.agreement,  # type: ignore[arg-type]
+            communicator=self.communicator,  # type: ignore[arg-type]
             probe=SilentProbe(),
             staging=self.staging,
         )
         self.gather.updated()
 
     def run(self) -> None:
-        self.gather.run(GatherParams(step=0, owners=OWNERS), MEMBERS, lambda: False)
+        self.gather.run(GatherParams(step=0, owners=OWNERS), MEMBERS, HEAD)
 
     def _new_staging(self) -> torch.Tensor:
         self.stagings.append(torch.full((13,), 7, dtype=torch.int64))
@@ -130,3 +157,35 @@ def test_what_was_under_way_when_a_gather_broke_is_not_used_again() -> None:
     under_way = {staging.data_ptr() for staging in rank.stagings}
     assert len(under_way) == MAX_STAGED
     assert under_way.isdisjoint(rank.staging.take().data_ptr() for _ in range(MAX_STAGED))
+
+
+def test_whoever_sees_a_gather_break_says_so() -> None:
+    rank = Rank(0, torch.float32, [torch.zeros(())])
+    rank.run()
+    assert rank.agreement.told == [HEAD]
+    assert (rank.gather.is_lacking, rank.gather.evidence) == (True, "connection: reset")
+
+
+def test_who_waits_gives_up_as_soon_as_somebody_has_said_so() -> None:
+    rank = Rank(0, torch.float32, [torch.zeros(())])
+    rank.communicator.waits_for_ever = True
+    rank.agreement.broken.add(HEAD)
+    rank.run()
+    assert rank.agreement.told == []
+    assert (rank.gather.is_lacking, rank.gather.evidence) == (True, "another group could not gather")
+
+
+def test_nobody_is_told_where_the_log_says_more() -> None:
+    rank = Rank(0, torch.float32, [torch.zeros(())])
+    rank.communicator.waits_for_ever = True
+    rank.agreement.written.add(HEAD)
+    rank.run()
+    assert rank.agreement.told == []
+    assert rank.gather.is_lacking
+
+
+def test_a_gather_that_comes_to_its_end_says_nothing() -> None:
+    rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
+    rank.run()
+    assert rank.agreement.told == []
+    assert (rank.gather.is_lacking, rank.gather.evidence) == (False, "")

@@ -120,6 +120,10 @@ class Agreement:
 
     def __init__(self) -> None:
         self.votes: list[Vote] = []
+        self.broken: set[int] = set()
+
+    def is_broken(self, index: int) -> bool:
+        return index in self.broken
 
     def is_written(self, _index: int) -> bool:
         return False
@@ -145,7 +149,7 @@ class Probe(SilentProbe):
 class Rank:
     """A reduction and what it is made of here."""
 
-    def __init__(self, num_sums: int, *, overlaps: bool = False) -> None:
+    def __init__(self, num_sums: int, *, overlaps: bool = False, repairs: Any = None) -> None:
         self.sums, self.communicator = Sums(), Communicator(num_sums)
         self.agreement, self.probe = Agreement(), Probe()
         self.records: list[Any] = []
@@ -155,7 +159,7 @@ class Rank:
             voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
             communicator=self.communicator,
             staging=Staging(self.sums.new_staging),
-            repairs=None,
+            repairs=repairs,
             journal=SimpleNamespace(write=self.records.append),
             probe=self.probe,
             outlier_factor=0.0,
@@ -232,6 +236,15 @@ def test_nothing_leaves_a_rank_that_finds_one_bucket_unsound(bucket: int) -> Non
     with pytest.raises(UnsoundGradient, match="is not finite"):
         rank.attempt(0)
     assert rank.sums.stagings == []
+
+
+def test_nobody_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS, repairs=SimpleNamespace(restored=lambda: ()))
+    rank.agreement.broken.add(0)
+    vote = rank.attempt(0)
+    assert (vote.is_complete, rank.num_posted) == (False, 0)
+    rank.agreement.broken.clear()
+    assert rank.attempt(1).is_complete
 
 
 # -------------------------------------------------------------------------------------------------- leaving early

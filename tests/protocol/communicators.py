@@ -36,12 +36,14 @@ class Communicator:
         key: Its name in the store.
         members: The groups it connects.
         processes: Those that have come, one of each group.
-        gone: Those that are dead, or have let go of it.
+        dead: Those that have ended.
+        gone: Those, and all that have let go of it.
     """
 
     key: int
     members: tuple[int, ...]
     processes: dict[int, str] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
     num_posted: dict[str, int] = field(default_factory=dict)
@@ -84,6 +86,11 @@ class Communicator:
         return len(reduction.posted) == len(self.members)
 
     @property
+    def has_dead(self) -> bool:
+        """The end of a member shows on its connections, however they are used."""
+        return bool(self.dead)
+
+    @property
     def is_broken(self) -> bool:
         """Somebody has closed its end of the connections."""
         return bool(self.gone)
@@ -110,4 +117,5 @@ class Communicators:
         """A process is gone, and with it its end of all connections."""
         for communicator in self._all.values():
             if communicator.processes.get(group, process) == process:
+                communicator.dead.add(process)
                 communicator.leave(process)

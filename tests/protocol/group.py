@@ -211,7 +211,7 @@ class Group:
             self._lacks_params, self._computed = True, []
             self._world.invariants.counts["gather anew"] += 1
         sent = {index: self.held.whole(index) for index, owner in enumerate(action.owners) if owner == self.member}
-        posted = yield from self._links.collect(f"gather {action.step}", sent)
+        posted = yield from self._links.gather(f"gather {action.step}", sent)
         if posted is None:
             # What comes next on this communicator is something else for those who got everything.
             self._links.let_go()

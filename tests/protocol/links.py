@@ -12,6 +12,9 @@ from tests.protocol.communicators import Communicator, Reduction
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
 
+NUM_ROUNDS = 2
+"""Of a gathering: who gives up in the first is missed in the second."""
+
 
 class Fenced(Exception):
     """The log says that this group is lost."""
@@ -39,24 +42,38 @@ class Links:
         self.communicator: Communicator | None = None
         self.head = 0
 
-    def collect(self, name: str, brought: Any) -> Steps:
-        """What all members brought, or None as soon as it cannot be had or nobody needs it."""
-        if not (yield from self.connect()):
-            return None
-        reduction = self.post(name, brought)
-        yield None
-        return (yield from self.await_sums(reduction))
+    def gather(self, name: str, brought: Any) -> Steps:
+        """What all members brought, or None as soon as it cannot be had or nobody needs it.
 
-    def connect(self) -> Steps:
+        Of a member that has given up and lives the others see nothing: it says so, where nobody has before.
+        """
+        gathered = yield from self._gather(name, brought)
+        if gathered is None and not (yield from self.is_over(is_gathering=True)):
+            yield from self.speak(lambda voice: voice.tell_broken(self.head))
+        return gathered
+
+    def _gather(self, name: str, brought: Any) -> Steps:
+        if not (yield from self.connect(is_gathering=True)):
+            return None
+        gathered = None
+        for number in range(NUM_ROUNDS):
+            reduction = self.post(f"{name}, round {number}", brought)
+            yield None
+            gathered = yield from self.await_sums(reduction, is_gathering=True)
+            if gathered is None:
+                return None
+        return gathered
+
+    def connect(self, *, is_gathering: bool = False) -> Steps:
         """Whether there is a communicator to post on, as soon as there is."""
         if len(self._controller.members) == 1:
             return True
-        if self.communicator is None or (yield from self.is_decided()):
+        if self.communicator is None or (yield from self.is_over(is_gathering=is_gathering)):
             return False
         communicator = self.communicator
         while not communicator.is_built:
-            yield Until(lambda: communicator.is_built or self._world.is_written(self.head))
-            if not communicator.is_built and (yield from self.is_decided()):
+            yield Until(lambda: communicator.is_built or self._has_news(is_gathering=is_gathering))
+            if not communicator.is_built and (yield from self.is_over(is_gathering=is_gathering)):
                 return False
         return True
 
@@ -66,26 +83,25 @@ class Links:
         assert self.communicator is not None, "it has been connected"
         return self.communicator.post(self._name, name, brought)
 
-    def await_sums(self, reduction: Reduction) -> Steps:
+    def await_sums(self, reduction: Reduction, *, is_gathering: bool = False) -> Steps:
         """What all members brought, or None as soon as it cannot be had or nobody needs it."""
         if len(self._controller.members) == 1:
             return dict(reduction.posted)
         communicator = self.communicator
         assert communicator is not None, "it was posted on"
+
+        def possible() -> list[str]:
+            is_broken = communicator.has_dead if is_gathering else communicator.is_broken
+            found = ["completes"] if communicator.may_complete(reduction) else []
+            found += ["breaks"] if is_broken else []
+            return found + (["looks at the store"] if self._has_news(is_gathering=is_gathering) else [])
+
         while True:
-            yield Until(
-                lambda: (
-                    communicator.may_complete(reduction) or communicator.is_broken or self._world.is_written(self.head)
-                )
-            )
-            possible = []
-            possible += ["completes"] if communicator.may_complete(reduction) else []
-            possible += ["breaks"] if communicator.is_broken else []
-            possible += ["looks at the log"] if self._world.is_written(self.head) else []
-            outcome = self._world.choose(*possible)
+            yield Until(lambda: bool(possible()))
+            outcome = self._world.choose(*possible())
             if outcome == "completes":
                 return dict(reduction.posted)
-            if outcome == "breaks" or (yield from self.is_decided()):
+            if outcome == "breaks" or (yield from self.is_over(is_gathering=is_gathering)):
                 self.let_go()
                 return None
 
@@ -105,8 +121,16 @@ class Links:
         log_type = self._world.log_type
         return (yield from conversation(lambda store: call(self._voice(log_type(store)))))
 
-    def is_decided(self) -> Steps:
-        return (yield from self.speak(lambda voice: voice.is_written(self.head)))
+    def is_over(self, *, is_gathering: bool) -> Steps:
+        """Whether nobody goes on with what is under way, by the store."""
+        head = self.head
+        if (yield from self.speak(lambda voice: voice.is_written(head))):
+            return True
+        return is_gathering and (yield from self.speak(lambda voice: voice.is_broken(head)))
+
+    def _has_news(self, *, is_gathering: bool) -> bool:
+        """Whether it will be."""
+        return self._world.is_written(self.head) or (is_gathering and self._world.is_told_broken(self.head))
 
     def read_entry(self, index: int) -> Steps:
         return self.take_entry(index, (yield from self.await_entry(index)))

@@ -214,6 +214,13 @@ class InstallsOldPieces(SliceStates):
         return super().install(index, piece, self.num_updates, content)
 
 
+class KeepsBreaksToItself(GroupAgreement):
+    """Lets the others of a gathering wait for what never comes."""
+
+    def tell_broken(self, index: int) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
 class Protocol:
     """The parts under test."""
@@ -246,6 +253,7 @@ MUTATIONS = {
     "writes sums over local sums at once": Protocol(window_type=WritesSumsAtOnce),
     "casts votes on an earlier attempt for a block": Protocol(votes_type=TakesOldVotes),
     "leaves votes to relays after a loss": Protocol(voice_type=LeavesVotesToRelays),
+    "says nothing of a gathering that broke": Protocol(voice_type=KeepsBreaksToItself),
     "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
 }
 MUTATIONS_OF_COMPARISONS = {

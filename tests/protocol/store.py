@@ -95,7 +95,7 @@ class Store:
         """Carries a request out; returns its answer."""
         operation, arguments = request.operation, request.arguments
         key = arguments[0]
-        if operation in ("put", "count_up", "delete") and key.startswith("log/"):
+        if operation in ("put", "count_up", "delete") and _is_entry(key):
             raise Violation(f"{client} changes {key}, which is written once by compare-and-set")
         match operation:
             case "put_if_absent":
@@ -119,6 +119,10 @@ class Store:
         if key in self.data:
             return self.data[key]
         self.data[key] = value
-        if key.startswith("log/"):
+        if _is_entry(key):
             self._on_entry(int(key.removeprefix("log/")), value, client)
         return value
+
+
+def _is_entry(key: str) -> bool:
+    return key.startswith("log/") and key.removeprefix("log/").isdigit()

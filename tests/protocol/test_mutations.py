@@ -38,6 +38,7 @@ FOUND_AS = {
     "leaves votes to relays after a loss": "no progress|no end",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
     "keeps what was gathered from a wrong owner": "has not gathered anew",
+    "says nothing of a gathering that broke": "no progress|no end",
     "installs pieces of an earlier step": "counts as a host of slice|other parameters",
 }
 
@@ -56,7 +57,15 @@ def draw_copies(random: Random) -> Scene:
     return replace(scene, slice_redundancy=min(scene.num_groups, 3), fault_budget=faults)
 
 
+def draw_breaks(random: Random) -> Scene:
+    """One in which parameters are gathered, and connections break while nobody is lost."""
+    scene = Scene.draw(random)
+    faults = {**dict.fromkeys(scene.fault_budget, 0), "break": 3}
+    return replace(scene, slice_redundancy=min(scene.num_groups, 2), fault_budget=faults)
+
+
 RARE = {
+    "says nothing of a gathering that broke": draw_breaks,
     "patches a step that was discarded": draw_discards,
     "installs pieces of an earlier step": draw_copies,
 }

@@ -151,6 +151,9 @@ class World:
     def is_written(self, index: int) -> bool:
         return self._store.has(f"log/{index}")
 
+    def is_told_broken(self, index: int) -> bool:
+        return self._store.has(f"log/broken-{index}")
+
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)
 

@@ -4,8 +4,8 @@ Keys: `log/{index}` holds entry `index`, written once by compare-and-set; `log/b
 do together before it is broken (beside the entries, for who waits asks for both).
 `vote/{attempt}/{group}/{incarnation}` holds the votes on an attempt that this group has written: its own, and as a
 relay those of others. `votes/{attempt}` counts votes, one that several have written as often as that. Nobody asks for
-the vote of an incarnation that is no member, so it cannot stand for that of another. Entries and votes are text here; their meaning belongs to `core.messages` and
-`core.votes`.
+the vote of an incarnation that is no member, so it cannot stand for that of another. Entries and votes are text here;
+their meaning belongs to `core.messages` and `core.votes`.
 """
 
 import json

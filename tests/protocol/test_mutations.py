@@ -37,7 +37,7 @@ FOUND_AS = {
     "casts votes on an earlier attempt for a block": "without the votes|though the members|different plans",
     "leaves votes to relays after a loss": "no progress|no end",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
-    "keeps what was gathered from a wrong owner": "has not gathered anew",
+    "keeps what was gathered from a wrong owner": "has not gathered anew|ends with StopHalted",
     "says nothing of a gathering that broke": "no progress|no end",
     "installs pieces of an earlier step": "counts as a host of slice|other parameters",
 }

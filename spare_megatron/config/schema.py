@@ -185,7 +185,7 @@ class CheckpointConfig:
     load: str = ""
     """What the run begins with: a checkpoint, or the newest valid one of a folder of checkpoints or of a run."""
     timeout_s: float = 1800.0
-    """Longest time that a checkpoint may take to be written; then it is given up, and training goes on."""
+    """Longest time to write a checkpoint, which is given up then while training goes on, and to read one."""
     max_restarts: int = 3
     """Restarts after a wipe-out within restart_window_s; the next one ends the run. 0: any wipe-out does."""
     restart_window_s: float = 3600.0
@@ -288,7 +288,8 @@ class TrainConfig:
     seed: int = 1234
     """Seed of the parameters, the order of the data and the dropout."""
     params_check_every_steps: int = 10
-    """Steps between comparisons of the parameters of all groups; 0 compares only after recoveries and at the end."""
+    """Steps between comparisons of the parameters of all groups. 0 compares only after recoveries, for checkpoints, and
+    at the end."""
     gradient_outlier_factor: float = 1000.0
     """A group is lost whose gradient exceeds this many times the median of its own last steps; 0 judges no sizes."""
 

@@ -156,7 +156,7 @@ class Controller:
                 return self._decide(event, now_s) if attempt == self.attempt else ()
             case WaitingRead():
                 over = {**self._last_fenced, **dict(self.voters)}  # whoever took part waits in a new life
-                return self.restarts.decide(event, over, self._clock.at_s, self.head)
+                return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
 
     # ------------------------------------------------------------------------------------------- folding the log
 
@@ -200,7 +200,7 @@ class Controller:
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
             return (StopHalted(step=self.step, reason=reason),)
         self._last_error = fence.error or self._last_error
-        self._saves.lost(set(self.voters) - set(left))
+        self._saves.lost(set(self.voters) - set(left), self.step if fence.discard else None)
         self._change_voters(left)
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]

@@ -106,11 +106,13 @@ class Liveness:
     Args:
         interval_s: The heartbeat interval.
         first_limit_s: How long an operation may take that has not been done before, if it does not poll.
+        load_limit_s: How long reading a checkpoint may take.
     """
 
-    def __init__(self, interval_s: float, first_limit_s: float) -> None:
+    def __init__(self, interval_s: float, first_limit_s: float, load_limit_s: float) -> None:
         self._interval_s = interval_s
         self._first_limit_s = first_limit_s
+        self._load_limit_s = max(first_limit_s, load_limit_s)
         self._beats = _Counter()
         self._progress = _Counter()
         self._looked_at_s: float | None = None
@@ -138,6 +140,8 @@ class Liveness:
         return f"no progress for {stuck_s:.1f} s" if is_stuck else ""
 
     def _stall_limit_s(self, pulse: Pulse) -> float:
+        if pulse.operation is Operation.LOAD:
+            return self._load_limit_s
         if pulse.slowest_s == 0.0:
             is_quick = pulse.operation in _POLLING
             return min(_STALL_FACTOR * self._interval_s, self._first_limit_s) if is_quick else self._first_limit_s

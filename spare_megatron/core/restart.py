@@ -5,14 +5,14 @@ finds valid, and which snapshots are whole in the memory of its nodes; whoever s
 entry.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from spare_megatron.core.messages import AppendEntry, Restart, StopWipeOut
 from spare_megatron.core.placement import Placement
 from spare_megatron.core.restart_messages import GiveUp, Waiting, WaitingRead
 from spare_megatron.core.snapshots import SnapshotPolicy, Snapshots, WholeSnapshot
-from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.core.topology import GroupId, Member, ShardId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +80,25 @@ class Restarts:
         self.snapshots.restarted(step)
 
     def decide(
-        self, event: WaitingRead, over: Mapping[GroupId, int], at_s: float, head: int
+        self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int
     ) -> tuple[()] | tuple[AppendEntry]:
         """What follows from who waits.
 
         Args:
             event: Who has ever said that it waits.
+            saved: Committed steps of which this training may have checkpoints. Others are what a restart has undone,
+                or hold state that was found to be wrong.
             over: The last incarnation of each group that was lost or took part; only later ones wait.
             at_s: The time on the clock of the log.
             head: Where the next entry stands.
         """
         if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
             return ()
-        waiting = [item for item in event.waiting if item.member.incarnation > over.get(item.member.group, -1)]
+        waiting = [
+            replace(item, steps=tuple(step for step in item.steps if step in saved))
+            for item in event.waiting
+            if item.member.incarnation > over.get(item.member.group, -1)
+        ]
         entry = decide_restart(
             self.wipe_out.step,
             self._placement,
@@ -123,9 +129,11 @@ def decide_restart(
 ) -> Restart | GiveUp | None:
     """The entry that ends a wipe-out; None while it is better to wait for more groups.
 
-    The newest checkpoint counts that all who wait find valid: every one of them has to load it. A snapshot that is not
-    older is there sooner. Who cannot look for checkpoints is waited for, too, where there is no snapshot: training from
-    the beginning for want of a folder that is back soon would cost much.
+    The newest checkpoint counts that all who wait find valid: every one of them has to load it. Where there is none,
+    the newest counts that groups with hosts of all shards find valid, and the others are left out: one group whose
+    storage fails must not send all back to the beginning. They begin there only if nobody finds anything. A snapshot
+    that is not older is there sooner. Who cannot look for checkpoints is waited for, too, where there is no snapshot:
+    training from the beginning for want of a folder that is back soon would cost much.
 
     Args:
         step: The step that was wiped out.
@@ -156,11 +164,30 @@ def decide_restart(
     uncovered = () if last_resort else placement.uncovered(groups)
     if uncovered or not groups:
         return GiveUp(step=step, reason=_not_back(placement, groups, uncovered, waiting, limits))
-    members = tuple(sorted(item.member for item in able))
-    step = max(set.intersection(*(set(item.steps) for item in able)) | {first_step})
-    if snapshot is not None and snapshot.step >= step:
-        return Restart(step=snapshot.step, members=members, snapshot=snapshot.attempt)
-    return Restart(step=step, members=members)
+    common = set.intersection(*(set(item.steps) for item in able)) | {first_step}
+    newest = max(common)
+    if snapshot is not None and snapshot.step >= newest:
+        return Restart(step=snapshot.step, members=_members(able), snapshot=snapshot.attempt)
+    found = {step for item in able for step in item.steps if step > first_step}
+    if newest > first_step or not found:
+        return Restart(step=newest, members=_members(able))
+    if waited_s < limits.wait_s:
+        return None
+    for newest in sorted(found, reverse=True):
+        holders = [item for item in able if newest in item.steps]
+        if last_resort or not placement.uncovered(frozenset(item.member.group for item in holders)):
+            return Restart(step=newest, members=_members(holders))
+    return GiveUp(step=step, reason=_nothing_in_common(able))
+
+
+def _members(waiting: Sequence[Waiting]) -> tuple[Member, ...]:
+    return tuple(sorted(item.member for item in waiting))
+
+
+def _nothing_in_common(waiting: Sequence[Waiting]) -> str:
+    by_group = sorted((int(item.member.group), item.steps) for item in waiting)
+    found = "; ".join(f"group {group} {list(steps) or 'none'}" for group, steps in by_group)
+    return f"no checkpoint is valid for groups with hosts of all shards; each finds those after these steps: {found}"
 
 
 def _not_back(

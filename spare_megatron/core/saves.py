@@ -95,8 +95,14 @@ class Saves:
         self._share = 1.0  # of an interval in seconds, until the next save
         self._under_way: tuple[int, Member] | None = None
         self._gone: set[Member] = set()  # since the last save was begun
+        self._writers: dict[int, frozenset[Member]] = {first_step: frozenset()}
         life_s = self._policy.group_life_s
         self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
+
+    @property
+    def saved(self) -> frozenset[int]:
+        """Committed steps of which this training may have checkpoints that are sound, those it began with included."""
+        return frozenset(self._writers)
 
     def is_due(self, step: int, at_s: float, members: Sequence[GroupId], *, is_last: bool) -> bool:
         """Whether the commit after which this many steps are committed takes a checkpoint.
@@ -139,10 +145,18 @@ class Saves:
         self._last_at_s = at_s
         self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
 
-    def lost(self, members: Iterable[Member]) -> None:
-        """These are lost. What one of them was saving is due again at once, but where steps are stated."""
+    def lost(self, members: Iterable[Member], wrong_after: int | None = None) -> None:
+        """These are lost. What one of them was saving is due again at once, but where steps are stated.
+
+        Args:
+            members: Who is lost.
+            wrong_after: Committed steps after which their state was found to be wrong; None if it was not. What they
+                wrote of it into a checkpoint is wrong, too. Earlier ones were compared when they were saved.
+        """
         gone = set(members)
         self._gone |= gone
+        if wrong_after is not None and gone & self._writers.get(wrong_after, frozenset()):
+            del self._writers[wrong_after]
         if self._experience is not None:
             self._experience.lost(member.group for member in gone)
 
@@ -152,7 +166,8 @@ class Saves:
             self._experience.admitted(member.group for member in members)
 
     def restarted(self, step: int, at_s: float) -> None:
-        """Training begins again after this many committed steps."""
+        """Training begins again after this many committed steps: later ones are undone."""
+        self._writers = {saved: writers for saved, writers in self._writers.items() if saved <= step}
         self._begin(step, at_s)
         self._under_way = None
         if self._experience is not None:
@@ -176,6 +191,7 @@ class Saves:
         member = voters[self._num_saves % len(voters)]
         self._num_saves += 1
         self._under_way = (step, member)
+        self._writers[step] = frozenset({member}.union(*(slices.hosts if slices else ())))
         return SaveCheckpoint(
             step=step,
             member=member,

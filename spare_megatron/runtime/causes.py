@@ -18,6 +18,9 @@ _CAUSES: dict[int, str] = {
 INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
 """How the last line of the traceback of an injected fault begins."""
 
+_OF_A_DEVICE = ("ECC error", "NVLink", "hardware stack error")
+"""In what CUDA says of a device that has failed, which no other group meets by computing the same."""
+
 
 def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
     """Why the rank ended, and the exception behind it where other groups may meet the same; else empty.
@@ -26,7 +29,13 @@ def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
         code: The exit code of its process.
         traceback: Of the exception that ended it, if one did.
     """
-    lines = traceback.strip().splitlines()
-    error = lines[-1] if lines else ""
+    error = _error_in(traceback)
     cause = error or _CAUSES.get(code) or describe_exit(code)
-    return cause, "" if error.startswith(INJECTED) else error
+    is_its_own = error.startswith(INJECTED) or any(word in error for word in _OF_A_DEVICE)
+    return cause, "" if is_its_own else error
+
+
+def _error_in(traceback: str) -> str:
+    """The last line, where a text of several lines has what others may meet too. CUDA ends with advice instead."""
+    lines = traceback.strip().splitlines()
+    return next((line for line in reversed(lines) if "CUDA error" in line), lines[-1] if lines else "")

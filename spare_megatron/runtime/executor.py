@@ -264,8 +264,8 @@ class GroupExecutor:
         if isinstance(entry, Fence):
             if entry.hits(self._agreement.member):
                 raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")
-            self._clock.lost(self._now.step, entry.group)
-            self._digests.has_lost = True
+            self._clock.lost(self.num_steps if self._step is None else self._step.step, entry.group)
+            self._digests.is_wanted = True
         else:
             self._clock.decided()
         return [EntryRead(index=index, entry=entry)]
@@ -318,7 +318,14 @@ class GroupExecutor:
         )
 
     def save_checkpoint(self, action: SaveCheckpoint) -> None:
-        """Begins a checkpoint of the present state, where it is this group's turn."""
+        """Begins a checkpoint of the present state, where it is this group's turn.
+
+        The next vote compares that state, so that what is wrong with it is known before it is started again from.
+        """
+        if self.lacks_params:
+            self._digests.is_wanted = True
+        elif not self._digests.value.params:
+            self._digests.check(action.step, self.num_restarts)
         self._saves.save(action, self._head, has_params=not self.lacks_params)
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
@@ -337,7 +344,7 @@ class GroupExecutor:
         assert self._gather is not None, "only slices are gathered"
         if action.is_anew:
             self._gather.updated()
-            self._digests.has_lost = True
+            self._digests.is_wanted = True
             if self._step is not None:
                 self._step.plans.clear()  # they were computed with what may be wrong
         lacked = self.lacks_params

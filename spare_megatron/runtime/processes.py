@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext, ForkServerContext
+from multiprocessing.context import BaseContext, ForkContext, ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ _STORE_START_TIMEOUT_S = 120.0
 
 
 def fork_server() -> ForkServerContext:
-    """The context that all processes of a run are started from; it has what a rank imports."""
+    """The context that all processes of a run are started from; it has what a rank imports, and no GPU."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    ask_for_gpus_without_touching_them()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.runtime.rank"])
     # Ctrl-C reaches every process of the terminal, and only the driver is to act on it: the server and all that
@@ -44,6 +45,23 @@ def fork_server() -> ForkServerContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+def ask_for_gpus_without_touching_them() -> None:
+    """Whoever imports Megatron asks whether there are GPUs, and CUDA cannot be used in what is forked after that."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available then asks the driver only
+
+
+def rank_context(device: str) -> ForkContext | SpawnContext:
+    """What a supervisor's ranks are started from, so that they are its children and die with it.
+
+    Forked they have what their supervisor has imported. On GPUs they import it themselves: transformer-engine's modules
+    begin to use a GPU as soon as they are imported, and what is forked then cannot.
+
+    Args:
+        device: cpu or gpu.
+    """
+    return multiprocessing.get_context("spawn") if device == "gpu" else multiprocessing.get_context("fork")
 
 
 @dataclass(slots=True)

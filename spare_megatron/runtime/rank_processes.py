@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,7 +11,7 @@ from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
 from spare_megatron.runtime.beacon import Page, read_page
 from spare_megatron.runtime.node_keeper import NodeKeeper
-from spare_megatron.runtime.processes import Child, end_child
+from spare_megatron.runtime.processes import Child, end_child, rank_context
 from spare_megatron.runtime.reports import ExitCode, RankKey
 from spare_megatron.runtime.spares import RankProcess, Spares
 from spare_megatron.runtime.spec import NodeSpec, RankSpec
@@ -31,8 +30,7 @@ class RankProcesses:
 
     def __init__(self, spec: NodeSpec) -> None:
         self._spec = spec
-        # Forked, not from the fork server, so that ranks are this process's children and die with it.
-        self._context = get_context("fork")
+        self._context = rank_context(spec.config.cluster.device)
         minutes = spec.config.train.max_minutes
         self._ends_at_s = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._keys = spec.config.parallel.ranks_on(spec.node)

@@ -16,12 +16,14 @@ class RankWatch:
         ranks: The node's ranks.
         interval_s: The heartbeat interval.
         group_timeout_s: Longest wait of a rank for others of its group.
+        load_timeout_s: Longest time for a rank to read a checkpoint.
     """
 
-    def __init__(self, ranks: RankProcesses, interval_s: float, group_timeout_s: float) -> None:
+    def __init__(self, ranks: RankProcesses, interval_s: float, group_timeout_s: float, load_timeout_s: float) -> None:
         self._ranks = ranks
         self._interval_s = interval_s
         self._group_timeout_s = group_timeout_s
+        self._load_timeout_s = load_timeout_s
         self._liveness: dict[RankKey, Liveness] = {}
         self._starved_s: dict[RankKey, float] = {}  # at the last look
         self._group_starved_s: defaultdict[GroupId, float] = defaultdict(
@@ -74,4 +76,4 @@ class RankWatch:
             self._starved_s[key] = pulse.starved_s
 
     def _new_liveness(self) -> Liveness:
-        return Liveness(self._interval_s, self._group_timeout_s)
+        return Liveness(self._interval_s, self._group_timeout_s, self._load_timeout_s)

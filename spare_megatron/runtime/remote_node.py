@@ -12,6 +12,7 @@ from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.node import look_after
 from spare_megatron.runtime.node_connection import connect
 from spare_megatron.runtime.orphans import wait_for_others, write_summary
+from spare_megatron.runtime.processes import ask_for_gpus_without_touching_them
 from spare_megatron.runtime.spec import NodeSpec
 
 
@@ -26,7 +27,8 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     driver = connect(run_dir, node, wait_s)
-    importlib.import_module("spare_megatron.runtime.rank")  # ranks are forked from this process, and have it then
+    ask_for_gpus_without_touching_them()
+    importlib.import_module("spare_megatron.runtime.rank")  # ranks that are forked from this process have it then
     spec: NodeSpec = driver.recv()
     config = spec.config
     spec = dataclasses.replace(spec, store=with_credentials(spec.store, config.control, os.environ))

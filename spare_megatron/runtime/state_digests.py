@@ -46,8 +46,8 @@ class StateDigests:
         self._unproven: frozenset[SliceId] = frozenset()  # copied since they were last compared
         self.value = Digests()
         """What the next vote says of the state; empty where it is not compared."""
-        self.has_lost = False
-        """Whether a group was lost since parameters were last held, so that they are compared in any case."""
+        self.is_wanted = False
+        """Whether parameters are compared in any case as soon as they are held: after a loss, and to be saved."""
 
     def host(self, action: StartRepairs) -> None:
         """The group hosts other slices from now on."""
@@ -67,14 +67,14 @@ class StateDigests:
         self.value = Digests()
 
     def hold(self, step: int, num_restarts: int) -> None:
-        """All parameters are those after this many steps. The next vote compares them if due, or after a recovery.
+        """All parameters are those after this many steps. The next vote compares them if due or wanted.
 
         Collective over: all ranks of the group.
         """
         self.forget()
-        if self.has_lost or (self._every_steps and step % self._every_steps == 0):
+        if self.is_wanted or (self._every_steps and step % self._every_steps == 0):
             self.check(step, num_restarts)
-        self.has_lost = False
+        self.is_wanted = False
 
     def take(self) -> None:
         """Takes the digests of the state as it is.

@@ -72,7 +72,8 @@ class Supervisor:
         self._ranks = RankProcesses(spec)
         self._timeline = Timeline(spec, self._ranks)
         self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.take)
-        self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s)
+        load_timeout_s = spec.config.checkpoint.timeout_s
+        self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
         self._tracebacks: dict[RankKey, str] = {}
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # and not written yet

@@ -9,6 +9,7 @@ from spare_megatron.core.liveness import Absence, Liveness, Operation, Pulse, fi
 INTERVAL_S = 1.0
 LOOK_S = 0.25
 FIRST_LIMIT_S = 60.0
+LOAD_LIMIT_S = 600.0
 
 
 def found_at_s(
@@ -22,7 +23,7 @@ def found_at_s(
     until_s: float = 20.0,
 ) -> tuple[float, str] | None:
     """When a rank is found lost that stands still, in part or in whole, from time 0 on, and why."""
-    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S)
+    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S)
     for number in range(round(until_s / LOOK_S)):
         now_s = number * LOOK_S
         pulse = Pulse(
@@ -49,6 +50,12 @@ def test_a_stopped_rank_is_found_within_two_intervals(operation: Operation) -> N
     assert found is not None
     assert found[0] <= 2 * INTERVAL_S - LOOK_S  # it may have stopped right after a look
     assert "no heartbeat" in found[1]
+
+
+def test_reading_a_checkpoint_may_take_as_long_as_the_setting_says() -> None:
+    found = found_at_s(Operation.LOAD, beats=True, progresses=False, until_s=LOAD_LIMIT_S + 1.0)
+    assert found is not None
+    assert found[0] == LOAD_LIMIT_S
 
 
 def test_a_hanging_rank_is_found_within_two_intervals_unless_it_waits_for_others() -> None:
@@ -95,7 +102,7 @@ def test_threads_that_wake_up_to_find_nothing_to_do_hide_no_rank_that_hangs() ->
 
 
 def test_a_wait_that_shows_when_it_is_over_counts_from_its_beginning() -> None:
-    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S)
+    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S)
     pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
     for number in range(6):
         assert liveness.look(pulse, number * LOOK_S, group_starved_s=0.0) == ""
@@ -120,7 +127,7 @@ def test_who_polls_is_missed_sooner_than_who_does_something_for_the_first_time()
 
 
 def test_a_watcher_that_was_away_begins_anew() -> None:
-    liveness, absence = Liveness(INTERVAL_S, FIRST_LIMIT_S), Absence(INTERVAL_S)
+    liveness, absence = Liveness(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S), Absence(INTERVAL_S)
     pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
     for now_s in (0.0, 0.25, 30.0, 30.25, 31.25):
         assert liveness.look(pulse, now_s, group_starved_s=0.0) == ""

@@ -52,7 +52,7 @@ def found_at_s(starved: float, *, ends_at_s: float = 100.0) -> float | None:
     """When rank 0 is found, whose progress stands still from 0 on while rank 1, which ends at some time, starves."""
     ranks = FakeRanks()
     ranks.pulses = {(GROUP, rank): shown(0, progress=0) for rank in (0, 1)}
-    watch = RankWatch(ranks, INTERVAL_S, 60.0)  # type: ignore[arg-type]
+    watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
     watch.begin(GROUP)
     for number in range(40):
         now_s = number * LOOK_S

@@ -8,6 +8,7 @@ from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.experience import PRIOR_RESTART_S, PRIOR_SAVE_S, Experience
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.saves import SaveEnd, SavePolicy, Saves
+from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.survival import time_to_wipe_out_s
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
@@ -62,6 +63,35 @@ def test_what_a_lost_group_was_saving_is_due_at_once() -> None:
     saves.committed(1.0, 2, [])
     assert is_due(saves, 51, 1.0)
     assert saves.take(51, 1.0, EVERYBODY, 0).member != action.member
+
+
+def test_a_restart_undoes_the_saves_of_later_steps() -> None:
+    saves = saves_of(interval_s=80.0)
+    for step in (4, 8):
+        saves.take(step, float(step), EVERYBODY, 0)
+    assert saves.saved == {0, 4, 8}
+    saves.restarted(6, 9.0)
+    assert saves.saved == {0, 4}
+    saves.take(8, 12.0, EVERYBODY, 0)
+    assert saves.saved == {0, 4, 8}
+
+
+def test_a_checkpoint_by_a_group_whose_state_is_found_wrong_is_not_used() -> None:
+    saves = saves_of(interval_s=80.0)
+    writers = [saves.take(step, float(step), EVERYBODY, 0).member for step in (4, 8)]
+    saves.lost([writers[0]], wrong_after=8)
+    assert saves.saved == {0, 4, 8}, "another wrote it, and its own of before was compared then"
+    saves.lost([writers[1]])
+    assert saves.saved == {0, 4, 8}, "it was killed"
+    saves.lost([writers[1]], wrong_after=8)
+    assert saves.saved == {0, 4}
+
+
+def test_with_slices_any_of_their_hosts_may_have_written_what_is_wrong() -> None:
+    saves = saves_of(interval_s=80.0)
+    saves.take(4, 4.0, EVERYBODY, 0, first_ownership(Slicing(num_groups=4, redundancy=2), EVERYBODY))
+    saves.lost([EVERYBODY[3]], wrong_after=4)
+    assert saves.saved == {0}
 
 
 def test_a_late_word_of_an_earlier_save_says_nothing_of_the_present_one() -> None:

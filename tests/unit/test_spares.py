@@ -16,7 +16,7 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
 from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.agenda import Agenda
-from spare_megatron.runtime.processes import end_child
+from spare_megatron.runtime.processes import end_child, rank_context
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.restarts import Restarts
 from spare_megatron.runtime.spares import Spares
@@ -227,6 +227,38 @@ def test_the_end_of_a_node_leaves_no_spare(tmp_path: Path) -> None:
     assert len(processes) == 8
     ranks.end()
     assert not any(process.is_running() for process in processes)
+
+
+def _show_a_beat(spec: RankSpec, reports: Connection) -> None:
+    assert spec.page is not None
+    spec.page.beats = 7
+    reports.send("done")
+    reports.recv()  # until it is killed
+
+
+def test_on_gpus_ranks_are_no_forks_and_share_their_page_all_the_same(tmp_path: Path) -> None:
+    spares = Spares(rank_context("gpu"), _show_a_beat, 1)
+    spares.warm()
+    (process,) = spares.take(1)
+    try:
+        process.become(
+            RankSpec(
+                config=RunConfig(),
+                run_dir=tmp_path,
+                group=ONE,
+                incarnation=0,
+                rank=0,
+                device="cpu",
+                store=TcpStoreSpec(host="127.0.0.1", port=1),
+                faults=(),
+            )
+        )
+        assert process.child.reports.poll(TIMEOUT_S)
+        process.child.reports.recv()
+        assert process.page.beats == 7
+        assert "--multiprocessing-fork" in psutil.Process(process.child.pid).cmdline()
+    finally:
+        end_child(process.child)
 
 
 def _keep_spares(pids: Connection) -> None:

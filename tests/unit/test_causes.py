@@ -1,0 +1,47 @@
+"""What a rank's end says of it, and of others that may meet the same."""
+
+import pytest
+
+from spare_megatron.runtime.causes import INJECTED, cause_of_end
+from spare_megatron.runtime.reports import ExitCode
+
+_ADVICE = """CUDA kernel errors might be asynchronously reported at some other API call.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+_FRAMES = """Traceback (most recent call last):
+  File "rank.py", line 10, in run
+    train()
+  File "train.py", line 20, in train
+    compute()
+    ~~~~~~~^^
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "may_be_met_by_others"),
+    [
+        ("ValueError: index 7 is out of range", True),
+        ("torch.AcceleratorError: CUDA error: device-side assert triggered\n" + _ADVICE, True),
+        ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\n" + _ADVICE, False),
+        (f"{INJECTED}: raised on purpose", False),
+    ],
+)
+def test_what_is_told_is_the_exception_and_no_advice(text: str, may_be_met_by_others: bool) -> None:
+    first = text.splitlines()[0]
+    assert cause_of_end(ExitCode.RAISED, _FRAMES + text) == (first, first if may_be_met_by_others else "")
+
+
+def test_of_several_lines_the_last_one_is_what_others_may_meet_too() -> None:
+    text = f"{_FRAMES}UnsoundGradient: norm nan, median before 0\nthe gradient of step 1 is not finite"
+    assert cause_of_end(ExitCode.RAISED, text) == ("the gradient of step 1 is not finite",) * 2
+
+
+def test_of_a_chain_the_last_exception_counts() -> None:
+    chain = f"{_FRAMES}KeyError: 1\n\nDuring handling of the above exception, another occurred:\n\n{_FRAMES}OSError: 2"
+    assert cause_of_end(ExitCode.RAISED, chain) == ("OSError: 2", "OSError: 2")
+
+
+def test_without_a_traceback_the_exit_code_tells() -> None:
+    assert cause_of_end(-9) == ("SIGKILL", "")
+    assert cause_of_end(ExitCode.GROUP_BROKEN) == ("lost a peer in its group", "")

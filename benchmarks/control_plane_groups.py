@@ -148,10 +148,11 @@ class _Group:
 
 
 def run_groups(spec: StoreSpec, groups: Sequence[int], load: Load, servers: Sequence[int], answer: Connection) -> None:
-    """Some of the groups, in this process; says first that they are up."""
+    """Some of the groups, in this process; says first that they are up, and waits until all are."""
     threading.stack_size(STACK_BYTES)
     all_groups = [_Group(spec, group, load) for group in groups]
     answer.send(None)
+    answer.recv()
     began_s: list[float] = []
     ended_s: list[float] = []
     start = threading.Barrier(len(groups), lambda: began_s.extend(_processor_s(servers)))
@@ -200,6 +201,7 @@ def measure(spec: StoreSpec, load: Load, servers: Sequence[int]) -> dict[str, ob
         for i in range(num_shares):
             children.start(run_groups, spec, leaders[i::num_shares], load, servers)
         children.receive()
+        children.let_go()
         for i in range(num_shares if relayed else 0):
             children.start(run_loop, spec, relayed[i::num_shares], blocks, load)
         times: list[Times] = children.receive()
@@ -241,6 +243,11 @@ class _Children:
         theirs.close()
         self._processes.append(process)
         self._pipes.append(ours)
+
+    def let_go(self) -> None:
+        """Ends the wait of all that are up."""
+        for pipe in self._pipes:
+            pipe.send(None)
 
     def receive(self) -> list[Any]:
         """The next that each of them sends, in the order in which they were started."""

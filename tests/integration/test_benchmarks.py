@@ -37,7 +37,3 @@ def test_control_plane() -> None:
     assert (loops["clients"], threads["clients"]) == ("loops", "threads")
     assert 0 < loops["commit_ms"]["p50"] <= loops["commit_ms"]["p99"]
     assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]
-
-
-def test_state_wipe_outs() -> None:
-    assert run("state_wipe_outs", "--groups", "40", "--hosts", "2", "--steps", "100")["rows"]

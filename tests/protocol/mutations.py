@@ -99,7 +99,7 @@ class RestartsThoseWhoTookPart(Controller):
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
         if isinstance(event, WaitingRead):
-            return self.restarts.decide(event, {}, 0.0, self.head)
+            return self.restarts.decide(event, self._saves.saved, {}, 0.0, self.head)
         return super().handle(event, now_s=now_s)
 
 

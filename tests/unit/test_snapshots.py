@@ -278,7 +278,7 @@ def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
     over = {GroupId(0): 0, GroupId(1): 0}
     for others, expected in (((gone, waiting[1]), None), ((waiting[0], replace(waiting[1], held=gone.held)), 12)):
         event = WaitingRead(waiting=others, waited_s=LIMITS.wait_s)
-        (append,) = restarts.decide(event, over, 0.0, 7)
+        (append,) = restarts.decide(event, range(100), over, 0.0, 7)
         assert isinstance(append, AppendEntry)
         assert append.entry.snapshot == expected  # type: ignore[union-attr]
 
@@ -299,6 +299,6 @@ def test_a_restart_from_memory_needs_every_slice() -> None:
             )
             for group, number in itertools.zip_longest((0, 1), numbers, fillvalue=numbers[0])
         )
-        (append,) = restarts.decide(WaitingRead(waiting=waiting, waited_s=0.0), {}, 0.0, 7)
+        (append,) = restarts.decide(WaitingRead(waiting=waiting, waited_s=0.0), range(100), {}, 0.0, 7)
         assert isinstance(append, AppendEntry)
         assert append.entry.snapshot == expected  # type: ignore[union-attr]

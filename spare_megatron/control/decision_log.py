@@ -1,15 +1,16 @@
 """The append-only log of decisions, and the votes that lead to one.
 
-Keys: `log/{index}` holds entry `index`, written once by compare-and-set; `log/broken-{index}` says that what all groups
-do together before it is broken (beside the entries, for who waits asks for both).
-`vote/{attempt}/{group}/{incarnation}` holds the votes on an attempt that this group has written: its own, and as a
-relay those of others. `votes/{attempt}` counts votes, one that several have written as often as that. Nobody asks for
-the vote of an incarnation that is no member, so it cannot stand for that of another. Entries and votes are text here;
-their meaning belongs to `core.messages` and `core.votes`.
+Keys: `log/{index}` holds entry `index`, written once by compare-and-set; `broken/{index}` says that what all groups do
+together before it is broken. `vote/{attempt}/{group}/{incarnation}` holds the votes on an attempt that this group has
+written: its own, and as a relay those of others. `votes/{attempt}` counts votes, one that several have written as often
+as that. Nobody asks for the vote of an incarnation that is no member, so it cannot stand for that of another. Entries
+and votes are text here; their meaning belongs to `core.messages` and `core.votes`.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TypeVar
 
 from spare_megatron.control.store import ControlStore
@@ -17,6 +18,9 @@ from spare_megatron.control.store import ControlStore
 Voter = tuple[int, int]
 """A group and its incarnation."""
 _Voter = TypeVar("_Voter", bound=Voter)
+
+LOG = "log/"
+"""The directory of the entries and of nothing else. Their names are numbers from 0 on, written in that order."""
 
 
 class DecisionLog:
@@ -27,11 +31,11 @@ class DecisionLog:
 
     def append(self, index: int, entry: str) -> str:
         """Writes the entry at the index unless another stands there; returns the one that stands."""
-        return self._store.put_if_absent(f"log/{index}", entry)
+        return self._store.put_if_absent(f"{LOG}{index}", entry)
 
     def has(self, index: int) -> bool:
         """Whether the entry is written. Cheap: this is what a rank in a reduction polls."""
-        return self._store.exists(f"log/{index}")
+        return self._store.exists(f"{LOG}{index}")
 
     def tell_broken(self, index: int) -> None:
         """Says that what all groups do together before this entry is broken."""
@@ -47,7 +51,31 @@ class DecisionLog:
         Raises:
             StoreTimeout: It was not written within timeout_s seconds.
         """
-        return self._store.wait(f"log/{index}", timeout_s)
+        return self._store.wait(f"{LOG}{index}", timeout_s)
+
+    def entries(self, indices: Sequence[int]) -> list[str | None]:
+        """Those of a few entries in a row that are written, None for each other."""
+        # Only names of equally many digits are neighbours as texts.
+        rows = [list(row) for _, row in groupby(indices, key=lambda index: len(str(index)))]
+        return [entry for row in rows for entry in self._store.get([f"{LOG}{index}" for index in row])]
+
+    def find_head(self, from_index: int) -> int:
+        """The first index without an entry: every one before it has one. It may have one, too, by now.
+
+        Cost: some 2 log2(d) small reads if it is d entries away.
+
+        Args:
+            from_index: An index at or before it.
+        """
+
+        def is_unwritten(index: int) -> bool:
+            # Not by `has`, which may begin to follow the log, and is told of all of it first.
+            return self.entries([index]) == [None]
+
+        step = 1
+        while not is_unwritten(from_index + step - 1):
+            from_index, step = from_index + step, 2 * step
+        return bisect_left(range(from_index + step - 1), True, lo=from_index, key=is_unwritten)
 
     def vote(self, attempt: int, voter: Voter, vote: str) -> int:
         """Casts the voter's vote on the attempt; returns how many votes have been cast on it so far."""
@@ -147,7 +175,7 @@ def _vote_key(attempt: int, voter: Voter) -> str:
 
 
 def _broken_key(index: int) -> str:
-    return f"log/broken-{index}"
+    return f"broken/{index}"
 
 
 def _count_key(attempt: int) -> str:

@@ -11,18 +11,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from spare_megatron.control.decision_log import LOG
+from spare_megatron.control.etcd_directory import EtcdDirectory, values_of
 from spare_megatron.control.etcd_gateway import EtcdGateway, Message, decoded, encoded
-from spare_megatron.control.etcd_watch import EtcdWatch
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreTimeout
 from spare_megatron.control.tcp_store import listen
 
 _OPERATIONS = 128
 """What etcd takes in one transaction unless told otherwise."""
-_RECHECK_S = 1.0
-"""A watch that says nothing is checked by a read: a member cut off from the others says nothing, either."""
-_RECHECK_READS, _LONGEST_RECHECK_S = 20.0, 5.0
-"""Where reads are slow, later, by so many times what the last one took: waiting must not keep a slow cluster busy."""
+_MOST_DIRECTORIES = 3
+"""What a connection asks about in turn, at most: the log, what all say of one save or gathering, and one thing more."""
 
 
 class EtcdControlStore:
@@ -31,16 +30,15 @@ class EtcdControlStore:
     def __init__(self, spec: EtcdStoreSpec, gateway: EtcdGateway | None = None) -> None:
         self._spec = spec
         self._gateway = gateway or EtcdGateway(spec)
-        self._watch: EtcdWatch | None = None
-        self._check_at_s = 0.0
-        """When a read is to confirm what the watch says."""
+        self._followed: dict[tuple[str, str], EtcdDirectory] = {}
+        """By their keys; last the one that was asked about last."""
         self._leases: dict[str, str] = {}
 
     def put_if_absent(self, key: str, value: str) -> str:
         answer = self._transact(_is_absent(self._key(key)), [self._put(key, value)], [self._range(key)])
         if answer.get("succeeded"):
             return value
-        return _values(answer["responses"][0]["response_range"])[self._key(key)]
+        return values_of(answer["responses"][0]["response_range"])[self._key(key)]
 
     def put(self, key: str, value: str) -> None:
         self._transact([], [self._put(key, value)], [])
@@ -76,7 +74,7 @@ class EtcdControlStore:
         if not names:
             return []
         # One request whatever their number, and all of one moment.
-        found = _values(self._read(min(names), max(names) + "\0"))
+        found = values_of(self._read(min(names), max(names) + "\0"))
         return [found.get(name) for name in names]
 
     def exists(self, key: str) -> bool:
@@ -115,7 +113,8 @@ class EtcdControlStore:
     def close(self) -> None:
         """Drops the connections."""
         self._gateway.close()
-        self._end_watch()
+        for directory in self._followed.values():
+            directory.close()
 
     # --------------------------------------------------------------------------------------------------- requests
 
@@ -151,37 +150,15 @@ class EtcdControlStore:
     # ---------------------------------------------------------------------------------------------------- waiting
 
     def _find(self, key: str, timeout_s: float) -> str | None:
-        """The key's value, if the watch has it or is told of it within this time, or before the next check of it."""
-        watch = self._follow(key)
-        value = watch.value(self._key(key), min(timeout_s, max(0.0, self._check_at_s - time.monotonic())))
-        if value is None and time.monotonic() >= self._check_at_s:
-            value = _values(self._checked_read(self._key(key), self._key(key) + "\0")).get(self._key(key))
-            if value is not None:
-                self._end_watch()  # it should have said so: its member may be cut off
-        return value
-
-    def _checked_read(self, start: str, end: str) -> Message:
-        """A read that the watch need not be checked against for a while."""
-        began_s = time.monotonic()
-        answer = self._read(start, end)
-        now_s = time.monotonic()
-        self._check_at_s = now_s + min(max(_RECHECK_S, _RECHECK_READS * (now_s - began_s)), _LONGEST_RECHECK_S)
-        return answer
-
-    def _follow(self, key: str) -> EtcdWatch:
-        """The watch over the directory of the key."""
+        """The key's value, if there is one within this time, or before a read has to confirm that there is none."""
         keys = self._directory(key)
-        if self._watch is None or self._watch.keys != keys:
-            self._end_watch()
-            answer = self._checked_read(*keys)
-            revision = int(answer["header"]["revision"])
-            self._watch = EtcdWatch(self._gateway.another(), keys, _values(answer), revision + 1)
-        return self._watch
-
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        directory = self._followed.pop(keys, None)
+        if directory is None:
+            directory = EtcdDirectory(self._gateway, keys, is_numbered=keys[0] == self._key(LOG))
+        self._followed[keys] = directory
+        if len(self._followed) > _MOST_DIRECTORIES:
+            self._followed.pop(next(iter(self._followed))).close()
+        return directory.find(self._key(key), timeout_s)
 
     def _meet(self, key: str, rank: int, timeout_s: float) -> Any:
         import torch.distributed as dist
@@ -198,8 +175,3 @@ class EtcdControlStore:
 
 def _is_absent(name: str) -> list[Message]:
     return [{"key": encoded(name), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}]
-
-
-def _values(answer: Message) -> dict[str, str]:
-    """Value by key of a range."""
-    return {decoded(pair["key"]): decoded(pair.get("value", "")) for pair in answer.get("kvs", [])}

@@ -9,6 +9,7 @@ import http.client
 import socket
 import threading
 import time
+from collections.abc import Iterable
 
 from spare_megatron.control.etcd_gateway import EtcdGateway, Message, decoded, encoded, try_timeout_s
 from spare_megatron.control.store import StoreLost
@@ -27,7 +28,7 @@ class EtcdWatch:
     """
 
     def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], values: dict[str, str], revision: int) -> None:
-        self.keys = keys
+        self._keys = keys
         self._gateway = gateway
         self._values = values
         self._next_revision = revision
@@ -43,6 +44,12 @@ class EtcdWatch:
         with self._changed:
             self._changed.wait_for(lambda: key in self._values, timeout_s)
             return self._values.get(key)
+
+    def let_go(self, keys: Iterable[str]) -> None:
+        """Forgets the values of keys that nobody will ask for."""
+        with self._changed:
+            for key in keys:
+                self._values.pop(key, None)
 
     def close(self) -> None:
         """Ends the watch."""
@@ -66,8 +73,8 @@ class EtcdWatch:
 
     def _follow_one_stream(self, try_s: float) -> None:
         request = {
-            "key": encoded(self.keys[0]),
-            "range_end": encoded(self.keys[1]),
+            "key": encoded(self._keys[0]),
+            "range_end": encoded(self._keys[1]),
             "start_revision": str(self._next_revision),
         }
         with self._gateway.stream("/v3/watch", {"create_request": request}, try_s) as (sock, messages):

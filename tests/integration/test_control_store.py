@@ -103,6 +103,19 @@ def test_who_polls_hears_of_an_entry_that_another_writes(spec: StoreSpec) -> Non
         assert polling.has(index)
 
 
+def test_entries_are_found_in_whatever_order_they_are_asked_for(spec: StoreSpec) -> None:
+    asking, writing = DecisionLog(open_store(spec)), DecisionLog(open_store(spec))
+    for index in range(12):
+        writing.append(index, f"entry {index}")
+    assert [index for index in (9, 20, 5, 11, 13, 12) if asking.has(index)] == [9, 5, 11]
+    for index in range(12, 22):
+        writing.append(index, f"entry {index}")
+    order = (12, 11, 21, 0, 13, 20)
+    assert [asking.wait(index, 20.0) for index in order] == [f"entry {index}" for index in order]
+    assert asking.entries(range(8, 24)) == [*(f"entry {index}" for index in range(8, 22)), None, None]
+    assert [asking.find_head(index) for index in (0, 9, 21, 22)] == [22] * 4
+
+
 def test_votes_are_counted_and_read_without_waiting_for_those_not_cast(store: ControlStore) -> None:
     log = DecisionLog(store)
     assert [log.vote(4, (group, 0), f"vote of {group}") for group in (0, 2)] == [1, 2]

@@ -16,6 +16,7 @@ import pytest
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.etcd_gateway import EtcdGateway
 from spare_megatron.control.etcd_store import EtcdControlStore
+from spare_megatron.control.etcd_watch import EtcdWatch
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreLost
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
@@ -28,6 +29,12 @@ FAILOVER_S = 30.0
 
 def spec_of(*endpoints: str, timeout_s: float = 30.0) -> EtcdStoreSpec:
     return EtcdStoreSpec(endpoints=endpoints, prefix=f"/test/{secrets.token_hex(8)}", timeout_s=timeout_s)
+
+
+def watch_of(store: EtcdControlStore) -> EtcdWatch:
+    (directory,) = store._followed.values()
+    assert directory._watch is not None
+    return directory._watch
 
 
 @pytest.fixture
@@ -158,8 +165,7 @@ def test_whoever_waits_hears_of_a_write_though_the_member_of_its_watch_breaks(
     spec = spec_of(*own_cluster.endpoints)
     waiting, writing = EtcdControlStore(spec), EtcdControlStore(spec)
     assert not waiting.exists("log/0")
-    assert waiting._watch is not None
-    member = waiting._watch._gateway._turn % len(own_cluster.endpoints)
+    member = watch_of(waiting)._gateway._turn % len(own_cluster.endpoints)
     writing._gateway._turn = member + 1
     with ThreadPoolExecutor(1) as pool:
         entry = pool.submit(waiting.wait, "log/0", 60.0)
@@ -193,9 +199,9 @@ def test_a_waiter_outlives_the_compaction_of_what_it_would_have_been_told(etcd_c
         writing.put(f"other/{index}", "value")
     revision = gateway.call("/v3/kv/range", {"key": "AA=="})["header"]["revision"]
     gateway.call("/v3/kv/compaction", {"revision": revision, "physical": True})
-    assert waiting._watch is not None
-    waiting._watch._next_revision = 1
-    waiting._watch._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    watch = watch_of(waiting)
+    watch._next_revision = 1
+    watch._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
     writing.put("log/0", "entry")
     assert waiting.wait("log/0", 10.0) == "entry"
 

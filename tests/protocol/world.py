@@ -152,7 +152,7 @@ class World:
         return self._store.has(f"log/{index}")
 
     def is_told_broken(self, index: int) -> bool:
-        return self._store.has(f"log/broken-{index}")
+        return self._store.has(f"broken/{index}")
 
     def start_in_background(self, name: str, steps: Steps) -> None:
         self._start(name, None, steps)

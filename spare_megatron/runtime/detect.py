@@ -5,6 +5,7 @@ does not matter who is first. A reset socket between groups names nobody: the at
 """
 
 import re
+from collections.abc import Callable
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Fence, decode_entry, encode_entry
@@ -16,6 +17,10 @@ _CONNECTION_ERROR = re.compile(
     re.IGNORECASE,
 )
 
+_NUM_RECENT = 64
+"""Whoever sees a loss is rarely that many entries behind who saw it first. A second fence loses nothing, but ends the
+reduction under way."""
+
 
 def is_connection_error(error: RuntimeError) -> bool:
     """Whether a collective or a transfer failed because a peer is gone, rather than by a fault of its own.
@@ -25,22 +30,40 @@ def is_connection_error(error: RuntimeError) -> bool:
     return _CONNECTION_ERROR.search(str(error)) is not None
 
 
-def fence(log: DecisionLog, member: Member, reason: str, from_index: int, error: str = "") -> int:
-    """Makes sure that the log fences the member; returns the index of the entry that does.
+def fence(
+    log: DecisionLog,
+    member: Member,
+    reason: str,
+    from_index: int,
+    error: str = "",
+    on_entry: Callable[[], None] = lambda: None,
+) -> int:
+    """Makes sure that the log fences the member; returns the index of an entry that does.
+
+    Of the entries that are there already only the last ones are read: a member that is fenced twice is lost once.
 
     Args:
         log: The log.
         member: The lost group, in the incarnation that was lost.
         reason: For people.
-        from_index: An index at or before the head; entries from there on are read.
+        from_index: An index at or before the head; no entry before it is read.
         error: The last line of the exception that ended it, if that was its own.
+        on_entry: Called after each entry that another has written first: there may be many.
     """
     text = encode_entry(
         Fence(group=member.group, incarnation=member.incarnation, reason=reason[:200], error=error[:200])
     )
-    index = from_index
-    while True:
-        standing = decode_entry(log.append(index, text))
-        if isinstance(standing, Fence) and standing.hits(member):
+    head = log.find_head(from_index)
+    recent = range(max(from_index, head - _NUM_RECENT), head)
+    for index, entry in zip(recent, log.entries(recent), strict=True):
+        if entry is not None and _fences(entry, member):
             return index
-        index += 1
+    while not _fences(log.append(head, text), member):
+        head += 1
+        on_entry()
+    return head
+
+
+def _fences(entry: str, member: Member) -> bool:
+    standing = decode_entry(entry)
+    return isinstance(standing, Fence) and standing.hits(member)

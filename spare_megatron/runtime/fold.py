@@ -1,5 +1,6 @@
 """The controller of a run, and what it makes of a whole log."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
@@ -85,8 +86,12 @@ class LogFollower:
         self._controller.handle(RunStarted(), now_s=0.0)
         self._stop: Stop | None = None
 
-    def stop(self) -> Stop | None:
-        """How the log ends the run, as far as it is written; None if it does not. A restart undoes a wipe-out."""
+    def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | None:
+        """How the log ends the run, as far as it is written; None if it does not. A restart undoes a wipe-out.
+
+        Args:
+            on_entry: Called after each entry: there may be many.
+        """
         controller = self._controller
         while self._log.has(controller.head):
             entry = decode_entry(self._log.wait(controller.head, self._timeout_s))
@@ -95,6 +100,7 @@ class LogFollower:
                 self._stop = None
             stops = [action for action in actions if isinstance(action, Stop)]
             self._stop = stops[0] if stops else self._stop
+            on_entry()
             if isinstance(self._stop, FinishRun | StopHalted):
                 break
         return self._stop

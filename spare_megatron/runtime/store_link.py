@@ -128,6 +128,8 @@ class StoreLink:
         self._ring = [(node + offset) % num_nodes for offset in range(1, num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
         self._beats = 0
+        self._beat_at_s = time.monotonic()
+        """When the next one is due."""
         self._last_beats: dict[int, int] = {}
         self._since_s = time.monotonic()
         self._slow_at_s = -math.inf
@@ -173,12 +175,15 @@ class StoreLink:
             self._outbox.send(LinkLost(reason=str(error)))
 
     def _serve(self, store: ControlStore, log: DecisionLog) -> bool:
-        """One beat, and a fence if one is wanted; False after the last."""
-        try:
-            wanted = self._wanted.get(timeout=self._interval_s / BEATS_PER_INTERVAL)
-        except queue.Empty:
+        """A beat if one is due, else what is wanted before the next; False after the last."""
+        left_s = self._beat_at_s - time.monotonic()
+        if left_s <= 0:
             self._beat(store)
-            self._look_at_log()
+            self._look_at_log(store)
+            return True
+        try:
+            wanted = self._wanted.get(timeout=left_s)
+        except queue.Empty:
             return True
         if self._is_replaced(store):
             self._outbox.send(NodeReplaced())
@@ -193,7 +198,9 @@ class StoreLink:
             self._follower = LogFollower(log, wanted, self._interval_s)
             return True
         member = wanted.member or Member(wanted.group, _incarnation(store, wanted.group))
-        index = fence(log, member, wanted.cause, wanted.from_index, error=wanted.error)
+        index = fence(
+            log, member, wanted.cause, wanted.from_index, error=wanted.error, on_entry=lambda: self._keep_beating(store)
+        )
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._num_groups)
@@ -204,6 +211,12 @@ class StoreLink:
             return False
         (latest,) = store.get([f"life/{self._node}"])
         return latest is not None and int(latest) > self._life
+
+    def _keep_beating(self, store: ControlStore) -> None:
+        """Between the requests of something that may take long: the store answers, and others hear of this node."""
+        self._since_s = time.monotonic()
+        if self._since_s >= self._beat_at_s:
+            self._beat(store)
 
     def _beat(self, store: ControlStore) -> None:
         began_s = time.monotonic()
@@ -218,9 +231,10 @@ class StoreLink:
             self._slow_at_s = now_s
         for other, beats in zip(watched, found, strict=False):
             self._judge(other, beats, now_s)
+        self._beat_at_s = now_s + self._interval_s / BEATS_PER_INTERVAL
 
-    def _look_at_log(self) -> None:
-        stop = None if self._follower is None else self._follower.stop()
+    def _look_at_log(self, store: ControlStore) -> None:
+        stop = None if self._follower is None else self._follower.stop(lambda: self._keep_beating(store))
         if stop is not None:
             self._follower = None
             self._outbox.send(LogStopped(stop=stop))

@@ -21,7 +21,7 @@ FOUND_AS = {
     "counts a patch twice": "times|named twice",
     "ignores fences": "but the log says|no progress|is fenced|no end",
     "commits what was discarded": "the sum of a group that was put out",
-    "goes on with different parameters": "have different parameters",
+    "goes on with different parameters": "have different parameters|though the members hold",
     "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
     "starts again with lives that took part": "with lives that took part",

@@ -288,8 +288,10 @@ class World:
         """Somebody takes the member for lost, for good reason or not, and sooner or later writes its fence."""
         assert member is not None, "only groups are fenced"
         self._suspected.append(member)
-        # A supervisor reads on from the last entry that its ranks told of; others know of none.
-        from_index = self._random.choice((0, len(self.invariants.entries)))
+        # A supervisor reads on from the last entry that its ranks told of; others know of none. Who writes a late fence
+        # does not look for an earlier one.
+        head = len(self.invariants.entries)
+        from_index = head if is_late else self._random.choice((0, head))
         log_type = self.log_type
         steps = conversation(lambda store: fence(log_type(store), member, "suspected", from_index))
         self._start(f"observer of {member}", None, steps)

@@ -1,0 +1,222 @@
+"""Fences and beats when the log is long, or others are always faster: nobody may be taken for dead meanwhile."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.messages import Commit, Entry, Fence, Retry, StopWipeOut, encode_entry
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.runtime.detect import fence
+from spare_megatron.runtime.fold import controller_setup
+from spare_megatron.runtime.readiness import ALL_GROUPS_READY
+from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LogStopped, StoreLink
+
+pytestmark = pytest.mark.timeout(60)
+
+LOG = "log/"
+WAIT_S = 20.0
+NUM_BEATS = 3
+CONFIG = RunConfig(layout=LayoutConfig(num_groups=3), spare=SpareConfig(redundancy=2), train=TrainConfig(steps=2))
+LOST = Member(GroupId(2), 1)
+
+
+class Log:
+    """A store of a log and little else; counts what it is asked."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self.values = {f"log/{index}": encode_entry(entry) for index, entry in enumerate(entries)}
+        self.values[ALL_GROUPS_READY] = "yes"
+        self.num_requests = self.num_beats = 0
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        self.num_requests += 1
+        return self.values.setdefault(key, value)
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        self.num_requests += 1
+        return [self.values.get(key) for key in keys]
+
+    def exists(self, key: str) -> bool:
+        self.num_requests += 1
+        return key in self.values
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        return self.values[key]
+
+    def put(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def beat(self, key: str, value: str, ttl_s: int) -> None:
+        self.num_beats += 1
+
+
+def commits(number: int) -> list[Entry]:
+    return [Commit(step=index, attempt=index) for index in range(number)]
+
+
+def log_of(store: Log) -> DecisionLog:
+    return DecisionLog(store)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------------- fence
+
+
+def test_the_head_is_found_from_every_index_before_it() -> None:
+    store = Log()
+    log = log_of(store)
+    for length in range(70):
+        assert [log.find_head(hint) for hint in range(length + 1)] == [length] * (length + 1)
+        store.values[f"{LOG}{length}"] = "entry"
+
+
+def test_the_head_of_a_long_log_is_found_in_few_reads() -> None:
+    for length in (1000, 1023, 1024, 1025):
+        store = Log(*commits(length))
+        for hint in {0, 1, length // 2, length - 1, length}:
+            store.num_requests = 0
+            assert log_of(store).find_head(hint) == length
+            assert store.num_requests <= 2 * math.log2(length - hint + 1) + 2
+
+
+def test_a_fence_by_who_knows_nothing_of_a_long_log_takes_few_requests() -> None:
+    store = Log(*commits(2000))
+    assert fence(log_of(store), LOST, "dead", from_index=0) == 2000
+    assert store.values["log/2000"] == encode_entry(Fence(group=LOST.group, incarnation=1, reason="dead"))
+    assert store.num_requests < 40
+
+
+def test_a_fence_is_not_repeated_right_after_it_whatever_is_known_of_the_log() -> None:
+    for standing in (0, 3, 7, 9, 10, 95, 99, 101):
+        for later in (0, 1, 10, 40):
+            entries = [*commits(standing), Fence(group=LOST.group, incarnation=1), *commits(later)]
+            for hint in {0, standing // 2, standing}:
+                assert fence(log_of(Log(*entries)), LOST, "dead", from_index=hint) == standing
+
+
+def test_fences_of_others_and_of_earlier_lives_are_not_taken_for_it() -> None:
+    store = Log(Fence(group=GroupId(1), incarnation=1), Fence(group=LOST.group, incarnation=0))
+    assert fence(log_of(store), LOST, "dead", from_index=0) == 2
+
+
+# -------------------------------------------------------------------------------------------------------------- beats
+
+
+class Endless(Log):
+    """Has something more to be done until it has heard some beats, or has waited for them for long."""
+
+    def __init__(self, patience: int) -> None:
+        super().__init__()
+        self._patience = patience
+        self.num_turns = 0
+        self.on_turn: Callable[[], None] = lambda: None
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_beats >= NUM_BEATS or self.num_turns >= self._patience
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        self.on_turn()
+        self.num_turns += 1
+        return super().put_if_absent(key, value)
+
+    def exists(self, key: str) -> bool:
+        if key.startswith(LOG):
+            self.on_turn()
+            self.num_turns += 1
+        return super().exists(key)
+
+
+def link_to(store: Log) -> tuple[StoreLink, Connection]:
+    inbox, outbox = Pipe(duplex=False)
+    link = StoreLink(
+        node=0,
+        num_nodes=1,
+        num_groups=3,
+        interval_s=0.01,
+        connect=lambda: store,  # type: ignore[arg-type, return-value]
+        outbox=outbox,
+    )
+    return link, inbox
+
+
+def next_event(inbox: Connection) -> LinkEvent:
+    assert inbox.poll(WAIT_S)
+    event: LinkEvent = inbox.recv()
+    return event
+
+
+def wanted(member: Member) -> FenceWanted:
+    return FenceWanted(group=member.group, member=member, rank=0, cause="dead", error="", from_index=0)
+
+
+def test_who_loses_every_race_for_an_entry_goes_on_beating_and_knows_that_the_store_answers() -> None:
+    store = Endless(patience=20_000)
+    link, inbox = link_to(store)
+    unanswered_s: list[float] = []
+
+    def lose() -> None:
+        unanswered_s.append(link.unanswered_s())
+        link._since_s = time.monotonic() - 1e6
+        if not store.is_over:
+            store.values[f"{LOG}{store.num_turns}"] = encode_entry(Retry(step=0, attempt=0))
+
+    store.on_turn = lose
+    link.fence(wanted(LOST))
+    link.start()
+    event = next_event(inbox)
+    link.stop(WAIT_S)
+    assert isinstance(event, FenceWritten)
+    assert event.entry_index == store.num_turns - 1 > 0
+    assert store.num_beats >= NUM_BEATS
+    assert max(unanswered_s) < 1e6
+
+
+def test_who_has_always_one_more_fence_to_write_goes_on_beating() -> None:
+    store = Endless(patience=1000)
+    link, inbox = link_to(store)
+
+    def want_another() -> None:
+        if not store.is_over:
+            link.fence(wanted(Member(LOST.group, store.num_turns + 1)))
+
+    store.on_turn = want_another
+    link.fence(wanted(Member(LOST.group, 0)))
+    link.start()
+    num_fences = 0
+    while num_fences == 0 or inbox.poll(0) or not store.is_over:
+        assert isinstance(next_event(inbox), FenceWritten)
+        num_fences += 1
+    link.stop(WAIT_S)
+    assert store.num_beats >= NUM_BEATS
+
+
+def test_who_follows_a_long_log_goes_on_beating_and_knows_that_the_store_answers() -> None:
+    store = Endless(patience=20_000)
+    link, inbox = link_to(store)
+    unanswered_s: list[float] = []
+
+    def lengthen() -> None:
+        unanswered_s.append(link.unanswered_s())
+        link._since_s = time.monotonic() - 1e6
+        next_entries = [GroupId(0), GroupId(2)] if store.is_over else [GroupId(1)]
+        for offset, group in enumerate(next_entries):
+            store.values[f"{LOG}{store.num_turns + offset}"] = encode_entry(Fence(group=group))
+        if store.is_over:
+            store.on_turn = lambda: None
+
+    store.on_turn = lengthen
+    link.follow(controller_setup(CONFIG))
+    link.start()
+    event = next_event(inbox)
+    link.stop(WAIT_S)
+    assert isinstance(event, LogStopped)
+    assert isinstance(event.stop, StopWipeOut)
+    assert store.num_turns > NUM_BEATS
+    assert store.num_beats >= NUM_BEATS
+    assert max(unanswered_s[1:]) < 1e6

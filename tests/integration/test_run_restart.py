@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
@@ -81,6 +81,27 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(text_cor
     assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
     told = {text for event in events if isinstance(event, GroupRestarted) for text in event.rejected}
     assert [text for text in told if "step-00000004" in text and "bytes" in text]
+    assert same_bits(config, whole, run)
+
+
+def test_training_does_not_start_again_from_what_a_group_with_wrong_parameters_has_saved(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Its files are whole. That its state was wrong is known from the comparison that comes with every checkpoint."""
+    flip = FaultConfig(phase=Phase.AFTER_COMMIT, step=3, group=1, rank=0, kind="param_flip", bit=10)
+    faults = [flip, kill(Phase.FORWARD, 5, 0), kill(Phase.FORWARD, 5, 2)]
+    layout = LayoutConfig(num_groups=4)
+    common = {"steps": STEPS + 1, "redundancy": 2, "mode": "reproducible"}
+    whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
+    config = tiny_config(text_corpus, layout, **common, faults=faults, max_restarts=1)
+    saving = replace(config.checkpoint, interval_steps=2, asynchronous=False, keep_last=9)
+    config = replace(config, checkpoint=saving, train=replace(config.train, params_check_every_steps=0))
+    run = complete_run(config, tmp_path / "run")
+    assert_restarted(run, 1)
+    fences = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
+    assert (fences[0]["group"], fences[0]["discard"]) == (1, True)
+    assert checkpoint_path(tmp_path / "run/checkpoints", 4).exists()
+    assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
     assert same_bits(config, whole, run)
 
 

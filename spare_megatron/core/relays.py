@@ -5,7 +5,7 @@ its block into the control store at once. So a loss changes no other block than 
 the load of the store: a vote that several write is one vote, for an attempt, a group and an incarnation name it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from spare_megatron.core.topology import Member
 
@@ -55,12 +55,14 @@ class BlockVotes:
         self.attempt = attempt
         self._block = frozenset(block)
         self._votes = {relay: vote}
+        self._missing = set(block) - {relay}
 
     def take(self, attempt: int, voter: Member, vote: str) -> bool:
         """Takes a vote, unless it is one on another attempt, or of whoever does not vote here."""
         if attempt != self.attempt or voter not in self._block:
             return False
         self._votes.setdefault(voter, vote)
+        self._missing.discard(voter)
         return True
 
     @property
@@ -69,6 +71,6 @@ class BlockVotes:
         return self._votes
 
     @property
-    def missing(self) -> frozenset[Member]:
+    def missing(self) -> Set[Member]:
         """Whose votes have not."""
-        return self._block.difference(self._votes)
+        return self._missing

@@ -56,7 +56,7 @@ class VoteRelay:
         end_s = time.monotonic() + timeout_s
         while True:
             # Who is not waited for may have come nevertheless.
-            left_s = max(end_s - time.monotonic(), 0.0) if votes.missing - self._absent else 0.0
+            left_s = 0.0 if votes.missing <= self._absent else max(end_s - time.monotonic(), 0.0)
             if not self._serve(votes, min(left_s, _LOOK_S)) and (not left_s or is_decided()):
                 break
         self._absent |= votes.missing
@@ -110,7 +110,8 @@ class VoteRelay:
         try:
             for message in client.inbox.receive(connection):
                 client.member = Member(GroupId(message.group), message.incarnation)
-                self._absent -= {client.member}
+                if client.member in self._absent:
+                    self._absent -= {client.member}
                 if message.kind is Kind.VOTE:
                     votes.take(message.number, client.member, message.text)
         except RelayBroken:

@@ -19,6 +19,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from spare_megatron.core.messages import (
     AttemptReduce,
@@ -153,10 +154,12 @@ class Invariants:
         own = self._votes[life, self.attempt]
         told = [own.params_digest, *(digest.sha256 for digest in own.slice_digests)]
         votes = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == self.attempt}
-        of_members = [vote for voter, vote in votes.items() if voter in self.members]
-        # Whoever decides may have seen the votes of lost groups, or not.
+        of_members = [vote for voter, vote in votes.items() if voter in self.members or voter == life]
+        of_others = [vote for voter, vote in votes.items() if voter not in self.members and voter != life]
+        # Whoever decides may have seen the votes of some lost groups, and not those of others.
+        some_of_others = (some for number in range(len(of_others) + 1) for some in combinations(of_others, number))
         return any(one.startswith(WRONG) for one in told) or any(
-            _is_unconfirmed(own, seen) for seen in (list(votes.values()), of_members)
+            _is_unconfirmed(own, [*of_members, *some]) for some in some_of_others
         )
 
     def _halted(self, reason: str, writer: str) -> None:

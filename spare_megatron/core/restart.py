@@ -168,16 +168,27 @@ def decide_restart(
     newest = max(common)
     if snapshot is not None and snapshot.step >= newest:
         return Restart(step=snapshot.step, members=_members(able), snapshot=snapshot.attempt)
-    found = {step for item in able for step in item.steps if step > first_step}
-    if newest > first_step or not found:
+    if newest > first_step or not any(step > first_step for item in able for step in item.steps):
         return Restart(step=newest, members=_members(able))
     if waited_s < limits.wait_s:
         return None
-    for newest in sorted(found, reverse=True):
+    covering = None if last_resort else placement
+    return _newest_of_some(able, first_step, covering) or GiveUp(step=step, reason=_nothing_in_common(able))
+
+
+def _newest_of_some(able: Sequence[Waiting], first_step: int, placement: Placement | None) -> Restart | None:
+    """From the newest checkpoint that groups with hosts of all shards find, without the others; None if there is none.
+
+    Args:
+        able: Who waits.
+        first_step: Only later steps count.
+        placement: Who hosts what; None if every group can compute every shard.
+    """
+    for newest in sorted({step for item in able for step in item.steps if step > first_step}, reverse=True):
         holders = [item for item in able if newest in item.steps]
-        if last_resort or not placement.uncovered(frozenset(item.member.group for item in holders)):
+        if placement is None or not placement.uncovered(frozenset(item.member.group for item in holders)):
             return Restart(step=newest, members=_members(holders))
-    return GiveUp(step=step, reason=_nothing_in_common(able))
+    return None
 
 
 def _members(waiting: Sequence[Waiting]) -> tuple[Member, ...]:

@@ -1,5 +1,6 @@
 """What all tests share: hardware they may need, a corpus, an etcd binary."""
 
+import math
 from collections.abc import Generator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from tests.integration.etcd_cluster import find_etcd
 from tests.integration.text_corpus import write_text_corpus
 
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+DEVICE_FILES = Path("/dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,15 +17,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require",
         action="append",
         default=[],
-        choices=["gpu"],
-        help="hardware that must be there: tests that would be skipped for lack of it fail",
+        choices=["gpu", "gpus"],
+        help="hardware that must be there, one GPU or several: tests that would be skipped for lack of it fail",
     )
     parser.addoption("--slurm", action="store_true", help="also run jobs on a Slurm, started here (root, minutes)")
 
 
+def gpus_needed(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("gpu")
+    return 0 if marker is None else marker.kwargs.get("count", 1)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is not None and not NVIDIA_DRIVER.exists():
-        pytest.skip("needs an NVIDIA GPU")
+    needed, found = gpus_needed(item), len(list(DEVICE_FILES.glob("nvidia[0-9]*")))
+    if found < needed:
+        pytest.skip(f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, found {found}")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -32,10 +39,11 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    is_required = "gpu" in item.config.getoption("--require")
-    if report.skipped and is_required and item.get_closest_marker("gpu") is not None:
+    required = item.config.getoption("--require")
+    most = math.inf if "gpus" in required else 1 if "gpu" in required else 0
+    if report.skipped and 0 < gpus_needed(item) <= most:
         report.outcome = "failed"
-        report.longrepr = f"--require=gpu: {item.nodeid} was skipped: {call.excinfo and call.excinfo.value}"
+        report.longrepr = f"--require: {item.nodeid} was skipped: {call.excinfo and call.excinfo.value}"
     return report
 
 

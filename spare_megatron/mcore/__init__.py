@@ -1,37 +1,8 @@
 """Everything that touches megatron-core: model, data, gradients, optimizer. Nothing else imports `megatron`."""
 
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 
-SUPPORTED_MEGATRON_CORE = "0.16"
-"""The minor version whose internals the adaptations in this package were checked against, from patch 1 on."""
-
-
-def check_megatron_core(installed: str | None) -> None:
-    """Nothing when this megatron-core is supported.
-
-    Args:
-        installed: Its version, or None when there is none.
-
-    Raises:
-        ImportError: There is none, or it is another version.
-    """
-    wanted = f"megatron-core >= {SUPPORTED_MEGATRON_CORE}.1 and < 0.17"
-    if installed is None:
-        raise ImportError(f"{wanted} is not installed; pip install 'megatron-core=={SUPPORTED_MEGATRON_CORE}.1'")
-    major, minor, patch = [*installed.split("+")[0].split("."), "0", "0"][:3]
-    if f"{major}.{minor}" != SUPPORTED_MEGATRON_CORE or not patch.isdigit() or int(patch) < 1:
-        raise ImportError(
-            f"megatron-core {installed} is installed, spare_megatron needs {wanted}: "
-            f"pip install 'megatron-core=={SUPPORTED_MEGATRON_CORE}.1'"
-        )
-
-
-def _installed_megatron_core() -> str | None:
-    try:
-        return version("megatron-core")
-    except PackageNotFoundError:
-        return None
+from spare_megatron.mcore.versions import check_version, installed_version
 
 
 def _hush_advice_nobody_can_follow() -> None:
@@ -44,5 +15,6 @@ def _hush_advice_nobody_can_follow() -> None:
         warnings.filterwarnings("ignore", message=".*Transformer Engine.*Falling back", category=UserWarning)
 
 
-check_megatron_core(_installed_megatron_core())
+for _package in ("torch", "megatron-core"):
+    check_version(_package, installed_version(_package))
 _hush_advice_nobody_can_follow()

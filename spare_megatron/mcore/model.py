@@ -20,6 +20,7 @@ from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
+from spare_megatron.mcore.versions import check_version, installed_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +101,10 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
 
     Raises:
         ValueError: The configuration wants transformer-engine and it cannot be had, or needs it and rejects it.
+        ImportError: It is there in another version than those supported.
     """
     if _uses_transformer_engine(config, device):
+        check_version("transformer-engine", installed_version("transformer-engine"))
         if transformer.deterministic_mode:
             # Megatron refuses deterministic attention unless this tells transformer-engine too.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"

@@ -24,15 +24,17 @@ def preflight(config: RunConfig) -> None:
 
 
 def _check_and_prepare(config: RunConfig, reports: Connection) -> None:
-    import torch
-
-    from spare_megatron.mcore.data import prepare_index
-    from spare_megatron.mcore.transformer import transformer_config
-
     try:
-        transformer_config(config, torch.device("cuda" if config.cluster.device == "gpu" else "cpu"))
+        import torch
+
+        from spare_megatron.mcore.data import prepare_index
+        from spare_megatron.mcore.model import layer_spec
+        from spare_megatron.mcore.transformer import transformer_config
+
+        device = torch.device("cuda" if config.cluster.device == "gpu" else "cpu")
+        layer_spec(config, transformer_config(config, device), device)
         prepare_index(config)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         reports.send(str(error))
     except Exception:  # noqa: BLE001  (whatever it is, the user is told)
         reports.send(traceback.format_exc())

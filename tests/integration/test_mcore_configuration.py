@@ -1,5 +1,7 @@
 """A run's configuration in Megatron's terms: what is passed on, and what is refused before it trains wrong."""
 
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,12 @@ from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
-from spare_megatron.mcore import check_megatron_core, rng
+from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.gradients import fixed_point
 from spare_megatron.mcore.model import layer_spec
 from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.mcore.versions import SUPPORTED, check_version
 
 CPU = torch.device("cpu")
 
@@ -25,18 +28,41 @@ def with_megatron(**megatron: Any) -> RunConfig:
     return RunConfig(megatron=megatron)
 
 
-# ----------------------------------------------------------------------------------------------------- the version
+# ----------------------------------------------------------------------------------------------------- the versions
 
 
-@pytest.mark.parametrize("installed", [None, "0.15.3", "0.16.0", "0.17.0", "1.16.1", "0.16.0rc1"])
-def test_other_versions_of_megatron_are_refused(installed: str | None) -> None:
-    with pytest.raises(ImportError, match=r"pip install 'megatron-core==0\.16\.1'"):
-        check_megatron_core(installed)
+@pytest.mark.parametrize(
+    ("package", "installed"),
+    [
+        *(("megatron-core", version) for version in (None, "0.15.3", "0.16.0", "0.17.0", "1.16.1", "0.16.0rc1")),
+        *(("torch", version) for version in (None, "2.12.1", "2.14.0", "2.14.0a0+git1234")),
+        *(("transformer-engine", version) for version in (None, "1.13.0")),
+    ],
+)
+def test_other_versions_are_refused_with_the_remedy(package: str, installed: str | None) -> None:
+    with pytest.raises(ImportError, match=rf"pip install '{package}>=\d"):
+        check_version(package, installed)
 
 
-@pytest.mark.parametrize("installed", ["0.16.1", "0.16.2+cu128", "0.16.10"])
-def test_supported_versions_of_megatron_are_accepted(installed: str) -> None:
-    check_megatron_core(installed)
+@pytest.mark.parametrize(
+    ("package", "installed"),
+    [
+        *(("megatron-core", version) for version in ("0.16.1", "0.16.2+cu128", "0.16.10")),
+        *(("torch", version) for version in ("2.13.0", "2.13.1+cpu", "2.13.0a0+nv26.1")),
+        *(("transformer-engine", version) for version in ("2.0.0", "2.11+abc")),
+    ],
+)
+def test_supported_versions_are_accepted(package: str, installed: str) -> None:
+    check_version(package, installed)
+
+
+def test_what_is_checked_is_what_is_asked_for_when_it_is_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
+    wanted = {text.partition(">=")[0].partition("[")[0]: ">=" + text.partition(">=")[2] for text in asked}
+    assert {package: str(supported) for package, supported in SUPPORTED.items()} == {
+        package: wanted[package] for package in SUPPORTED
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- the fields

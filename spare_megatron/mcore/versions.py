@@ -1,0 +1,64 @@
+"""The versions of other packages that this one was checked against.
+
+They are pinned where packages are installed, too; an image of a cluster has often been made otherwise.
+"""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+
+class Range(NamedTuple):
+    """Versions from one on, and before another if there is one."""
+
+    first: str
+    before: str | None = None
+
+    def __str__(self) -> str:
+        return f">={self.first}" + (f",<{self.before}" if self.before else "")
+
+
+SUPPORTED = {
+    "torch": Range("2.13", "2.14"),
+    "megatron-core": Range("0.16.1", "0.17"),
+    "transformer-engine": Range("2.0"),
+}
+
+
+def check_version(package: str, installed: str | None) -> None:
+    """Nothing when this version of a package is supported.
+
+    Args:
+        package: One of `SUPPORTED`.
+        installed: Its version, or None when there is none.
+
+    Raises:
+        ImportError: There is none, or it is another version.
+    """
+    wanted = SUPPORTED[package]
+    remedy = f"pip install '{package}{wanted}'"
+    if installed is None:
+        raise ImportError(f"{package}{wanted} is not installed: {remedy}")
+    is_below_end = wanted.before is None or _release(installed) < _release(wanted.before)
+    if _release(installed) < _release(wanted.first) or not is_below_end:
+        raise ImportError(f"{package} {installed} is installed, spare_megatron needs {wanted}: {remedy}")
+
+
+def installed_version(package: str) -> str | None:
+    """None when it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers of a version.
+
+    >>> _release("2.13.0+cu128"), _release("0.17.0rc1")
+    ((2, 13, 0), (0, 17, 0))
+    """
+    found = re.match(r"\d+(\.\d+)*", text)
+    if found is None:
+        raise ImportError(f"{text} is no version")
+    return tuple(map(int, found.group().split(".")))

@@ -1,0 +1,83 @@
+"""What the cross-group communicators rest on, as far as one GPU can show it."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.control.tcp_store import TcpControlStore, listen
+from spare_megatron.core.topology import GroupId
+from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from tests.gpu.one_device import DEVICES, GPU, run_on
+from tests.integration.whole_run import tiny_config
+
+pytestmark = pytest.mark.timeout(300)
+
+PATIENCE_S = 3.0
+DECIDED_S = 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_member_that_never_comes_holds_nobody_up_and_leaves_nothing_behind(text_corpus: Path, device: str) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
+    waited_s, evidence, alone, left = run_on(device, wait_in_vain, config)
+    assert DECIDED_S <= waited_s < PATIENCE_S
+    assert evidence == "the log has moved on"
+    assert alone == [3.0]
+    assert left == []
+
+
+def wait_in_vain(device: torch.device, config: RunConfig) -> tuple[float, str, Sequence[float], list[str]]:
+    """How long a rank waited for a communicator until the log moved on; what it said; a sum of its own afterwards; the
+    threads of the first communicator that have not ended when its time was over."""
+    server = listen("127.0.0.1", timedelta(seconds=PATIENCE_S))
+    communicator = CrossGroupCommunicator(
+        group=GroupId(0),
+        position=0,
+        device=device,
+        store=TcpControlStore("127.0.0.1", server.port),
+        timeout_s=PATIENCE_S,
+        probe=SilentProbe(),
+    )
+    before = set(threading.enumerate())
+    started_s = time.monotonic()
+    communicator.begin_build(0, [GroupId(0), GroupId(1)])
+    communicator.begin()
+    assert not communicator.connect(lambda: time.monotonic() >= started_s + DECIDED_S)
+    waited_s, evidence = time.monotonic() - started_s, communicator.evidence
+    builders = set(threading.enumerate()) - before
+    communicator.begin_build(1, [GroupId(0)])
+    tensor = torch.tensor([3.0], device=device)
+    assert communicator.reduce(tensor, lambda: False)
+    for thread in builders:
+        thread.join(timeout=4 * PATIENCE_S)
+    return waited_s, evidence, tensor.tolist(), [thread.name for thread in builders if thread.is_alive()]
+
+
+@pytest.mark.gpu
+def test_an_aborted_communicator_makes_room_for_the_next(text_corpus: Path) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
+    assert run_on(GPU, sum_abort_and_sum_again, config) == [[5.0], [5.0], [5.0]]
+
+
+def sum_abort_and_sum_again(device: torch.device, config: RunConfig) -> list[list[float]]:
+    """What each of three communicators of this rank alone summed, each aborted before the next is built."""
+    sums = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        for number in range(3):
+            backend = dist.ProcessGroupNCCL(dist.PrefixStore(str(number), store), 0, 1, timedelta(seconds=PATIENCE_S))
+            backend.eager_connect_single_device(device)
+            tensor = torch.tensor([5.0], device=device)
+            backend.allreduce([tensor], dist.AllreduceOptions()).wait()
+            sums.append(tensor.tolist())
+            backend.abort()
+    return sums

@@ -1,0 +1,103 @@
+"""What a GPU computes, on one of them, and the same on the CPU."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.mcore.data import prepare_index
+from tests.gpu import one_device
+from tests.gpu.one_device import DEVICES, GPU, run_on
+from tests.integration import mcore_group
+from tests.integration.mcore_group import run_group, work_of
+from tests.integration.reference import relative_distance
+from tests.integration.whole_run import tiny_config
+
+pytestmark = pytest.mark.timeout(600)
+
+IMPLEMENTATIONS = [
+    pytest.param("cpu", "local", id="cpu"),
+    pytest.param(GPU, "local", id="gpu", marks=pytest.mark.gpu),
+    pytest.param(GPU, "transformer_engine", id="gpu-te", marks=pytest.mark.gpu),
+]
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def make_config(text_corpus: Path) -> MakeConfig:
+    def make(*, mode: str = "fast", megatron: dict[str, Any] | None = None, **model: Any) -> RunConfig:
+        shape = {"hidden_size": 64, "num_attention_heads": 2, "seq_length": 64, **model}
+        config = tiny_config(text_corpus, LayoutConfig(num_groups=2), mode=mode, **shape)
+        config = replace(config, megatron=megatron or {})
+        prepare_index(config)
+        return config
+
+    return make
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-5), ("bf16", 0.02)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_those_of_the_full_model_in_fp32_on_the_cpu(
+    make_config: MakeConfig, device: str, precision: str, limit: float
+) -> None:
+    config = make_config(precision=precision, transformer_impl="local")
+    values, gradients = run_on(device, one_device.values_and_gradients, config)
+    alone = make_config(transformer_impl="local")
+    ((_, expected),) = run_group(mcore_group.reference_sums, alone, values, mcore_group.all_work(alone))
+    assert relative_distance(gradients, expected) < limit
+
+
+@pytest.mark.parametrize(("device", "implementation"), IMPLEMENTATIONS)
+def test_reproducible_sums_depend_on_what_is_computed_alone(
+    make_config: MakeConfig, device: str, implementation: str
+) -> None:
+    """Not on the order, and not on the calls: dropout follows each microbatch, and kernels repeat themselves."""
+    config = make_config(
+        mode="reproducible", precision=precision_of(device), transformer_impl=implementation, **DROPOUT
+    )
+    work = work_of((0, 0), (0, 1), (1, 0), (1, 1))
+    ways = [[work], [work[::-1]], [work[2:], work[:1], work[1:2]]]
+    first, *others = run_on(device, one_device.sums_of, config, *ways)
+    assert np.abs(first).max() > 0
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_recomputed_activations_drop_what_the_first_pass_dropped(make_config: MakeConfig, implementation: str) -> None:
+    model = {"mode": "reproducible", "precision": "bf16", "transformer_impl": implementation, **DROPOUT}
+    work = work_of((0, 0), (1, 1))
+    (kept,) = run_on(GPU, one_device.sums_of, make_config(**model), [work])
+    (recomputed,) = run_on(GPU, one_device.sums_of, make_config(megatron=RECOMPUTE, **model), [work])
+    np.testing.assert_array_equal(kept, recomputed)
+
+
+@pytest.mark.parametrize(("device", "implementation"), IMPLEMENTATIONS)
+def test_training_begins_at_the_entropy_of_guessing_and_learns(
+    make_config: MakeConfig, device: str, implementation: str
+) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl=implementation)
+    losses = run_on(device, one_device.losses_of_steps, config, 4)
+    assert losses[0] == pytest.approx(math.log(256), rel=0.1)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_copy_made_beside_training_is_the_state_before_it(make_config: MakeConfig, device: str) -> None:
+    config = make_config(precision=precision_of(device), transformer_impl="local", hidden_size=256)
+    before, beside, after = run_on(device, one_device.copied_beside_training, config)
+    assert beside == before
+    assert after != before
+
+
+def precision_of(device: str) -> str:
+    return "bf16" if device == GPU else "fp32"

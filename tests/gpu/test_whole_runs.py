@@ -1,0 +1,69 @@
+"""Whole runs on GPUs: a group on each, NCCL between them, ranks that are killed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
+from spare_megatron.core.phases import Phase
+from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config
+
+pytestmark = pytest.mark.timeout(900)
+
+ON_GPU = ClusterConfig(device="gpu")
+GROUPS = LayoutConfig(num_groups=4)
+MODEL = {"precision": "bf16", "hidden_size": 128, "seq_length": 128, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+PHASES = ("forward", "backward", "before_reduce", "in_reduce", "after_reduce", "after_vote", "after_commit")
+TWICE = {
+    "in the patch of the one before": [kill("backward", 2, 1), kill(Phase.PATCH, 2, 2)],
+    "while its communicator is built": [kill("backward", 2, 1), kill(Phase.REBUILD, 2, 2)],
+}
+
+
+def on_gpus(
+    corpus: Path, faults: Sequence[FaultConfig], *, rejoins: int = 0, sharding: str = "replicated"
+) -> RunConfig:
+    # Of three hosts of a slice two may be lost in one step.
+    optimizer = OptimizerConfig(sharding=sharding, redundancy=3)
+    return tiny_config(
+        corpus,
+        GROUPS,
+        steps=6,
+        faults=faults,
+        mode="reproducible",
+        cluster=ON_GPU,
+        rejoins=rejoins,
+        optimizer=optimizer,
+        **MODEL,
+    )
+
+
+@pytest.mark.gpu
+def test_a_group_alone_trains_on_one_gpu(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=1), cluster=ON_GPU, **MODEL)
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert len(losses_of(run.journal)) == config.train.steps
+
+
+@pytest.mark.gpu(count=4)
+@pytest.mark.parametrize("sharding", ["replicated", "stacked"])
+def test_killed_ranks_are_masked_bit_for_bit(text_corpus: Path, tmp_path: Path, sharding: str) -> None:
+    expected = complete_run(on_gpus(text_corpus, [], sharding=sharding), tmp_path / "none")
+    cases = {phase: [kill(phase, 2, 1)] for phase in PHASES} | TWICE
+    for number, faults in enumerate(cases.values()):
+        run = complete_run(on_gpus(text_corpus, faults, sharding=sharding), tmp_path / str(number))
+        assert_masked(run)
+        assert losses_of(run.journal) == losses_of(expected.journal)
+        assert run.summary.params_sha256 == expected.summary.params_sha256
+
+
+@pytest.mark.gpu(count=4)
+def test_a_killed_group_comes_back(text_corpus: Path, tmp_path: Path) -> None:
+    config = on_gpus(text_corpus, [kill("backward", 2, 1)], rejoins=1)
+    config = replace(config, train=replace(config.train, steps=200))
+    run = complete_run(config, tmp_path / "run")
+    assert_masked(run)
+    assert run.summary.groups_rejoined == 1

@@ -60,14 +60,10 @@ class VoteRelay:
             if not self._serve(votes, min(left_s, _LOOK_S)) and (not left_s or is_decided()):
                 break
         self._absent |= votes.missing
-        self.close_attempt(votes.attempt, votes)
-
-    def close_attempt(self, attempt: int, votes: BlockVotes | None = None) -> None:
-        """Tells everybody whose vote on the attempt has not been taken that it never will be."""
-        data = pack(Message(Kind.CLOSED, attempt), self.address.token)
+        closed = pack(Message(Kind.CLOSED, votes.attempt), self.address.token)
         for connection, client in list(self._clients.items()):
-            if votes is None or client.member not in votes.votes:
-                self._send(connection, data)
+            if client.member not in votes.votes:
+                self._send(connection, closed)
 
     def pass_on(self, index: int, entry: str) -> None:
         """Tells everybody what stands in the log at the index."""

@@ -1,9 +1,10 @@
 """How a group's vote gets into the control store, and how the group hears of the decision: by way of a relay or not.
 
-A vote for a whole sum goes to the relay of the group's block, which casts all of them at once, and the next entry of
-the log comes back the same way. A vote that says anything else follows a loss and is cast directly. Whoever hears
-nothing from its relay casts its vote itself and reads the log itself, so that a relay that is lost, stopped or slow
-costs time and nothing else: no more than FALLBACK_INTERVALS of the heartbeat interval, once.
+A vote goes to the relay of the group's block, which casts all of them at once, and the next entry of the log comes back
+the same way. Whoever hears nothing from its relay casts its vote itself and reads the log itself, so that a relay that
+is lost, stopped or slow costs time and nothing else: no more than FALLBACK_INTERVALS of the heartbeat interval, once.
+After a loss, too: a relay does not wait for a member whose connection has broken, nor for anybody once the loss stands
+in the log.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,8 +101,8 @@ class Voting:
         self._is_relayed = False
         if parts is not None and len(block) > 1:
             if relay == self._member:
-                return self._cast(self._collect(block, parts, is_complete=vote.is_complete))
-            self._is_relayed = vote.is_complete and parts.link.send(relay, attempt, self._vote, self.agreement.head)
+                return self._cast(self._collect(block, parts))
+            self._is_relayed = parts.link.send(relay, attempt, self._vote, self.agreement.head)
         return None if self._is_relayed else self._cast({self._member: self._vote})
 
     def confirm(self) -> VotesRead | None:
@@ -134,13 +135,10 @@ class Voting:
         assert self._parts is not None, "something was relayed"
         return self._parts.link.await_entry(index, self._attempt)
 
-    def _collect(self, block: Sequence[Member], parts: RelayParts, *, is_complete: bool) -> Mapping[Member, str]:
+    def _collect(self, block: Sequence[Member], parts: RelayParts) -> Mapping[Member, str]:
         """The votes that the group casts as a relay."""
         votes = BlockVotes(self._attempt, block, self._member, self._vote)
-        if is_complete:
-            parts.relay.collect(votes, parts.collect_s, lambda: self.agreement.is_written(self.agreement.head))
-        else:
-            parts.relay.close_attempt(self._attempt)
+        parts.relay.collect(votes, parts.collect_s, lambda: self.agreement.is_written(self.agreement.head))
         return votes.votes
 
     def _cast(self, votes: Mapping[Member, str]) -> VotesRead | None:

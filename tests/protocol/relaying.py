@@ -32,7 +32,7 @@ class Relaying:
         blocks = Blocks(action.voters, self._world.fan_in)
         relay = blocks.relay_of(self._member)
         self._block = blocks.block_of(relay) if relay == self._member else ()
-        self._is_relayed = relay != self._member and vote.is_complete
+        self._is_relayed = relay != self._member
         if self._is_relayed:
             box = self._world.post.boxes[relay]
             self._send(lambda: box.votes.append((attempt, self._member, text)))
@@ -41,7 +41,7 @@ class Relaying:
             self._is_relayed = False
             self._world.invariants.counts["vote without its relay"] += 1
         votes = self._world.votes_type(attempt, self._block, self._member, text)
-        while votes.missing and vote.is_complete and not self._world.post.gives_up():
+        while votes.missing and not self._world.post.gives_up():
             yield None
             while self._box.votes:
                 votes.take(*self._box.votes.pop(0))

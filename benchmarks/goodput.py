@@ -1,18 +1,21 @@
-"""Goodput under the same kills: ours, without rejoin, restarts from checkpoints alone, NVIDIA's in-process restart.
+"""Goodput under the same kills: ours, without rejoin, restarts from checkpoints alone, torchft, NVIDIA's extension.
 
-All train the same model on the same data with the same code, and each kill strikes the same group at the same step. The
-useful time is what the counted microbatches would have taken without any kill; goodput is that over the wall time from
-the first commit to the last.
+All train the same model on the same data with the same code, and each kill strikes the same group at the same moment of
+the same step, if it is there. torchft's groups are started again at once, as ours are, and from a process that has
+imported all they need, as ours are; those of NVIDIA's in-process restart stay away. The useful time is what the
+microbatches in committed sums would have taken without any kill, so that a step that lacks a group counts for less;
+goodput is that over the wall time from the first commit to the last.
 """
 
 import argparse
-import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,50 +24,50 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.goodput_plot import plot_goodput
 from benchmarks.origin import origin
+from benchmarks.outcomes import FIRST_KILL, Commit, Outcome, commits_of, outcome_of
 from benchmarks.peers.environment import ROOT, peer_python
-from benchmarks.peers.history import NUM_WARMUP, Event, spread
-from benchmarks.peers.peer_run import NvrxTimes, run_peer
+from benchmarks.peers.history import events_of_journal, spread
+from benchmarks.peers.peer_run import NvrxTimes, TorchftTimes, run_peer
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.phases import Phase
-from spare_megatron.journal.files import Journal, read_journal
-from spare_megatron.journal.follow import read_standing
-from spare_megatron.journal.records import FaultRecord
-from spare_megatron.report.history import history_of
+from spare_megatron.journal.files import read_journal
 from spare_megatron.runtime.preflight import preflight
 from spare_megatron.runtime.run import start_run
 from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.replay import replay
 
-OURS, NVRX = "ours", "nvrx"
+OURS = "ours"
+PEERS: dict[str, TorchftTimes | NvrxTimes] = {
+    "torchft": TorchftTimes(heartbeat_s=1.0, timeout_s=1.0, restarts=True),
+    "nvrx": NvrxTimes(interval_s=0.1, timeout_s=1.0),
+}
+"""With timeouts as short as these steps allow."""
 WAYS: dict[str, list[str]] = {
     OURS: ["spare.rejoins=1000"],
     "without_rejoin": ["spare.rejoins=0"],
     "checkpoint_only": ["spare.redundancy=1", "spare.rejoins=0"],
-    NVRX: [],
+    **{peer: [] for peer in PEERS},
 }
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE)
-FIRST_KILL = 10
-"""Steps before the first kill, whose median is the time of a step without kills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What one run came to.
+class Run:
+    """One run of one way.
 
     Attributes:
-        wall_s: From the first commit to the last.
-        counted: Microbatches in the committed sums of that time, over those that a whole step has.
-        quiet_s: Median time between the commits before the first kill.
-        kills: Kills that struck.
+        outcome: What it came to.
+        commits: Its commits.
+        predicted_wall_error: If it is ours, by how much the simulator errs that has been calibrated with it.
     """
 
-    wall_s: float
-    counted: float
-    quiet_s: float
-    kills: int
+    outcome: Outcome
+    commits: Sequence[Commit]
+    predicted_wall_error: float | None = None
 
 
 def configure(options: argparse.Namespace, way: str, run: int) -> RunConfig:
@@ -81,7 +84,7 @@ def configure(options: argparse.Namespace, way: str, run: int) -> RunConfig:
         *WAYS[way],
         f"faults.trace=[{', '.join(_kills(options, run))}]",
     ]
-    if way == NVRX:
+    if way in PEERS:
         settings = [text for text in settings if not text.startswith("checkpoint.")]
     return load_run_config(options.config, settings).config
 
@@ -100,94 +103,110 @@ def _kills(options: argparse.Namespace, run: int) -> list[str]:
     return kills
 
 
-def run_once(options: argparse.Namespace, way: str, run: int, folder: Path) -> tuple[Outcome, Journal | None]:
-    """One run, and the journal if it is ours."""
+def run_once(options: argparse.Namespace, way: str, run: int, folder: Path) -> Run:
+    """One run.
+
+    Raises:
+        RuntimeError: It did not come to its end, or is not proven.
+    """
     config = configure(options, way, run)
+    per_step = config.spare.microbatches_per_shard * config.layout.num_groups
     preflight(config)
-    if way == NVRX:
-        events = run_peer(peer_python(), config, NvrxTimes(interval_s=0.1, timeout_s=1.0), folder)
-        kills = sum(event.kind == "fault" for event in events)
-        return outcome_of(commits_of_peer(events, config.spare.microbatches_per_shard * 4), kills), None
+    if way in PEERS:
+        events = run_peer(peer_python(), config, PEERS[way], folder)
+        return Run(outcome=outcome_of(events, per_step), commits=commits_of(events, per_step))
     summary = start_run(config, folder, lambda _: None)
     if summary.verdict != "valid" or summary.outcome != "finished":
         raise RuntimeError(f"{folder.name}: {summary.outcome} {summary.outcome_reason}, {summary.reasons}")
     journal = read_journal(folder)
-    return outcome_of(commits_of_ours(folder), len(journal.of(FaultRecord))), journal
-
-
-def outcome_of(commits: Sequence[tuple[int, float, float]], kills: int) -> Outcome:
-    """From the step, the time and the share of counted microbatches of each commit, in the order of their times.
-
-    A step that was committed again after a restart counts once.
-    """
-    quiet = [later[1] - earlier[1] for earlier, later in itertools.pairwise(commits[NUM_WARMUP:FIRST_KILL])]
-    return Outcome(
-        wall_s=commits[-1][1] - commits[0][1],
-        counted=sum({step: share for step, _, share in commits[1:]}.values()),
-        quiet_s=statistics.median(quiet),
-        kills=kills,
+    events = events_of_journal(journal)
+    return Run(
+        outcome=outcome_of(events, per_step),
+        commits=commits_of(events, per_step),
+        predicted_wall_error=replay(journal, CostModel(**calibrate(journal).costs)).wall.error if way == OURS else None,
     )
 
 
-def commits_of_ours(folder: Path) -> list[tuple[int, float, float]]:
-    steps = history_of(read_standing(folder), verdict="", now_s=0.0).steps
-    return [(step, ended_s, 1.0) for step, ended_s in zip(steps.step.tolist(), steps.ended_s.tolist(), strict=True)]
-
-
-def commits_of_peer(events: Sequence[Event], per_step: int) -> list[tuple[int, float, float]]:
-    """When the first group knew of each commit."""
-    first: dict[int, Event] = {}
-    for event in events:
-        if event.kind == "committed":
-            first.setdefault(event.step, event)
-    return [(step, event.at_s, event.num_microbatches / per_step) for step, event in sorted(first.items())]
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Interleaved runs; the order turns around from run to run."""
-    outcomes: dict[str, list[Outcome]] = {way: [] for way in options.ways}
-    predictions: list[float | None] = []
-    loads: list[float] = []
-    if NVRX in options.ways:
+def run_all(options: argparse.Namespace) -> tuple[dict[str, list[Run]], list[str]]:
+    """Interleaved runs, whose order turns around from run to run; and what became of those that failed."""
+    runs: dict[str, list[Run]] = {way: [] for way in options.ways}
+    failed: list[str] = []
+    if set(options.ways) & set(PEERS):
         peer_python()  # so that making it disturbs no run
     with tempfile.TemporaryDirectory() as scratch:
-        for run in range(options.runs):
-            for way in options.ways if run % 2 == 0 else reversed(options.ways):
-                outcome, journal = run_once(options, way, run, Path(scratch) / f"{way}-{run}")
-                outcomes[way].append(outcome)
-                loads.append(os.getloadavg()[0])
-                print(f"run {run}, {way}: {outcome}", file=sys.stderr)
-                if way == OURS and journal is not None:
-                    predictions.append(replay(journal, CostModel(**calibrate(journal).costs)).wall.error)
-    quiet_s = statistics.median(outcome.quiet_s for found in outcomes.values() for outcome in found)
-    goodputs = {way: [o.counted * quiet_s / o.wall_s for o in found] for way, found in outcomes.items()}
+        for number in range(options.runs):
+            for way in options.ways if number % 2 == 0 else reversed(options.ways):
+                began_s = time.monotonic()
+                try:
+                    run = run_once(options, way, number, Path(scratch) / f"{way}-{number}")
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    failed.append(f"run {number}, {way}: {error}")
+                    print(failed[-1], file=sys.stderr)
+                    continue
+                runs[way].append(run)
+                print(f"run {number}, {way}, {time.monotonic() - began_s:.0f} s: {run.outcome}", file=sys.stderr)
+    return runs, failed
+
+
+def summarize(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """Goodput of each way that has runs, beside ours, and what its kills cost.
+
+    The time of a step without kills is the median of all runs, so that no way gains by being slow without them.
+    """
+    runs = {way: found for way, found in runs.items() if found}
+    quiet_s = statistics.median(run.outcome.quiet_s for found in runs.values() for run in found)
+    goodputs = {
+        way: [run.outcome.counted * quiet_s / run.outcome.wall_s for run in found] for way, found in runs.items()
+    }
     ours = statistics.median(goodputs[OURS]) if OURS in goodputs else None
     return {
-        "runs": options.runs,
-        "steps": options.steps,
-        "kills": options.kills,
         "quiet_step_s": quiet_s,
         "ways": {
             way: {
                 "goodput": spread(goodputs[way]),
                 "ratio": None if ours is None else ours / statistics.median(goodputs[way]),
-                "outcomes": [asdict(outcome) for outcome in found],
+                "kills": sum(len(run.outcome.to_commit_s) for run in found),
+                **{
+                    name: spread(values) if values else None
+                    for name, values in (
+                        ("quiet_s", [run.outcome.quiet_s for run in found]),
+                        ("to_commit_s", [value for run in found for value in run.outcome.to_commit_s]),
+                        ("longest_gap_s", [value for run in found for value in run.outcome.longest_gap_s]),
+                        ("pause_s", [value for run in found for value in run.outcome.pause_s]),
+                        ("thrown_away", [run.outcome.thrown_away for run in found]),
+                    )
+                },
+                "goodputs": goodputs[way],
+                "outcomes": [asdict(run.outcome) for run in found],
             }
-            for way, found in outcomes.items()
+            for way, found in runs.items()
         },
-        "predicted_wall_error": predictions,
-        "load_average": spread(loads),
-        **origin(),
+        "predicted_wall_error": [run.predicted_wall_error for run in runs.get(OURS, ())],
     }
 
 
 def print_table(result: dict[str, Any]) -> None:
-    print(f"{'':18}{'goodput':>26}{'ours over it':>14}{'kills that struck':>20}")
+    columns = (
+        "goodput",
+        "ours over it",
+        "kills",
+        "step",
+        "to commit",
+        "longest gap",
+        "pause of a return",
+        "thrown away",
+    )
+    print(f"{'':16}" + "".join(f"{column:>21}" for column in columns))
     for way, found in result["ways"].items():
-        goodput = "{median:8.1%} ({min:.1%} to {max:.1%})".format(**found["goodput"])
-        ratio = "" if found["ratio"] is None else f"{found['ratio']:.2f}"
-        print(f"{way:18}{goodput:>26}{ratio:>14}{sum(o['kills'] for o in found['outcomes']):>20}")
+        row = ["{median:.1%} ({min:.1%}, {max:.1%})".format(**found["goodput"])]
+        row += ["" if found["ratio"] is None else f"{found['ratio']:.2f}", str(found["kills"])]
+        for name in ("quiet_s", "to_commit_s", "longest_gap_s", "pause_s"):
+            of = found[name]
+            row.append("" if of is None else "{median:.2f} s ({max:.2f})".format(**of))
+        row.append("{median:g} ({max})".format(**found["thrown_away"]))
+        print(f"{way:16}" + "".join(f"{text:>21}" for text in row))
     errors = [f"{error:+.1%}" for error in result["predicted_wall_error"] if error is not None]
+    print(f"medians (goodput: least and largest; else: largest); a step without kills: {result['quiet_step_s']:.4f} s")
     print(f"wall time of ours as the simulator, calibrated with the run, predicts it: {', '.join(errors)}")
 
 
@@ -201,9 +220,24 @@ def main() -> None:
     parser.add_argument("--mean-steps", type=float, default=30.0, help="mean number of steps from kill to kill")
     parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw useful steps over time")
     parser.add_argument("--json", action="store_true")
-    result = measure(options := parser.parse_args())
+    options = parser.parse_args()
+    loads = [os.getloadavg()[0]]
+    runs, failed = run_all(options)
+    if not any(runs.values()):
+        raise SystemExit("no run came to its end:\n" + "\n".join(failed))
+    loads.append(os.getloadavg()[0])
+    terms = {name: getattr(options, name) for name in ("runs", "steps", "kills")}
+    result = {**terms, **summarize(runs), "failed": failed, "load_average": loads, **origin()}
     print(json.dumps(result)) if options.json else print_table(result)
+    if options.plot is not None:
+        curves = {way: found[0].commits for way, found in runs.items() if found}
+        goodputs = {way: found["goodputs"] for way, found in result["ways"].items()}
+        title = "goodput under the same kills, {commit}, {machine}, {date}".format(**result)
+        plot_goodput(options.plot, curves, goodputs, result["quiet_step_s"], title)
+    if failed:
+        raise SystemExit(f"{len(failed)} runs did not come to their end")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def peer_python() -> Path:
 
 def peer_variables() -> dict[str, str]:
     """The environment variables of a peer's process: one thread for operations, everything on the loopback."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "no_proxy": "127.0.0.1"}
+    return {**os.environ, **own}
 
 
 def _cache_folder() -> Path:

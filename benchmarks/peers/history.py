@@ -12,7 +12,7 @@ from typing import Any, Literal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, FaultRecord, UpdateRecord
 
-EventKind = Literal["fault", "computed", "discarded", "committed"]
+EventKind = Literal["fault", "computed", "discarded", "committed", "joined"]
 NUM_WARMUP = 2
 """Steps at the start of a run, and committed steps after a fault, that are in no median."""
 
@@ -23,7 +23,8 @@ class Event:
 
     Attributes:
         kind: `fault`: about to be hit. `computed`: microbatches back-propagated. `discarded`: what it had computed of
-            the step was thrown away. `committed`: it knows that the step is committed.
+            the step was thrown away. `committed`: it knows that the step is committed. `joined`: the step is the first
+            that it takes part in since it has come back.
         group: The group.
         step: The step, from 0.
         at_s: Wall-clock time, seconds since the epoch.
@@ -83,9 +84,12 @@ def events_of_journal(journal: Journal) -> list[Event]:
                     before = set()
                 events.append(_computed(group, step, line.at_s, len(work - before)))
                 brought[group, step] = work
-            case EntryRecord(group=group, entry={"entry": "commit", "step": int(step)}) if (group, step) in counted:
-                number = counted[group, step]
-                events.append(Event(kind="committed", group=group, step=step, at_s=line.at_s, num_microbatches=number))
+            case EntryRecord(group=group, entry={"entry": "commit", "step": int(step), **rest}):
+                brought.pop((group, step), None)  # after a restart the step is computed again
+                if (group, step) in counted:
+                    events.append(_committed(group, step, line.at_s, counted[group, step]))
+                for newcomer, _ in rest.get("admit", ()):
+                    events.append(Event(kind="joined", group=newcomer, step=step + 1, at_s=line.at_s))
     return events
 
 
@@ -130,6 +134,10 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 def _computed(group: int, step: int, at_s: float, number: int) -> Event:
     return Event(kind="computed", group=group, step=step, at_s=at_s, num_microbatches=number)
+
+
+def _committed(group: int, step: int, at_s: float, number: int) -> Event:
+    return Event(kind="committed", group=group, step=step, at_s=at_s, num_microbatches=number)
 
 
 def _number(events: Sequence[Event], group: int, kind: EventKind) -> int:

@@ -1,7 +1,8 @@
 """One group of a run with NVIDIA's resiliency extension, in the peers' environment: in-process restart.
 
 The wrapped function trains; when a group is lost, the extension has all others enter it again with new ranks. The model
-and the optimizer stay in memory, which is the best that a user can do: nothing is loaded, only the step is repeated.
+and the optimizer stay in memory, which is the best that a user can do: only the step is repeated. Groups that had not
+applied it when others had take the state over from one of these.
 What is computed and reduced is what a group of ours computes and reduces, by the same code, in the same buckets.
 """
 
@@ -14,10 +15,12 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import nvidia_resiliency_ext.inprocess as inprocess
+import torch
 import torch.distributed as dist
 
 from benchmarks.peers.peer_group import PeerGroup, begin_group
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.phases import Phase
 
 _LOOPBACK = "127.0.0.1"
 _UP_TIMEOUT_S = 120.0
@@ -44,24 +47,28 @@ class _Training:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             self.trained = PeerGroup(self.config, self.group, self.folder)
             self.up.wait(_UP_TIMEOUT_S)
-        elif self.is_computed:
-            self.trained.write("discarded", self.step)
-            self.is_computed = False
-        backend = self._connect(call.iteration)
+        begun = self.step
+        backend = self._connect(call.iteration, self.trained)
+        if self.is_computed and self.step == begun:
+            self.trained.write("discarded", begun)
+        self.is_computed = False
         while self.step < self.config.train.steps:
             self.trained.compute(self.step)
             self.is_computed = True
-            for work in [backend.allreduce([buffer], dist.AllreduceOptions()) for buffer in self.trained.buffers]:
+            works = [backend.allreduce([buffer], dist.AllreduceOptions()) for buffer in self.trained.buffers]
+            self.trained.reach(Phase.IN_REDUCE)
+            for work in works:
                 while not work.is_completed():  # a wait in C++ would keep the restart out until gloo's own timeout
                     time.sleep(_POLL_S)
                 work.wait()
+            self.trained.reach(Phase.AFTER_REDUCE)
             with call.atomic():
                 self.trained.update(self.step)
                 self.step += 1
                 self.is_computed = False
 
-    def _connect(self, iteration: int) -> dist.ProcessGroupGloo:
-        """A communicator of the groups that are left, which have to be at the same step."""
+    def _connect(self, iteration: int, trained: PeerGroup) -> dist.ProcessGroupGloo:
+        """A communicator of the groups that are left, all of them at the step of the furthest."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         client = dist.TCPStore(
             _LOOPBACK, self.store_port, is_master=False, wait_for_workers=False, timeout=self.timeout
@@ -69,9 +76,15 @@ class _Training:
         store = dist.PrefixStore(f"groups/{iteration}", client)
         store.set_timeout(self.timeout)
         store.set(f"step/{rank}", str(self.step))
-        steps = {int(store.get(f"step/{other}")) for other in range(size)}
-        if steps != {self.step}:
-            raise RuntimeError(f"the groups are at steps {sorted(steps)}: only a checkpoint would help")
+        steps = [int(store.get(f"step/{other}")) for other in range(size)]
+        furthest = max(steps)
+        if rank == steps.index(furthest) and min(steps) < furthest:
+            for key, part in trained.state().items():
+                store.set(f"state/{key}", bytes(part.numpy()) if isinstance(part, torch.Tensor) else part)
+        if self.step < furthest:
+            tensors = torch.frombuffer(bytearray(store.get("state/tensors")), dtype=torch.uint8)
+            trained.load_state({"description": store.get("state/description"), "tensors": tensors})
+            self.step = furthest
         return dist.ProcessGroupGloo(store, rank, size, self.timeout)
 
 

@@ -7,12 +7,14 @@ import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.peers.history import Event, EventKind
+from benchmarks.peers.history import Event, EventKind, read_events
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.phases import Phase
+from spare_megatron.core.pieces import Piece
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
 from spare_megatron.faults.injection import Injector
@@ -36,8 +38,10 @@ class PeerGroup:
 
     def __init__(self, config: RunConfig, group: int, folder: Path) -> None:
         self.config, self.group = config, group
-        self._events = os.open(folder / f"group-{group}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        faults = [fault for fault in resolve_trace(config) if fault.group == group]
+        events = folder / f"group-{group}.jsonl"
+        self._events = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        fired = {event.step for event in read_events([events]) if event.kind == "fault"}
+        faults = [fault for fault in resolve_trace(config) if fault.group == group and fault.step not in fired]
         self._injector = Injector(faults, lambda fault: self.write("fault", fault.step), _stop)
         self._trainer = GroupTrainer(config, torch.device("cpu"), _InjectingProbe(self._injector))
         self._work = [Microbatch(ShardId(group), index) for index in range(config.spare.microbatches_per_shard)]
@@ -51,8 +55,26 @@ class PeerGroup:
         self._injector.step = step
         self._trainer.begin_step(step)
         self.write("computed", step, len(self._trainer.compute(self._work)))
-        self._injector(Phase.BEFORE_REDUCE)
+        self.reach(Phase.BEFORE_REDUCE)
         self.buffers = [self._sums.stage(bucket, staging) for bucket, staging in enumerate(self._stagings)]
+
+    def reach(self, phase: Phase) -> None:
+        """Here a fault may strike."""
+        self._injector(phase)
+
+    def state(self) -> dict[str, Any]:
+        """A copy of the whole state between two updates: what a group of ours gives to one that comes back."""
+        outgoing = self._trainer.outgoing_state()
+        tensors = torch.empty(outgoing.tensors.num_bytes, dtype=torch.uint8)
+        outgoing.tensors.copy_to(tensors)
+        return {"description": outgoing.description, "tensors": tensors}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes over what `state` gave on another group."""
+        incoming = self._trainer.incoming_state(state["description"])
+        tensors = state["tensors"]
+        incoming.tensors.write(Piece(0, tensors.numel()), memoryview(tensors.numpy()))
+        incoming.install()
 
     def update(self, step: int) -> None:
         """Applies the mean over the groups that are left, in the scale of all groups.

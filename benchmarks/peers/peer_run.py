@@ -19,17 +19,20 @@ class TorchftTimes:
     Attributes:
         heartbeat_s: Without a heartbeat for so long a group is dead to the Lighthouse.
         timeout_s: Longest wait for a collective.
+        restarts: Whether a group that ends early is started again at once, as the launcher of a user does.
     """
 
     heartbeat_s: float
     timeout_s: float
+    restarts: bool = False
     package: str = TORCHFT
     program: str = "torchft_world.py"
 
     @property
     def options(self) -> list[str]:
         """Of its program."""
-        return ["--heartbeat-s", str(self.heartbeat_s), "--timeout-s", str(self.timeout_s)]
+        times = ["--heartbeat-s", str(self.heartbeat_s), "--timeout-s", str(self.timeout_s)]
+        return [*times, "--restarts"] if self.restarts else times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

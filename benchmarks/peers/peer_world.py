@@ -7,7 +7,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +39,50 @@ def forked_server(serve: Callable[[Connection], None], folder: Path) -> Iterator
         process.join(_REAP_TIMEOUT_S)
 
 
-def run_groups(config: RunConfig, train: Callable[..., None], folder: Path) -> None:
-    """Trains to the last step: each group calls `train` with its number and a barrier of all groups.
+def run_groups(config: RunConfig, train: Callable[..., None], folder: Path, *, restarts: bool = False) -> None:
+    """Trains to the last step, up to which each group calls `train` with its number and a barrier of all groups.
+
+    Args:
+        config: Its trace says which groups are hit; at least one is not.
+        train: What a group's process does; called without a barrier in one that takes a lost group's place.
+        folder: Where the logs are.
+        restarts: Whether a group that ends early is started again at once.
 
     Raises:
         RuntimeError: A group that no fault hits did not come to the end.
     """
     groups = range(config.layout.num_groups)
     up = _FORK.Barrier(len(groups))
-    processes = [_FORK.Process(target=train, args=(group, up)) for group in groups]
+    processes = {group: _FORK.Process(target=train, args=(group, up)) for group in groups}
     try:
-        for process in processes:
+        for process in processes.values():
             process.start()
-        hit = {fault.group for fault in resolve_trace(config)}
+        hit = {int(fault.group) for fault in resolve_trace(config)}
+        running, left = set(groups), set(groups) - hit
         end_s = time.monotonic() + _TRAIN_TIMEOUT_S
-        for group in sorted(set(groups) - hit):
-            processes[group].join(max(0.0, end_s - time.monotonic()))
-            if processes[group].exitcode != 0:
-                raise RuntimeError(f"group {group} ended with {processes[group].exitcode}: see {folder}")
+        while left:
+            group = _next_to_end({processes[group].sentinel: group for group in running}, end_s)
+            if group is None:
+                raise RuntimeError(f"groups {sorted(left)} still train after {_TRAIN_TIMEOUT_S} s: see {folder}")
+            running.remove(group)
+            process = processes[group]
+            process.join()
+            if process.exitcode == 0:
+                left.discard(group)
+            elif group in left:
+                raise RuntimeError(f"group {group} ended with {process.exitcode}: see {folder}")
+            elif restarts:
+                processes[group] = _FORK.Process(target=train, args=(group, None))
+                processes[group].start()
+                running.add(group)
     finally:
-        for process in processes:
+        for process in processes.values():
             if process.pid is not None:
                 process.kill()
                 process.join(_REAP_TIMEOUT_S)
+
+
+def _next_to_end(groups: dict[int, int], end_s: float) -> int | None:
+    """The group of the first sentinel that is ready; None if none is by then."""
+    ready = wait(list(groups), max(0.0, end_s - time.monotonic()))
+    return groups[ready[0]] if ready else None

@@ -1,26 +1,30 @@
 """One group of a run with torchft, in the peers' environment: our model, data and optimizer, torchft's fault tolerance.
 
 A step is torchft's: ask for a quorum, compute, all-reduce through the manager, ask whether to commit. What is computed
-and reduced is exactly what a group of ours computes and reduces, by the same code, in the same buckets.
+and reduced is exactly what a group of ours computes and reduces, by the same code, in the same buckets. A group that
+comes back takes the state over from another by torchft's own transport, while it computes its first step for nothing.
 """
 
 import json
 import os
 import sys
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torchft.checkpointing.http_transport
 import torchft.manager
 from torch.distributed import ReduceOp
 from torchft import Manager, ProcessGroupGloo
-from torchft.checkpointing import CheckpointTransport
+from torchft.checkpointing import HTTPTransport
 
 from benchmarks.peers.peer_group import PeerGroup, begin_group
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.tcp_store import listen
+from spare_megatron.core.phases import Phase
 
 _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -39,42 +43,47 @@ class _LoopbackGloo(ProcessGroupGloo):
         return json.dumps({**handle, "store": f"{_LOOPBACK}:{self._rendezvous_store.port}"})
 
 
-class _NoTransport(CheckpointTransport[Any]):
-    """Nobody joins in these runs, so no checkpoint is ever sent; the default one would bind every interface."""
+class _LoopbackServer(ThreadingHTTPServer):
+    """Serves states on the loopback, where torchft's would on every interface."""
 
-    def metadata(self) -> str:
-        return ""
+    def __init__(self, _address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__((_LOOPBACK, 0), handler)
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:  # noqa: ARG002
-        raise RuntimeError(f"step {step}: groups {dst_ranks} want a checkpoint, though nobody joins")
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:  # noqa: ARG002
-        raise RuntimeError(f"step {step}: this group is behind group {src_rank}, though nobody joins")
+class _LoopbackTransport(HTTPTransport[Any]):
+    """torchft's default way for a state to a group that comes back."""
 
-    def disallow_checkpoint(self) -> None:
-        """None is allowed in the first place."""
+    def address(self) -> str:
+        return f"http://{_LOOPBACK}:{self._server.server_port}/checkpoint/"
 
 
 def _train(trained: PeerGroup, manager: Manager) -> None:
-    while (step := manager.current_step()) < trained.config.train.steps:
+    while (begun := manager.current_step()) < trained.config.train.steps:
         manager.start_quorum()
-        trained.compute(step)
-        for work in [manager.allreduce(buffer, reduce_op=ReduceOp.SUM) for buffer in trained.buffers]:
+        trained.compute(begun)
+        works = [manager.allreduce(buffer, reduce_op=ReduceOp.SUM) for buffer in trained.buffers]
+        trained.reach(Phase.IN_REDUCE)
+        for work in works:
             work.wait()
-        if manager.should_commit():
-            trained.update(step)
-        else:
-            trained.write("discarded", step)
+        trained.reach(Phase.AFTER_REDUCE)
+        if not manager.should_commit():
+            trained.write("discarded", begun)
+            continue
+        step = manager.current_step() - 1  # not what it had begun if it has just taken over a state
+        if not manager.is_participating():
+            trained.write("joined", step)
+        trained.update(step)
 
 
-def _manager(group: int, lighthouse: str, timeout: timedelta, store_port: int) -> Manager:
-    """The manager, with its server on the loopback, where it would bind every interface."""
+def _manager(trained: PeerGroup, lighthouse: str, timeout: timedelta, store_port: int) -> Manager:
+    """The manager, with its servers on the loopback, where they would bind every interface."""
+    torchft.checkpointing.http_transport._IPv6HTTPServer = _LoopbackServer
     server = torchft.manager.ManagerServer
     torchft.manager.ManagerServer = lambda **arguments: server(**{**arguments, "bind": f"{_LOOPBACK}:0"})
     return Manager(
         pg=_LoopbackGloo(timeout),
-        load_state_dict=None,
-        state_dict=None,
+        load_state_dict=trained.load_state,
+        state_dict=trained.state,
         min_replica_size=1,
         timeout=timeout,
         rank=0,
@@ -82,21 +91,24 @@ def _manager(group: int, lighthouse: str, timeout: timedelta, store_port: int) -
         store_addr=_LOOPBACK,
         store_port=store_port,
         lighthouse_addr=lighthouse,
-        replica_id=f"group-{group}",
+        replica_id=f"group-{trained.group}",
         hostname=_LOOPBACK,
-        checkpoint_transport=_NoTransport(),
+        checkpoint_transport=_LoopbackTransport(timeout, num_chunks=0),
         init_sync=False,
     )
 
 
-def train_group(config: RunConfig, lighthouse: str, timeout: timedelta, folder: Path, group: int, up: Barrier) -> None:
-    """Trains as one group in a process of its own, and leaves it; all groups begin together."""
+def train_group(
+    config: RunConfig, lighthouse: str, timeout: timedelta, folder: Path, group: int, up: Barrier | None
+) -> None:
+    """Trains as one group in a process of its own, and leaves it; those that are there at first begin together."""
     begin_group(config, group, folder)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trained = PeerGroup(config, group, folder)
     store = listen(_LOOPBACK, _STORE_TIMEOUT)
-    manager = _manager(group, lighthouse, timeout, store.port)
-    up.wait(_UP_TIMEOUT_S)
+    manager = _manager(trained, lighthouse, timeout, store.port)
+    if up is not None:
+        up.wait(_UP_TIMEOUT_S)
     _train(trained, manager)
     # Communicators that were abandoned would make an orderly exit wait for transfers that cannot end.
     sys.stderr.flush()

@@ -34,12 +34,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heartbeat-s", type=float, required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
+    parser.add_argument("--restarts", action="store_true", help="start lost groups again")
     parser.add_argument("folder", type=Path, help="has config.toml; events and logs go there")
     options = parser.parse_args()
     folder, timeout = options.folder, timedelta(seconds=options.timeout_s)
     config = loads_run_config((folder / "config.toml").read_text()).config
     with forked_server(partial(serve_lighthouse, options.heartbeat_s, folder), folder) as lighthouse:
-        run_groups(config, partial(train_group, config, lighthouse, timeout, folder), folder)
+        train = partial(train_group, config, lighthouse, timeout, folder)
+        run_groups(config, train, folder, restarts=options.restarts)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def spare_problems(config: RunConfig) -> Iterator[str]:
             f"spare.spares={spare.spares} exceeds the {groups_per_node} groups of a node: no more can be lost at a "
             f"time; lower it"
         )
-    if not ((spare.rejoins and layout.has_whole_groups) or config.checkpoint.max_restarts):
+    if not (spare.rejoins or config.checkpoint.max_restarts):
         yield (
             f"spare.spares={spare.spares} is of no use where no group comes back: spare.rejoins={spare.rejoins}, "
             f"checkpoint.max_restarts=0; raise one of them, or set spare.spares to 0"

@@ -18,6 +18,9 @@ from enum import StrEnum
 BEATS_PER_INTERVAL = 4
 """How often counters move, and are looked at, in one heartbeat interval."""
 
+ENDED = "ended"
+"""The last beat of a node that ends by itself."""
+
 _LIMIT_INTERVALS = 1.5
 _LEAST_SHARE = 0.2
 """Of the time that passes, what counts at least, whoever lacks a processor."""

@@ -1,9 +1,15 @@
-"""When a lost group is started again, and whether in processes that wait for that."""
+"""When a lost group is started again, on which nodes, and whether in processes that wait for that."""
+
+import math
+from collections.abc import Collection, Mapping
 
 LONG_LIFE_INTERVALS = 4.0
 """A group that was up for this many heartbeat intervals before it was lost has shown that it can be."""
 
 _LONGEST_WAIT_INTERVALS = 64.0
+_FRESH_INTERVALS = 1.0
+"""A node whose beat has moved this lately is there. Less than after which it is found silent: one that is lost right
+after the group has begun its next life on all nodes is found then, and costs it that life."""
 
 
 def restart_delay_s(num_restarts: int, most_restarts: int, num_short_lives: int, interval_s: float) -> float | None:
@@ -39,3 +45,34 @@ def takes_spares(num_short_lives: int) -> bool:
     [True, False, False]
     """
     return num_short_lives == 0
+
+
+class Gathering:
+    """Whether all nodes of a group are there, so that its next life may begin on all of them together.
+
+    Each node says so for its ranks when the time is over that `restart_delay_s` has them wait. What one has said that
+    is lost since counts for nothing until it is back.
+
+    Args:
+        nodes: That have ranks of the group.
+        interval_s: The heartbeat interval.
+    """
+
+    def __init__(self, nodes: Collection[int], interval_s: float) -> None:
+        self._nodes = tuple(nodes)
+        self._interval_s = interval_s
+        self._beats: dict[int, tuple[str | None, float]] = {}  # the last one, and when it came
+
+    def look(self, ready: Collection[int], beats: Mapping[int, str | None], now_s: float) -> bool:
+        """Whether all are there.
+
+        Args:
+            ready: Nodes whose present supervisors have said so.
+            beats: Of all nodes of the group; None for one that does not beat.
+            now_s: Monotonic time.
+        """
+        for node in self._nodes:
+            beat, since_s = self._beats.get(node, (beats[node], -math.inf))  # one that stands still is no sign of life
+            self._beats[node] = (beat, since_s) if beats[node] in (None, beat) else (beats[node], now_s)
+        fresh_s = _FRESH_INTERVALS * self._interval_s
+        return all(node in ready and now_s - self._beats[node][1] < fresh_s for node in self._nodes)

@@ -43,11 +43,6 @@ class Layout:
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
-    def has_whole_groups(self) -> bool:
-        """Whether all ranks of each group stand on one node."""
-        return self.ranks_per_node % self.ranks_per_group == 0
-
-    @property
     def num_ranks(self) -> int:
         return self.num_groups * self.ranks_per_group
 
@@ -68,6 +63,14 @@ class Layout:
     def node_of(self, group: GroupId, rank: int) -> int:
         """The node of a rank."""
         return (group * self.ranks_per_group + rank) // self.ranks_per_node
+
+    def nodes_of(self, group: GroupId) -> list[int]:
+        """The nodes that have a rank of a group, ascending.
+
+        >>> Layout(num_groups=2, pipeline_parallel=4, num_nodes=4).nodes_of(GroupId(1))
+        [2, 3]
+        """
+        return sorted({self.node_of(group, rank) for rank in range(self.ranks_per_group)})
 
     def groups_on(self, node: int) -> list[GroupId]:
         """The groups that have a rank on a node, ascending."""

@@ -173,7 +173,7 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
         placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
         needs_majority="param_flip" in weights,
         recovery_steps=faults.recovery_steps,
-        num_rejoins=spare.rejoins if config.parallel.has_whole_groups else 0,
+        num_rejoins=spare.rejoins,
         has_last_resort=config.data.access == "shared",
         slices=SliceMargin(config.optimizer.redundancy, faults.recovery_steps) if is_stacked else None,
     )

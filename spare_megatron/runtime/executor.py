@@ -157,7 +157,7 @@ class GroupExecutor:
         if self._agreement.member in action.members:
             with self._probe.during(Operation.JOIN):
                 confirm(self._digests.value.params, action, head, self._agreement, self._join_timeout_s, self._probe)
-            self._report_if_leader(GroupRejoined(member=self._agreement.member, step=action.step))
+            self._report(GroupRejoined(member=self._agreement.member, step=action.step))
         else:
             self._agreement.publish_digest(head - 1, self._digests.value.params)
         # Not before: a state that was refused is not the state of a group that takes part.
@@ -389,7 +389,7 @@ class GroupExecutor:
         for record in self._clock.take_finished():
             self._write_if_leader(replace(record, num_restarts=self.num_restarts))
 
-    def _report_if_leader(self, report: StepCommitted | GroupRejoined | GroupRestarted) -> None:
+    def _report_if_leader(self, report: StepCommitted) -> None:
         if self._agreement.is_leader:
             self._report(report)
 

@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from spare_megatron.control.store import ControlStore
+from spare_megatron.core.liveness import ENDED
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord, Outcome
 from spare_megatron.journal.summary import Summary, summarize
 from spare_megatron.runtime.reports import ExitCode, RankKey
-from spare_megatron.runtime.store_link import ENDED
 
 _SILENT_INTERVALS = 4.0
 """A node whose beat stands still for so long is not waited for."""

@@ -130,6 +130,10 @@ class RankProcesses:
         """The group in its present life."""
         return Member(group, self._incarnations[group])
 
+    def next_member(self, group: GroupId) -> Member:
+        """The group in the life that would follow."""
+        return Member(group, self._incarnations[group] + 1)
+
     @property
     def groups(self) -> frozenset[GroupId]:
         """The groups that have ranks on the node."""

@@ -7,7 +7,7 @@ from enum import IntEnum
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
-from spare_megatron.journal.records import CheckpointRecord, StateSource
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, StateSource
 
 RankKey = tuple[GroupId, int]
 """A group, and a rank in it."""
@@ -44,7 +44,10 @@ class RanksReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRejoined:
-    """A group that was lost takes part again from this step on; sent by its leader."""
+    """A group that was lost takes part again from this step on.
+
+    Sent by each of its ranks, told on by the node of its leader.
+    """
 
     member: Member
     step: int
@@ -180,6 +183,18 @@ class GroupLost:
     traceback: str
     incarnation: int = 0
     is_given_up: bool = False
+
+    @classmethod
+    def of(cls, record: LossRecord, traceback: str) -> "GroupLost":
+        """The loss as it is journaled, with what is for people alone."""
+        return cls(
+            group=GroupId(record.group),
+            rank=record.rank,
+            cause=record.cause,
+            traceback=traceback,
+            incarnation=record.incarnation,
+            is_given_up=record.is_given_up,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,10 @@ class Restarts:
     Args:
         most_restarts: How many a group gets, beside those after wipe-outs.
         interval_s: The heartbeat interval.
-        whole_groups: Groups that have all of their ranks on the node. Others are started again only after a wipe-out.
+        whole_groups: Groups that have all of their ranks on the node.
         agenda: For groups that have to wait.
+        wait_for_parts: Told of each other group that may be started again as far as this node is concerned. Whoever is
+            told calls `start` when all of its nodes are there.
         start: Starts a group again; told whether it takes spares.
 
     Attributes:
@@ -35,16 +37,19 @@ class Restarts:
         interval_s: float,
         whole_groups: frozenset[GroupId],
         agenda: Agenda,
+        wait_for_parts: Callable[[GroupId], None],
         start: Callable[[GroupId, bool], None],
     ) -> None:
         self._most_restarts = most_restarts
         self._interval_s = interval_s
         self._whole_groups = whole_groups
         self._agenda = agenda
+        self._wait_for_parts = wait_for_parts
         self._start = start
         self._up_since_s: dict[GroupId, float] = {}
         self._num_restarts: Counter[GroupId] = Counter()
         self._short_lives: Counter[GroupId] = Counter()
+        self._takes_spares: dict[GroupId, bool] = {}
         self._ended: set[GroupId] = set()  # fenced, or ready to start again after a wipe-out
         self.coming_back: set[GroupId] = set()
         self.not_admitted: set[GroupId] = set()
@@ -72,6 +77,11 @@ class Restarts:
         is_wanted = self._most_restarts > 0 or self.wiped_out_at_s is not None
         return not is_wanted or self.is_over or self._bring_back(group)
 
+    def missed(self, group: GroupId) -> None:
+        """The life that the group waits for here is lost already where it has begun; the next one may follow."""
+        self.coming_back.discard(group)
+        self.fenced(group)
+
     def wiped_out(self) -> None:
         """The whole run starts again: so do all groups here that have ended, and the others as they do."""
         self.wiped_out_at_s = self.wiped_out_at_s or time.monotonic()
@@ -81,7 +91,7 @@ class Restarts:
     def _bring_back(self, group: GroupId) -> bool:
         """Has the group started again, at once or later; False if it is to stay away."""
         is_wiped_out = self.wiped_out_at_s is not None
-        if self.is_over or not (group in self._whole_groups or is_wiped_out):
+        if self.is_over:
             return False
         if group in self.coming_back:
             return True
@@ -95,13 +105,21 @@ class Restarts:
             return False
         self._num_restarts[group] += not is_wiped_out
         self._short_lives[group] += 1
+        self._takes_spares[group] = takes_spares(short_lives)
         self.coming_back.add(group)
         self.not_admitted.add(group)
-        self._agenda.after(delay_s, lambda: self._start_again(group, short_lives))
+        next_stage = self.start if group in self._whole_groups else self._wait_for_parts
+        self._agenda.after(delay_s, lambda: next_stage(group))
         return True
 
-    def _start_again(self, group: GroupId, num_short_lives: int) -> None:
+    def start(self, group: GroupId) -> None:
+        """Nothing keeps the group from being started again."""
         self.coming_back.discard(group)
         if not self.is_over:
             self._ended.discard(group)
-            self._start(group, takes_spares(num_short_lives))
+            self._start(group, self._takes_spares[group])
+
+    @property
+    def awaits_other_nodes(self) -> bool:
+        """Whether some group cannot come back before other nodes are there."""
+        return not self.coming_back <= self._whole_groups

@@ -14,10 +14,11 @@ from multiprocessing.connection import Connection
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import ControlStore, StoreLost
 from spare_megatron.core.controller import ControllerSetup
-from spare_megatron.core.liveness import BEATS_PER_INTERVAL, Absence
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.liveness import BEATS_PER_INTERVAL, ENDED, Absence
+from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.runtime.detect import fence
 from spare_megatron.runtime.fold import LogFollower, Stop
+from spare_megatron.runtime.parts import PartLost, Parts, PartsThere, incarnation_key
 from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
 
 NUM_WATCHED = 3
@@ -27,9 +28,6 @@ _GRACE_INTERVALS = 3.0
 """After the store was slow, nodes have this long to be heard again: they had the same store."""
 _LEASE_S = 60
 """How long a store with leases keeps the beat of a node that is gone: it leaves nothing behind."""
-
-ENDED = "ended"
-"""The last beat of a node that ends by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +87,14 @@ class NodeReplaced:
     """Another supervisor has taken this one's place: it must not start any group again."""
 
 
-LinkEvent = FenceWritten | NodeSilent | LinkLost | LogStopped | NodeReplaced
+LinkEvent = FenceWritten | NodeSilent | PartLost | PartsThere | LinkLost | LogStopped | NodeReplaced
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """This node's part of a group may begin this life."""
+
+    member: Member
 
 
 class StoreLink:
@@ -97,8 +102,7 @@ class StoreLink:
 
     Args:
         node: The supervisor's node.
-        num_nodes: Nodes of the run.
-        num_groups: Its groups.
+        layout: Of the run.
         interval_s: The heartbeat interval.
         connect: Opens the connection.
         outbox: Where events go.
@@ -109,8 +113,7 @@ class StoreLink:
         self,
         *,
         node: int,
-        num_nodes: int,
-        num_groups: int,
+        layout: Layout,
         interval_s: float,
         connect: Callable[[], ControlStore],
         outbox: Connection,
@@ -118,14 +121,16 @@ class StoreLink:
     ) -> None:
         self._life = life
         self._node = node
-        self._num_groups = num_groups
+        self._num_groups = layout.num_groups
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
-        self._wanted: queue.SimpleQueue[FenceWanted | Member | ControllerSetup | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
         self._follower: LogFollower | None = None
+        self._stop: Stop | None = None  # as it has been told of
+        self._parts = Parts(layout, node, life or 0, interval_s, outbox.send)
         self._silent: set[int] = set()
-        self._ring = [(node + offset) % num_nodes for offset in range(1, num_nodes)]
+        self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
         self._beats = 0
         self._beat_at_s = time.monotonic()
@@ -142,12 +147,16 @@ class StoreLink:
         """Has the group fenced as soon as the store answers."""
         self._wanted.put(wanted)
 
-    def name_incarnation(self, member: Member) -> None:
-        """Tells other nodes which life the group is in, should they have to fence it."""
+    def begin(self, member: Member) -> None:
+        """Tells other nodes which life the group is in, should they have to fence it, and follows the log no more."""
         self._wanted.put(member)
 
+    def wait_for_parts(self, member: Member) -> None:
+        """Says that this node's part of the group may begin the next life, and tells when all others may."""
+        self._wanted.put(_Ready(member))
+
     def follow(self, setup: ControllerSetup) -> None:
-        """Tells of it once when the log ends the run. For a node without ranks, which would know."""
+        """Tells when the log ends the run, or would without a restart. For a node without ranks, which would know."""
         self._wanted.put(setup)
 
     def stop(self, timeout_s: float) -> None:
@@ -179,6 +188,7 @@ class StoreLink:
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
             self._beat(store)
+            self._parts.look(store)
             self._look_at_log(store)
             return True
         try:
@@ -192,7 +202,12 @@ class StoreLink:
             store.put(f"beat/{self._node}", ENDED)
             return False
         if isinstance(wanted, Member):
-            store.put(f"incarnation/{wanted.group}", str(wanted.incarnation))
+            store.put(incarnation_key(wanted.group), str(wanted.incarnation))
+            self._parts.begin(wanted)
+            self._follower = None
+            return True
+        if isinstance(wanted, _Ready):
+            self._parts.wait(store, wanted.member)
             return True
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted, self._interval_s)
@@ -201,6 +216,7 @@ class StoreLink:
         index = fence(
             log, member, wanted.cause, wanted.from_index, error=wanted.error, on_entry=lambda: self._keep_beating(store)
         )
+        self._parts.fenced(store, member, wanted.rank, wanted.cause)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._num_groups)
@@ -235,9 +251,9 @@ class StoreLink:
 
     def _look_at_log(self, store: ControlStore) -> None:
         stop = None if self._follower is None else self._follower.stop(lambda: self._keep_beating(store))
-        if stop is not None:
-            self._follower = None
+        if stop is not None and stop is not self._stop:
             self._outbox.send(LogStopped(stop=stop))
+        self._stop = stop
 
     def _judge(self, other: int, beats: str | None, now_s: float) -> None:
         if beats == ENDED:
@@ -261,5 +277,5 @@ class StoreLink:
 
 def _incarnation(store: ControlStore, group: GroupId) -> int:
     """Which life the group is in, as its node has told."""
-    (text,) = store.get([f"incarnation/{group}"])
+    (text,) = store.get([incarnation_key(group)])
     return 0 if text is None else int(text)

@@ -16,6 +16,7 @@ from spare_megatron.runtime.fold import controller_setup
 from spare_megatron.runtime.network import NodeNetwork
 from spare_megatron.runtime.node_faults import NodeFaults
 from spare_megatron.runtime.orphans import end_without_driver
+from spare_megatron.runtime.parts import PartLost, PartsThere
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.rank_watch import RankWatch
 from spare_megatron.runtime.reports import (
@@ -84,6 +85,7 @@ class Supervisor:
             interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,
             agenda=self._agenda,
+            wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
             start=self._start_again,
         )
         self._store_failure = ""
@@ -94,8 +96,7 @@ class Supervisor:
         self._inbox, outbox = Pipe(duplex=False)
         self._link = StoreLink(
             node=spec.node,
-            num_nodes=spec.config.cluster.num_nodes,
-            num_groups=spec.config.layout.num_groups,
+            layout=spec.config.parallel,
             interval_s=self._interval_s,
             connect=lambda: open_store(spec.store),
             outbox=outbox,
@@ -160,17 +161,18 @@ class Supervisor:
 
     def _is_awaiting_more(self) -> bool:
         """Whether a fence is still to be written, or a group to be started again, be it after a wipe-out to come."""
+        restarts = self._restarts
         if self._store_failure:
             return False
-        restarts = self._restarts
-        if self._num_fences_wanted or (restarts.coming_back and not restarts.is_over):
-            return True
-        if restarts.is_over or not restarts.has_begun or not self._spec.config.checkpoint.max_restarts:
-            return False
-        if not self._is_following:
+        if restarts.is_over:
+            return self._num_fences_wanted > 0
+        may_be_wiped_out = restarts.has_begun and self._spec.config.checkpoint.max_restarts > 0
+        # Either may last to the end of the run, which a node without ranks hears of from the log alone.
+        may_last = restarts.awaits_other_nodes if restarts.coming_back else may_be_wiped_out
+        if may_last and not self._is_following:
             self._is_following = True
             self._link.follow(controller_setup(self._spec.config))
-        return True
+        return bool(self._num_fences_wanted or restarts.coming_back or may_be_wiped_out)
 
     def _serve(self, pipe: Connection) -> bool:
         """One report of a rank; False if there will be none any more."""
@@ -314,10 +316,16 @@ class Supervisor:
                 case FenceWritten(wanted=wanted, member=member, entry_index=index):
                     self._fenced(wanted, member, index)
                 case NodeSilent(node=node, cause=cause):
-                    for group in self._spec.config.parallel.groups_on(node):
-                        self._want_fence(group, -1, f"node {node}: {cause}")
+                    self._lose_groups_on(node, f"node {node}: {cause}")
+                case PartLost(member=member, rank=rank, cause=cause):
+                    if member == self._ranks.member(member.group):
+                        self._lose_part(member.group, rank, cause)
+                    elif member == self._ranks.next_member(member.group):
+                        self._ranks.adopt(member)
+                        self._restarts.missed(member.group)
+                case PartsThere(member=member):
+                    self._restarts.start(member.group)
                 case LogStopped(stop=stop):
-                    self._is_following = False
                     if isinstance(stop, StopWipeOut) and not stop.reason:
                         self._restarts.wiped_out()
                     else:
@@ -326,6 +334,18 @@ class Supervisor:
                     raise Stopped
                 case LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
+
+    def _lose_groups_on(self, node: int, cause: str) -> None:
+        for group in self._spec.config.parallel.groups_on(node):
+            if group in self._ranks.groups:
+                self._lose_part(group, -1, cause)
+            else:
+                self._want_fence(group, -1, cause)
+
+    def _lose_part(self, group: GroupId, rank: int, cause: str) -> None:
+        """Of a group that is lost elsewhere, what is still running here."""
+        if group not in self._lost | self._ranks.foreign and not self._ranks.have_ended(group):
+            self._lose(group, rank, cause)
 
     def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
         """The loss is in the log: it is told, and the group may come back."""
@@ -347,16 +367,7 @@ class Supervisor:
             is_given_up=is_given_up,
         )
         self._journal.write(record)
-        self._driver.tell(
-            GroupLost(
-                group=group,
-                rank=wanted.rank,
-                cause=wanted.cause,
-                traceback=self._tracebacks.pop((group, wanted.rank), ""),
-                incarnation=member.incarnation,
-                is_given_up=is_given_up,
-            )
-        )
+        self._driver.tell(GroupLost.of(record, self._tracebacks.pop((group, wanted.rank), "")))
 
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._hear(group)
@@ -370,7 +381,8 @@ class Supervisor:
         self._journal.write(
             StartRecord(group=group, incarnation=member.incarnation, num_ranks=num_ranks, num_spares=num_spares)
         )
-        self._link.name_incarnation(member)
+        self._link.begin(member)
+        self._is_following = False
         self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
         self._agenda.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
 

@@ -38,6 +38,7 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.summary import Summary, summarize
 from spare_megatron.runtime.reports import RunEvent
 from spare_megatron.runtime.run import look_at_machine, start_run
+from spare_megatron.runtime.stand_in import Launcher
 from tests.integration.watched_rank import Watch, watched_rank
 
 HEARTBEAT_S = 0.5
@@ -118,6 +119,7 @@ def complete_run(
     on_event: Callable[[RunEvent], None] = lambda event: None,
     *,
     holds_back: bool = True,
+    launcher: Launcher | None = None,
 ) -> Run:
     """The whole run, with the supervisor in this process. Leaves no process behind.
 
@@ -132,7 +134,7 @@ def complete_run(
         events.append(event)
         on_event(event)
 
-    start_run(config, run_dir, tell, rank_main=partial(watched_rank, watch))
+    start_run(config, run_dir, tell, rank_main=partial(watched_rank, watch), launcher=launcher)
     assert multiprocessing.active_children() == []
     return read_run(config, run_dir, events)
 

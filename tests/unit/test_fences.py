@@ -11,7 +11,7 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Commit, Entry, Fence, Retry, StopWipeOut, encode_entry
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.runtime.detect import fence
 from spare_megatron.runtime.fold import controller_setup
 from spare_megatron.runtime.readiness import ALL_GROUPS_READY
@@ -136,8 +136,7 @@ def link_to(store: Log) -> tuple[StoreLink, Connection]:
     inbox, outbox = Pipe(duplex=False)
     link = StoreLink(
         node=0,
-        num_nodes=1,
-        num_groups=3,
+        layout=Layout(num_groups=3),
         interval_s=0.01,
         connect=lambda: store,  # type: ignore[arg-type, return-value]
         outbox=outbox,

@@ -13,13 +13,14 @@ import pytest
 
 from spare_megatron.cli.train import exit_code
 from spare_megatron.config.schema import SlurmConfig
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.liveness import ENDED
+from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.driver_link import DriverLink, Stopped
 from spare_megatron.runtime.node_connection import Door, connect
 from spare_megatron.runtime.orphans import end_without_driver, outcome_of, wait_for_others
 from spare_megatron.runtime.reports import ExitCode, StoreAway
-from spare_megatron.runtime.store_link import ENDED, FenceWanted, NodeReplaced, StoreLink
+from spare_megatron.runtime.store_link import FenceWanted, NodeReplaced, StoreLink
 from spare_megatron.slurm.allocation import Claims
 from spare_megatron.slurm.certificates import issue
 from spare_megatron.slurm.etcd import member_commands
@@ -184,8 +185,7 @@ def test_a_supervisor_that_comes_back_after_another_took_its_place_fences_nobody
     inbox, outbox = Pipe(duplex=False)
     link = StoreLink(
         node=0,
-        num_nodes=2,
-        num_groups=2,
+        layout=Layout(num_groups=2, num_nodes=2),
         interval_s=0.2,
         connect=lambda: store,  # type: ignore[arg-type, return-value]
         outbox=outbox,

@@ -11,7 +11,7 @@ import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.spec import TcpStoreSpec
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Layout
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.runtime import driver as driver_module
 from spare_megatron.runtime.driver import Driver
@@ -28,7 +28,9 @@ def quiet_link() -> tuple[StoreLink, Any]:
     def connect() -> Any:
         raise AssertionError("nobody asks the store")
 
-    return StoreLink(node=0, num_nodes=2, num_groups=2, interval_s=1.0, connect=connect, outbox=outbox), inbox
+    return StoreLink(
+        node=0, layout=Layout(num_groups=2, num_nodes=2), interval_s=1.0, connect=connect, outbox=outbox
+    ), inbox
 
 
 def events_of(inbox: Any) -> list[Any]:

@@ -37,11 +37,13 @@ class Lives:
         self.now_s = 0.0
         self.agenda = Agenda()
         self.started: list[tuple[int, float, bool]] = []
+        self.waiting: list[tuple[int, float]] = []
         self.restarts = Restarts(
             most_restarts=most_restarts,
             interval_s=INTERVAL_S,
             whole_groups=frozenset(map(GroupId, whole)),
             agenda=self.agenda,
+            wait_for_parts=lambda group: self.waiting.append((group, self.now_s)),
             start=lambda group, takes_spares: self.started.append((group, self.now_s, takes_spares)),
         )
 
@@ -97,14 +99,45 @@ def test_a_group_that_comes_back_for_good_may_take_spares_again(lives: Callable[
     assert [takes_spares for *_, takes_spares in node.started] == [True, False, True]
 
 
-def test_a_wipe_out_starts_groups_that_were_given_up_and_those_of_several_nodes(lives: Callable[..., Lives]) -> None:
-    node = lives(1, whole=(0,))
-    assert not node.restarts.fenced(ONE), "another node has some of its ranks"
+def test_a_wipe_out_starts_groups_that_were_given_up(lives: Callable[..., Lives]) -> None:
+    node = lives(1)
+    node.restarts.fenced(ONE)
+    node.wait()
+    assert not node.restarts.fenced(ONE), "once is what it gets"
     node.restarts.ended(GroupId(0))
     node.restarts.wiped_out()
     node.restarts.wiped_out()
     node.wait()
-    assert node.started == [(0, 0.0, True), (1, 0.0, True)]
+    assert node.started == [(1, 0.0, True), (0, 0.0, True), (1, 1.0, False)]
+
+
+def test_a_group_of_several_nodes_waits_as_long_as_another_and_then_for_its_other_nodes(
+    lives: Callable[..., Lives],
+) -> None:
+    node = lives(2, whole=(0,))
+    for _ in range(2):
+        assert node.restarts.fenced(ONE)
+        node.wait()
+        assert node.restarts.awaits_other_nodes
+        assert node.restarts.fenced(ONE), "who is told twice of one loss counts it once"
+        node.restarts.start(ONE)
+        assert not node.restarts.awaits_other_nodes
+    assert node.waiting == [(1, 0.0), (1, 1.0)]
+    assert node.started == [(1, 0.0, True), (1, 1.0, False)]
+    assert not node.restarts.fenced(ONE), "and is given up after as many restarts"
+    node.restarts.wiped_out()
+    node.wait()
+    assert node.waiting[2:] == [(1, 3.0)]
+
+
+def test_a_group_whose_other_nodes_come_when_the_run_is_over_is_not_started(lives: Callable[..., Lives]) -> None:
+    node = lives(3, whole=(0,))
+    node.restarts.fenced(ONE)
+    node.wait()
+    node.restarts.is_over = True
+    node.restarts.start(ONE)
+    assert node.started == []
+    assert node.restarts.coming_back == set()
 
 
 def test_nobody_is_started_once_the_run_is_over(lives: Callable[..., Lives]) -> None:

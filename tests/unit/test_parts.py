@@ -1,0 +1,314 @@
+"""Groups whose ranks stand on several nodes begin each life on all of them together."""
+
+import random
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from spare_megatron.core.liveness import BEATS_PER_INTERVAL, ENDED
+from spare_megatron.core.rejoin import Gathering
+from spare_megatron.core.topology import GroupId, Layout, Member
+from spare_megatron.runtime.agenda import Agenda
+from spare_megatron.runtime.parts import PartLost, Parts, PartsThere, incarnation_key
+from spare_megatron.runtime.restarts import Restarts
+
+GROUP = GroupId(0)
+INTERVAL_S = 1.0
+TICK_S = INTERVAL_S / BEATS_PER_INTERVAL
+
+
+# ----------------------------------------------------------------------------------------------------- who is there
+
+
+def looks(*beats: tuple[str | None, str | None], ready: Sequence[int] = (4, 5)) -> list[bool]:
+    """What is found of nodes 4 and 5 with these beats, a tick apart."""
+    gathering = Gathering((4, 5), INTERVAL_S)
+    return [gathering.look(ready, {4: a, 5: b}, TICK_S * tick) for tick, (a, b) in enumerate(beats)]
+
+
+def test_nodes_are_there_that_have_said_so_and_beat() -> None:
+    assert looks(("1", "7"), ("2", "8")) == [False, True]
+    assert looks(("1", "7"), ("2", "8"), ready=(4,)) == [False, False]
+    assert looks(("1", None), ("2", None)) == [False, False]
+
+
+def test_a_beat_that_stands_still_is_no_sign_of_life() -> None:
+    """Neither the last one of a node that is gone, nor one that has moved an interval ago."""
+    assert looks(*[(str(beat), "7") for beat in range(8)]) == [False] * 8
+    assert looks(*[(str(beat), str(min(beat, 1))) for beat in range(8)]) == [False] + [True] * 4 + [False] * 3
+
+
+def test_a_node_that_begins_to_beat_or_beats_again_is_there() -> None:
+    assert looks(("1", None), ("2", "1"), ("3", "2")) == [False, True, True]
+    still = [(str(beat), "7") for beat in range(6)]
+    assert looks(*still, ("6", None), ("7", "1"))[-2:] == [False, True]
+
+
+# -------------------------------------------------------------------------------------------------- what is told
+
+
+class Store:
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def put(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        return self.values.setdefault(key, value)
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.values.get(key) for key in keys]
+
+
+class Clock:
+    now_s = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    return clock
+
+
+class OneNode:
+    """A node that beats and looks when it is told to."""
+
+    def __init__(self, store: Store, clock: Clock, node: int, life: int = 0) -> None:
+        self.told: list[PartsThere | PartLost] = []
+        self.parts = Parts(Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, life, INTERVAL_S, self.hear)
+        self.store, self.clock, self.node = store, clock, node
+        if life:
+            store.put(f"life/{node}", str(life))
+
+    def hear(self, event: PartsThere | PartLost) -> None:
+        self.told.append(event)
+
+    def look(self, num_looks: int = 1, beat: str = "") -> None:
+        for _ in range(num_looks):
+            self.clock.now_s += TICK_S / 2  # the other node beats as often
+            self.store.put(f"beat/{self.node}", beat or str(self.clock.now_s))
+            self.parts.look(self.store)  # type: ignore[arg-type]
+
+    def wait(self, member: Member) -> None:
+        self.parts.wait(self.store, member)  # type: ignore[arg-type]
+
+    def fenced(self, member: Member) -> None:
+        self.parts.fenced(self.store, member, 1, "SIGKILL")  # type: ignore[arg-type]
+
+
+def look_both(one: OneNode, other: OneNode) -> None:
+    for _ in range(3):
+        one.look()
+        other.look()
+
+
+NEXT = Member(GROUP, 1)
+
+
+def test_all_nodes_begin_as_soon_as_the_last_is_ready_and_name_the_life_first(clock: Clock) -> None:
+    store = Store()
+    one, other = OneNode(store, clock, 0), OneNode(store, clock, 1)
+    one.wait(NEXT)
+    look_both(one, other)
+    assert one.told == other.told == []
+    assert store.get([incarnation_key(GROUP)]) == [None]
+    other.wait(NEXT)
+    look_both(one, other)
+    assert one.told == other.told == [PartsThere(member=NEXT)]
+    assert store.get([incarnation_key(GROUP)]) == ["1"]
+
+
+def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock: Clock) -> None:
+    store = Store()
+    one, other, stranger = OneNode(store, clock, 0), OneNode(store, clock, 1), OneNode(store, clock, 2)
+    one.fenced(Member(GROUP))
+    for node in (one, other, stranger):
+        node.look(2)
+    assert other.told == [PartLost(member=Member(GROUP), rank=1, cause="SIGKILL")]
+    assert one.told == stranger.told == []
+    other.parts.begin(NEXT)
+    other.look(2)
+    assert len(other.told) == 1
+    stranger.fenced(NEXT)  # it watches the first node
+    one.parts.begin(NEXT)
+    look_both(one, other)
+    assert one.told == [other.told[1]] == [PartLost(member=NEXT, rank=1, cause="SIGKILL")]
+
+
+def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_is_back(clock: Clock) -> None:
+    store = Store()
+    one, lost = OneNode(store, clock, 0), OneNode(store, clock, 1)
+    lost.wait(NEXT)
+    lost.look(4)
+    one.look(8)  # while the other is silent
+    one.wait(NEXT)
+    one.look(8)
+    assert one.told == []
+    back = OneNode(store, clock, 1, life=1)
+    look_both(one, back)
+    assert one.told == []
+    back.wait(NEXT)
+    look_both(one, back)
+    assert one.told == back.told == [PartsThere(member=NEXT)]
+
+
+def test_nobody_begins_with_a_node_that_has_ended(clock: Clock) -> None:
+    store = Store()
+    one, other = OneNode(store, clock, 0), OneNode(store, clock, 1)
+    other.wait(NEXT)
+    one.wait(NEXT)
+    other.look()
+    one.look()
+    other.look(beat=ENDED)
+    one.look(2)
+    assert one.told == []
+
+
+# ------------------------------------------------------------------------------------------------------ histories
+
+
+NUM_NODES = 3
+
+
+class World:
+    """A group of as many nodes, whose supervisors come and go, with what each of them does at a loss."""
+
+    def __init__(self, clock: Clock, seed: int) -> None:
+        self.clock, self.random, self.store = clock, random.Random(seed), Store()
+        self.layout = Layout(num_groups=1, pipeline_parallel=NUM_NODES, num_nodes=NUM_NODES)
+        self.nodes: list[Node | None] = [Node(self, node, 0) for node in range(NUM_NODES)]
+        self.gone_at_s = dict.fromkeys(range(NUM_NODES), -1.0)
+        self.num_lives = dict.fromkeys(range(NUM_NODES), 1)
+        self.watcher = Parts(self.layout, NUM_NODES, 0, INTERVAL_S, lambda _: None)  # a node of another group
+        self.begun: dict[int, set[int]] = {}
+
+    @property
+    def present(self) -> list["Node"]:
+        return [node for node in self.nodes if node is not None]
+
+    def tick(self) -> None:
+        self.clock.now_s += TICK_S
+        for number, gone_at_s in self.gone_at_s.items():
+            silent_ticks = round((self.clock.now_s - gone_at_s) / TICK_S)
+            if self.nodes[number] is None and silent_ticks == 6:
+                (named,) = self.store.get([incarnation_key(GROUP)])
+                self.watcher.fenced(self.store, Member(GROUP, int(named or 0)), -1, "silent")  # type: ignore[arg-type]
+        for node in self.random.sample(self.present, len(self.present)):
+            node.tick()
+        lives = {node.incarnation if node.runs else None for node in self.nodes if node is not None}
+        if len(self.present) == NUM_NODES and len(lives) == 1 and None not in lives:
+            for node in self.present:
+                node.up()
+
+    def lose_rank(self) -> None:
+        running = [node for node in self.present if node.runs]
+        if running:
+            self.random.choice(running).lose()
+
+    def lose_node(self) -> None:
+        if self.present:
+            number = self.random.choice(self.present).number
+            self.nodes[number], self.gone_at_s[number] = None, self.clock.now_s
+
+    def bring_node(self) -> None:
+        gone = [number for number, node in enumerate(self.nodes) if node is None]
+        if gone:
+            number = self.random.choice(gone)
+            self.nodes[number] = Node(self, number, self.num_lives[number])
+            self.num_lives[number] += 1
+
+    def begins(self, node: "Node", incarnation: int) -> None:
+        """No life begins beside an earlier one, nor without a node that has been gone for long."""
+        for other in self.present:
+            assert other.incarnation in (incarnation - 1, incarnation)
+            assert other is node or not other.runs or other.incarnation == incarnation
+        for number, gone_at_s in self.gone_at_s.items():
+            assert self.nodes[number] is not None or self.clock.now_s - gone_at_s <= 2 * INTERVAL_S
+        self.begun.setdefault(incarnation, set()).add(node.number)
+
+
+class Node:
+    def __init__(self, world: World, number: int, life: int) -> None:
+        self.world, self.number, self.life = world, number, life
+        self.incarnation, self.runs, self.is_up, self.beats = 0, life == 0, False, 0
+        self.events: list[PartsThere | PartLost] = []
+        self.agenda = Agenda()
+        self.parts = Parts(world.layout, number, life, INTERVAL_S, self.events.append)
+        self.restarts = Restarts(
+            most_restarts=1_000_000,
+            interval_s=INTERVAL_S,
+            whole_groups=frozenset(),
+            agenda=self.agenda,
+            wait_for_parts=self.wait,
+            start=self.start,
+        )
+        if life:
+            world.store.put(f"life/{number}", str(life))
+            (named,) = world.store.get([incarnation_key(GROUP)])
+            self.incarnation = int(named or 0)
+            self.fenced()
+
+    @property
+    def member(self) -> Member:
+        return Member(GROUP, self.incarnation)
+
+    def tick(self) -> None:
+        self.agenda.run_due()
+        self.beats += 1
+        self.world.store.put(f"beat/{self.number}", str(self.beats))
+        self.parts.look(self.world.store)  # type: ignore[arg-type]
+        while self.events:
+            event = self.events.pop(0)
+            if isinstance(event, PartsThere):
+                self.restarts.start(GROUP)
+            elif event.member == self.member:
+                if self.runs:
+                    self.lose()
+            else:
+                assert event.member == Member(GROUP, self.incarnation + 1)
+                self.incarnation += 1
+                self.restarts.missed(GROUP)
+
+    def lose(self) -> None:
+        self.runs = False
+        self.fenced()
+
+    def fenced(self) -> None:
+        self.parts.fenced(self.world.store, self.member, 0, "lost")  # type: ignore[arg-type]
+        assert self.restarts.fenced(GROUP)
+
+    def wait(self, group: GroupId) -> None:
+        self.parts.wait(self.world.store, Member(group, self.incarnation + 1))  # type: ignore[arg-type]
+
+    def start(self, group: GroupId, takes_spares: bool) -> None:
+        self.world.begins(self, self.incarnation + 1)
+        self.incarnation, self.runs, self.is_up = self.incarnation + 1, True, False
+        self.parts.begin(self.member)
+
+    def up(self) -> None:
+        if not self.is_up:
+            self.is_up = True
+            self.restarts.up(GROUP)
+
+
+def test_whatever_is_lost_when_the_group_is_back_on_all_nodes_once_they_are_there(clock: Clock) -> None:
+    num_lives = num_cut_short = 0
+    for seed in range(100):
+        clock.now_s = 0.0
+        world = World(clock, seed)
+        for _ in range(120):
+            if world.random.random() < 0.15:
+                world.random.choice([world.lose_rank, world.lose_node, world.bring_node, world.bring_node])()
+            world.tick()
+        while len(world.present) < NUM_NODES:
+            world.bring_node()
+        for _ in range(round(140.0 / TICK_S)):  # the longest wait is 64 s, and what it began with may be lost once
+            world.tick()
+        assert {(node.incarnation, node.runs) for node in world.present} == {(max(world.begun, default=0), True)}
+        num_lives += len(world.begun)
+        num_cut_short += sum(len(nodes) < NUM_NODES for nodes in world.begun.values())
+    assert num_lives > 300, "of all histories"
+    assert num_cut_short > 0, "some begin on a few nodes only, and are lost"

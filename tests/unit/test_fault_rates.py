@@ -112,14 +112,12 @@ def test_without_a_kind_that_brings_a_patch_no_recovery_is_hit() -> None:
     assert not phases & {*IN_RECOVERY}
 
 
-def test_a_node_that_was_away_for_a_while_comes_back_and_one_that_lost_its_supervisor_does_not() -> None:
-    """Also long enough for its groups to be lost: they are started again, unless they stand on other nodes, too."""
-    settings = ("layout.num_groups=12", "cluster.num_nodes=6", "faults.kinds=['stop_node']", "faults.max_seconds=20")
-    faults = draw_faults(configured(*settings))
-    lost = [sorted(groups_hit(configured(*settings), fault)) for fault in faults]
-    assert len([groups for fault, groups in zip(faults, lost, strict=True) if groups and fault.seconds]) > 20
-    across = draw_faults(configured(*settings, "cluster.num_nodes=8"))  # 3 ranks each, of groups of 2
-    assert len([fault for fault in across if groups_hit(configured(*settings), fault)]) <= 3
+@pytest.mark.parametrize("num_nodes", [6, 8], ids=["whole_groups", "across"])  # of 4 and of 3 ranks, groups of 2
+def test_a_node_that_was_away_for_a_while_comes_back(num_nodes: int) -> None:
+    """Also for long enough that its groups are lost: they are started again, with their ranks on other nodes."""
+    settings = ("layout.num_groups=12", "faults.kinds=['stop_node']", "faults.max_seconds=20")
+    config = configured(*settings, f"cluster.num_nodes={num_nodes}")
+    assert len([fault for fault in draw_faults(config) if fault.seconds and groups_hit(config, fault)]) > 20
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -48,6 +48,8 @@ class RunRecord:
     """That checkpoint's path."""
     pipeline_fill: float = 0.0
     """Stages before the last over model chunks per stage: the microbatches' time that filling a pipeline can cost."""
+    ranks_per_stage: int = 1
+    """Consecutive ranks of a group that make a pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,8 @@ class UpdateRecord:
     learning_rate: float
     makespan: int
     step_s: float
+    compute_s: list[float] = field(default_factory=list)
+    """Of each rank, seconds of its forward and backward passes for what the group brought in; none if empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

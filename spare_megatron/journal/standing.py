@@ -67,7 +67,7 @@ class Standing:
         self.run: RunRecord | None = None
         self.began_s = self.told_s = 0.0
         self.end: EndRecord | None = None
-        self.steps = StepTable(0)
+        self.steps = StepTable(0, 0)
         self.losses: list[tuple[float, LossRecord]] = []
         self.recoveries = Recoveries()
         self.num_rejoined = self.num_recomputed = 0
@@ -102,7 +102,7 @@ class Standing:
                 self.damage.append("the journal has several run records")
                 return
             self.run, self.began_s, self.folding = record, at_s, Folding(record)
-            self.steps, self._saved_at_s = StepTable(record.num_groups), at_s
+            self.steps, self._saved_at_s = StepTable(record.num_groups, record.ranks_per_group), at_s
         if self.run is None:
             return
         if not 0 <= getattr(record, "group", 0) < self.run.num_groups:

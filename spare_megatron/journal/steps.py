@@ -5,6 +5,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from spare_megatron.journal.paces import RankPaces
 from spare_megatron.journal.records import ContributionRecord, UpdateRecord
 
 Array = npt.NDArray[np.float32]
@@ -21,13 +22,15 @@ class StepTable:
         grad_norm: Likewise, the norm of the gradient.
         step_s: Seconds from the step's start to its update; NaN where a group told nothing. Shape (attempts, groups).
         load: Microbatches that a group brought in, likewise.
+        paces: How fast ranks computed them.
     """
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, ranks_per_group: int) -> None:
         self.loss = np.full(_FIRST_ROWS, np.nan)
         self.grad_norm = np.full(_FIRST_ROWS, np.nan)
         self.step_s: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
+        self.paces = RankPaces(num_groups, ranks_per_group)
 
     def update(self, record: UpdateRecord) -> None:
         """A group has applied an attempt."""
@@ -36,6 +39,8 @@ class StepTable:
             self.loss[record.attempt] = record.loss
             self.grad_norm[record.attempt] = record.grad_norm
         self.step_s[record.attempt, record.group] = record.step_s
+        load = float(self.load[record.attempt, record.group])
+        self.paces.take(record.attempt, record.group, record.compute_s, load)
 
     def contribution(self, record: ContributionRecord, load: int) -> None:
         """A group has brought so many microbatches into an attempt."""

@@ -19,6 +19,9 @@ _STATES: Mapping[Presence, tuple[str, str]] = {
 }
 MOST_COLUMNS, MOST_ROWS = 1000, 250
 """Of a map; of what exceeds it, the largest of neighbours is drawn."""
+MOST_PACE_COLUMNS = 96
+"""Of a map of paces; of what exceeds it, the median of neighbours is drawn, in which scatter does not show."""
+LEAST_PACE, MOST_PACE = 0.9, 1.2
 MOST_POINTS = 4000
 """Of a line; of what exceeds it, the smallest and the largest of neighbours are drawn."""
 MOST_MARKS = 1000
@@ -95,14 +98,22 @@ def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
 def waterfall(goodput: Goodput) -> go.Figure:
     """From the wall time down to the useful time, each loss by its name."""
     lost = {name: spent for name, spent in sorted(goodput.lost_s.items(), key=lambda item: -item[1]) if spent > 0}
+    spent_s = np.array([goodput.wall_s, *lost.values(), goodput.useful_s])
+    base_s = np.zeros(len(spent_s))
+    base_s[1:-1] = goodput.wall_s - np.cumsum(spent_s[1:-1])
     figure = go.Figure(
-        go.Waterfall(
+        go.Bar(
             x=["wall time", *(name.replace("_", " ") for name in lost), "useful"],
-            y=[goodput.wall_s, *(-spent for spent in lost.values()), 0.0],
-            measure=["absolute", *["relative"] * len(lost), "total"],
-            text=[f"{value:.3g} s" for value in (goodput.wall_s, *lost.values(), goodput.useful_s)],
-            decreasing={"marker": {"color": VERMILION}},
-            totals={"marker": {"color": BLUE}},
+            y=spent_s,
+            base=base_s,
+            text=[f"{value:.3g} s" for value in spent_s],
+            textposition="outside",
+            cliponaxis=False,
+            marker={
+                "color": [BLUE, *[VERMILION] * len(lost), BLUE],
+                "pattern": {"shape": ["", *["/"] * len(lost), ""]},
+            },
+            hovertemplate="%{x}: %{text}<extra></extra>",
         )
     )
     return _titled(figure, "", "s")
@@ -184,6 +195,33 @@ def group_map(history: History, values: Literal["step_s", "load"]) -> go.Figure:
         )
     )
     return _titled(figure, "commit", "group")
+
+
+def rank_map(history: History) -> go.Figure:
+    """Ranks over commits: the time of each for a microbatch over that of its likes in the other groups."""
+    steps, (_, num_groups, num_ranks) = history.paces.commit, history.paces.ratio.shape
+    ratio = history.paces.ratio.reshape(len(steps), num_groups * num_ranks)
+    by_step = -(-len(steps) // MOST_PACE_COLUMNS)
+    padded = np.full((-(-len(steps) // by_step) * by_step, ratio.shape[1]), np.nan)
+    padded[: len(steps)] = ratio
+    columns = padded.reshape(-1, by_step, ratio.shape[1])
+    is_told = ~np.isnan(columns).all(axis=1)
+    usual = np.where(is_told, np.nanmedian(np.where(is_told[:, None], columns, 0.0), axis=1), np.nan)
+    table, by_rank, _ = shrink(usual.T)
+    figure = go.Figure(
+        go.Heatmap(
+            z=table.astype(np.float32).round(3),
+            x=steps[::by_step],
+            y=[f"{place // num_ranks}.{place % num_ranks}" for place in range(0, ratio.shape[1], by_rank)],
+            zmin=LEAST_PACE,
+            zmax=MOST_PACE,
+            colorscale="Cividis",
+            colorbar={"title": "x median"},
+            hovertemplate="group.rank %{y}, commit %{x}: %{z:.2f} x the median<extra></extra>",
+        )
+    )
+    figure.update_yaxes(type="category", autorange="reversed")
+    return _titled(figure, "commit", "group.rank")
 
 
 def shrink(table: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[np.float64], int, int]:

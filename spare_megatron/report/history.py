@@ -7,7 +7,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from spare_megatron.journal.fold import Committed
 from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.paces import over_others
 from spare_megatron.journal.records import LossRecord, RunRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.standing import Standing
@@ -45,6 +47,20 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paces:
+    """How fast ranks computed, in some of the committed steps.
+
+    Attributes:
+        commit: Which of the steps.
+        ratio: Each rank's time for a microbatch over the median of the ranks in its place in the other groups, shape
+            (steps, groups, ranks of a group); NaN where nothing was told.
+    """
+
+    commit: npt.NDArray[np.intp]
+    ratio: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +102,7 @@ class History:
         figures: What can be counted, by the names that `summary.json` has for it.
         goodput: Where its time went; None if it has no step.
         steps: The committed steps.
+        paces: How fast ranks computed some of them.
         losses: In the order in which they were found.
         recoveries: In the order of their steps.
     """
@@ -95,6 +112,7 @@ class History:
     figures: dict[str, object]
     goodput: Goodput | None
     steps: Steps
+    paces: Paces
     losses: Sequence[Loss]
     recoveries: Sequence[Recovery]
 
@@ -118,15 +136,27 @@ def history_of(standing: Standing, verdict: str, now_s: float) -> History:
         figures=dict(standing.figures()),
         goodput=standing.goodput(now_s),
         steps=_steps(standing),
+        paces=_paces(standing),
         losses=[_loss(record, at_s - standing.began_s) for at_s, record in standing.losses],
         recoveries=standing.recoveries.found(),
     )
 
 
+def _told_commits(standing: Standing) -> list[Committed]:
+    assert standing.folding is not None, "a run has a log"
+    return [commit for commit in standing.folding.commits if commit.attempt < len(standing.steps.loss)]
+
+
+def _paces(standing: Standing) -> Paces:
+    attempts = np.array([commit.attempt for commit in _told_commits(standing)], np.int64)
+    kept, pace_s = standing.steps.paces.of(attempts)
+    return Paces(commit=kept, ratio=over_others(pace_s))
+
+
 def _steps(standing: Standing) -> Steps:
     assert standing.folding is not None, "a run has a log"
     told, undone = standing.steps, standing.folding.undone
-    commits = [commit for commit in standing.folding.commits if commit.attempt < len(told.loss)]
+    commits = _told_commits(standing)
     attempts = np.array([commit.attempt for commit in commits], np.intp)
     return Steps(
         step=np.array([commit.step for commit in commits], np.int64),

@@ -15,11 +15,13 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from spare_megatron.journal.paces import Slowest, find_slowest
 from spare_megatron.report.figures import (
     group_map,
     load_around,
     loss_curve,
     presence_map,
+    rank_map,
     step_times,
     waterfall,
 )
@@ -148,7 +150,23 @@ def plots_of(history: History) -> list[Plot]:
             _plot("Step time of each group", "Slow groups stand out as rows.", group_map(history, "step_s")),
             _plot("Microbatches of each group", "What each group computed.", group_map(history, "load")),
         ]
-    return plots + list(_loads_of(history))
+    return [*plots, *_paces_of(history), *_loads_of(history)]
+
+
+def _paces_of(history: History) -> Iterator[Plot]:
+    slowest = find_slowest(history.paces.ratio)
+    if slowest is not None:
+        note = "Time of a microbatch's passes, waiting apart, beside the same rank of the other groups. " + _told(
+            slowest, history.run.ranks_per_stage
+        )
+        yield _plot("Compute of each rank", note, rank_map(history))
+
+
+def _told(slowest: Slowest, ranks_per_stage: int) -> str:
+    """The slowest rank in words. What the next one is at says how far scatter goes."""
+    first = f"group {slowest.group} rank {slowest.rank} (stage {slowest.rank // ranks_per_stage})"
+    second = f"group {slowest.next_group} rank {slowest.next_rank} (stage {slowest.next_rank // ranks_per_stage})"
+    return f"Slowest: {first}: {slowest.ratio:.2f} x the median; next: {second}: {slowest.next_ratio:.2f} x."
 
 
 def _loads_of(history: History) -> Iterator[Plot]:

@@ -44,11 +44,13 @@ class GroupOpinion:
         is_complete: Every rank holds the whole cross-group sum.
         loss_sum: The summed loss, known to every rank; NaN unless is_complete.
         num_complete: Of each rank, the buckets whose sums it holds.
+        compute_s: Of each rank, seconds of its passes.
     """
 
     is_complete: bool
     loss_sum: float
     num_complete: tuple[int, ...]
+    compute_s: tuple[float, ...] = ()
 
 
 class GroupAgreement:
@@ -109,7 +111,15 @@ class GroupAgreement:
         self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks))
         return int(values)
 
-    def settle(self, *, is_complete: bool, num_complete: int, work_digest: str, loss_sum: float | None) -> GroupOpinion:
+    def settle(
+        self,
+        *,
+        is_complete: bool,
+        num_complete: int,
+        work_digest: str,
+        loss_sum: float | None,
+        compute_s: float = 0.0,
+    ) -> GroupOpinion:
         """The group's opinion of an attempt.
 
         Collective over: all ranks of the group.
@@ -119,6 +129,7 @@ class GroupAgreement:
             num_complete: The buckets whose sums it holds.
             work_digest: Digest in hex of the work this rank computed in the step.
             loss_sum: The summed loss where this rank knows it (last pipeline stage), else None.
+            compute_s: Seconds of its passes in the step.
 
         Raises:
             GroupBroken: Another rank of the group is gone.
@@ -126,17 +137,19 @@ class GroupAgreement:
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
         loss = -math.inf if loss_sum is None else loss_sum
-        counts = [0.0] * self._ranks.size()
-        counts[self._ranks.rank()] = float(num_complete)
-        mine = torch.tensor([float(not is_complete), work, -work, loss, *counts], dtype=torch.float64)
+        num_ranks = self._ranks.size()
+        of_ranks = [0.0] * 2 * num_ranks
+        of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s
+        mine = torch.tensor([float(not is_complete), work, -work, loss, *of_ranks], dtype=torch.float64)
         self._collective(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ranks))
-        has_failed, highest, negated_lowest, loss, *counts = mine.tolist()
+        has_failed, highest, negated_lowest, loss, *of_ranks = mine.tolist()
         if highest != -negated_lowest:
             raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
         return GroupOpinion(
             is_complete=not has_failed,
             loss_sum=math.nan if has_failed else loss,
-            num_complete=tuple(map(int, counts)),
+            num_complete=tuple(map(int, of_ranks[:num_ranks])),
+            compute_s=tuple(of_ranks[num_ranks:]),
         )
 
     def shared(self, flags: Sequence[bool]) -> list[bool]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, OPERATIONS, Operation, Pulse
+from spare_megatron.runtime.pass_times import PassTimes
 from spare_megatron.runtime.spans import Ring, SpanRecorder
 
 _DECAY = 0.98
@@ -61,9 +62,9 @@ def read_page(page: Page, starved_s: float) -> Pulse:
 class Beacon:
     """The writing end."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page, passes: PassTimes) -> None:
         self._page = page
-        self.spans = SpanRecorder(page.ring)
+        self.spans = SpanRecorder(page.ring, passes)
         self._index = 0
         self._at_s = time.monotonic()
         self._num_steps = 0
@@ -76,6 +77,7 @@ class Beacon:
     def begin_step(self, step: int) -> None:
         """What follows belongs to this step. The first step warms everything up, and is no measure of the others."""
         self._page.step = self.spans.step = step
+        self.spans.passes.begin_step()
         self._num_steps += 1
 
     def progress(self) -> None:

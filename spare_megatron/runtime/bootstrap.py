@@ -1,12 +1,14 @@
 """A rank's process from its first line to its group being ready to train."""
 
 import os
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from spare_megatron.control.store import ControlStore
+from spare_megatron.runtime.pass_times import PassTimes
 from spare_megatron.runtime.processes import log_to_file
 from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
 from spare_megatron.runtime.spec import RankSpec
@@ -32,6 +34,24 @@ def choose_device(spec: RankSpec) -> torch.device:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device)
     return device
+
+
+def pass_times_on(device: str) -> PassTimes:
+    """Those of a rank with this device: by the clock, or by events among the kernels of a GPU."""
+    if device == "cpu":
+        return PassTimes(time.monotonic, lambda began_s, ended_s: ended_s - began_s)
+    return PassTimes(_record_event, _between_events_s)
+
+
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:

@@ -297,6 +297,7 @@ class GroupExecutor:
                 learning_rate=result.learning_rate,
                 makespan=self._now.makespan,
                 step_s=round(step_s, 6),
+                compute_s=[round(spent_s, 6) for spent_s in self._reduction.compute_s],
             )
         )
         self._saves.tell()

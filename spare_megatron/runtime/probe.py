@@ -45,5 +45,9 @@ class RankProbe:
     def backward(self, microbatch: Microbatch) -> None:
         self._beacon.spans.backward(microbatch)
 
+    def compute_s(self) -> float:
+        """Seconds of the forward and backward passes of the step so far; of a rank with a GPU, waits for them."""
+        return self._beacon.spans.passes.total_s()
+
     def take_split(self) -> dict[Operation, float]:
         return self._beacon.take_split()

@@ -30,6 +30,7 @@ from spare_megatron.runtime.beacon import Beacon
 from spare_megatron.runtime.bootstrap import (
     choose_device,
     join_group,
+    pass_times_on,
     prepare_process,
     wait_for_all_groups,
 )
@@ -119,7 +120,7 @@ class _Rank:
         self._journal = JournalWriter(spec.run_dir, spec.name)
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
-        self._beacon = Beacon(spec.page)
+        self._beacon = Beacon(spec.page, pass_times_on(spec.device))
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))

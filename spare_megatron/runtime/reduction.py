@@ -86,6 +86,8 @@ class Reduction:
         """Saves of the group that have ended, for its votes until a commit has them."""
         self.loss_sum = math.nan
         """The summed loss of the last attempt, known to every rank of the group; NaN unless it was complete."""
+        self.compute_s: Sequence[float] = ()
+        """Seconds that each rank of the group has computed for it; empty where none did."""
 
     @property
     def ready_at_s(self) -> float | None:
@@ -284,8 +286,9 @@ class Reduction:
                 num_complete=self._window.num_complete,
                 work_digest=work_digest,
                 loss_sum=self._trainer.loss_sum() if is_complete else None,
+                compute_s=self._probe.compute_s(),
             )
-        self.loss_sum = opinion.loss_sum
+        self.loss_sum, self.compute_s = opinion.loss_sum, opinion.compute_s
         restored = () if self._repairs is None else self._repairs.restored()
         return self._cast(action, opinion, work_digest, digests, restored=restored)
 
@@ -299,7 +302,7 @@ class Reduction:
             evidence: Why the group lacks them.
         """
         self.begin(action)
-        self._communicator.evidence = evidence
+        self._communicator.evidence, self.compute_s = evidence, ()
         opinion = GroupOpinion(is_complete=False, loss_sum=math.nan, num_complete=())
         return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True)
 

@@ -144,6 +144,7 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         num_processors=len(os.sched_getaffinity(0)) if config.cluster.device == "cpu" else 0,
         first_step=step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0,
         loaded=config.checkpoint.load,
+        ranks_per_stage=config.layout.tensor_parallel * config.layout.context_parallel,
         pipeline_fill=(config.layout.pipeline_parallel - 1) / config.layout.virtual_pipeline,
         faults=[
             {

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from spare_megatron.core.liveness import OPERATIONS, Operation
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.journal.spans import Span
+from spare_megatron.runtime.pass_times import PassTimes
 
 NUM_SPANS = 4096
 """Spans that a rank keeps: some dozens of steps."""
@@ -69,8 +70,9 @@ class SpanRecorder:
     beginning shows: it ends when the main thread turns to something else.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, passes: PassTimes) -> None:
         self._ring = ring
+        self.passes = passes
         self._slots = memoryview(ring.slots).cast("B")
         self._backward: tuple[Microbatch, float] | None = None
         self.step = -1
@@ -88,14 +90,17 @@ class SpanRecorder:
     def forward(self, microbatch: Microbatch) -> Iterator[None]:
         """A span of the block, which is the forward pass of a microbatch."""
         began_s = self._turn()
+        self.passes.begin()
         try:
             yield
         finally:
+            self.passes.end()
             self._add(_CODES[FORWARD], began_s, self._turn(), microbatch)
 
     def backward(self, microbatch: Microbatch) -> None:
         """The backward pass of a microbatch begins."""
         self._backward = (microbatch, self._turn())
+        self.passes.begin()
 
     def _turn(self) -> float:
         """The main thread turns to something else: the time."""
@@ -103,6 +108,7 @@ class SpanRecorder:
         if self._backward is not None:
             microbatch, began_s = self._backward
             self._backward = None
+            self.passes.end()
             self._add(_CODES[BACKWARD], began_s, now_s, microbatch)
         return now_s
 

@@ -132,7 +132,7 @@ class Agreement:
         return value
 
     def settle(self, *, is_complete: bool, num_complete: int, **_rest: Any) -> GroupOpinion:
-        return GroupOpinion(is_complete=is_complete, loss_sum=0.0, num_complete=(num_complete,))
+        return GroupOpinion(is_complete=is_complete, loss_sum=0.0, num_complete=(num_complete,), compute_s=(0.5,))
 
     def vote(self, _attempt: int, vote: Vote, _voters: Sequence[Member]) -> None:
         self.votes.append(vote)
@@ -144,6 +144,9 @@ class Probe(SilentProbe):
 
     def __call__(self, phase: Phase, /) -> None:
         self.calls.append(phase)
+
+    def compute_s(self) -> float:
+        return 0.5
 
 
 class Rank:

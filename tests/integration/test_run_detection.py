@@ -4,17 +4,28 @@ import dataclasses
 import hashlib
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.phases import Phase
+from spare_megatron.journal.follow import read_standing
+from spare_megatron.journal.paces import find_slowest
 from spare_megatron.journal.records import FaultRecord, LossRecord
+from spare_megatron.mcore.model import Chunk
+from spare_megatron.mcore.pipeline import Item, LossFunction
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.report.history import history_of
+from spare_megatron.runtime.rank import run_rank
 from spare_megatron.runtime.reports import StoreAway, StoreBack
 from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.spec import RankSpec
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import HEARTBEAT_S, Run, assert_masked, complete_run, fenced_groups, tiny_config
@@ -91,6 +102,32 @@ def test_a_slow_but_honest_rank_is_waited_for(text_corpus: Path, tmp_path: Path,
         assert fenced_groups(run.journal) == set()
     else:
         assert_masked(run)
+
+
+def slow_rank(spec: RankSpec, reports: Connection) -> None:
+    """Runs in a rank's process: one of them takes its time for every forward pass."""
+    if (spec.group, spec.rank) == (1, 1):
+        forward = GroupTrainer._forward
+
+        def slow_forward(trainer: GroupTrainer, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
+            time.sleep(0.5 * HEARTBEAT_S)
+            return forward(trainer, chunk, item)
+
+        GroupTrainer._forward = slow_forward  # type: ignore[method-assign]
+    run_rank(spec, reports)
+
+
+def test_a_rank_that_computes_slowly_is_told_from_those_that_wait_for_it(text_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(text_corpus, LAYOUT, steps=3)
+    summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=slow_rank)
+    assert (summary.outcome, summary.verdict, summary.groups_lost) == ("finished", "valid", 0)
+    history = history_of(read_standing(tmp_path / "run"), "valid", now_s=0.0)
+    assert history.paces.ratio.shape == (3, 4, 2)
+    slowest = find_slowest(history.paces.ratio)
+    assert slowest is not None
+    assert (slowest.group, slowest.rank) == (1, 1)
+    # Its neighbour in the pipeline waits as long as it is slow, and that does not count.
+    assert slowest.ratio > 1.3 * slowest.next_ratio
 
 
 @pytest.mark.parametrize("kind", ["stop_node", "kill_supervisor"])

@@ -1,17 +1,21 @@
 """Spans of ranks: kept in a ring, written around events, shown as a trace with the clocks of machines aligned."""
 
+import multiprocessing
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spare_megatron.core.liveness import Operation
+from spare_megatron.core.liveness import OPERATIONS, Operation
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import EntryRecord, Line, LossRecord
 from spare_megatron.journal.spans import RankSpans, Span, SpansFile, read_spans_of
 from spare_megatron.report.timeline import clock_offsets, trace_of
+from spare_megatron.runtime.beacon import Beacon, new_page
+from spare_megatron.runtime.pass_times import PassTimes
 from spare_megatron.runtime.spans import NUM_SPANS, Ring, SpanRecorder, read_spans
 
 
@@ -30,7 +34,7 @@ class Clock:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[Ring, SpanRecorder]:
     monkeypatch.setattr("spare_megatron.runtime.spans.time.monotonic", Clock())
     ring = Ring()
-    return ring, SpanRecorder(ring)
+    return ring, SpanRecorder(ring, PassTimes(Clock(), lambda began_s, ended_s: ended_s - began_s))
 
 
 def microbatch(shard: int, index: int) -> Microbatch:
@@ -45,6 +49,7 @@ def test_a_backward_pass_ends_when_the_rank_turns_to_something_else(recorder: tu
     spans.backward(microbatch(3, 1))
     with spans.during(Operation.TRANSFER):
         pass
+    assert spans.passes.total_s() == 2.0
     found, following = read_spans(ring, 0)
     assert following == 3
     assert [(span.name, span.step, span.began_s, span.ended_s, span.microbatch) for span in found] == [
@@ -59,6 +64,37 @@ def test_what_raises_inside_leaves_its_span(recorder: tuple[Ring, SpanRecorder])
     with pytest.raises(RuntimeError), spans.during(Operation.REDUCE):
         raise RuntimeError
     assert [span.name for span in read_spans(ring, 0)[0]] == ["reduce"]
+
+
+def test_spans_add_up_to_what_a_step_is_spent_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, now_s, expected = random.Random(1), [0.0], dict.fromkeys(OPERATIONS, 0.0)
+    monkeypatch.setattr("spare_megatron.runtime.beacon.time.monotonic", lambda: now_s[0])
+    page = new_page(multiprocessing.get_context("fork"))
+    beacon = Beacon(page, PassTimes(lambda: now_s[0], lambda began_s, ended_s: ended_s - began_s))
+
+    def spend(operation: Operation) -> None:
+        spent_s = rng.random()
+        now_s[0] += spent_s
+        expected[operation] += spent_s
+
+    with beacon.during(Operation.COMPUTE):
+        for _ in range(200):
+            outer, inner = rng.choices([each for each in OPERATIONS if each is not Operation.COMPUTE], k=2)
+            spend(Operation.COMPUTE)
+            with beacon.during(outer):
+                spend(outer)
+                with beacon.during(inner):
+                    spend(inner)
+                spend(outer)
+        split = beacon.take_split()
+    found = dict.fromkeys(map(str, OPERATIONS), 0.0)
+    spans = read_spans(page.ring, 0)[0]
+    for inside, around in zip(spans[::2], spans[1::2], strict=True):  # in the order in which they end
+        found[inside.name] += inside.ended_s - inside.began_s
+        found[around.name] += (around.ended_s - around.began_s) - (inside.ended_s - inside.began_s)
+    for operation, spent_s in expected.items():
+        assert split.get(operation, 0.0) == pytest.approx(spent_s)
+        assert operation is Operation.COMPUTE or found[operation] == pytest.approx(spent_s)
 
 
 @pytest.mark.parametrize("first", [0, 10, NUM_SPANS + 3])

@@ -1,0 +1,110 @@
+"""How fast each rank computes beside its likes in the other groups: who is slow, not who waits for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+
+MOST_SAMPLES = 1024
+"""Attempts that are kept; of a longer run every second, fourth and so on."""
+_LEAST_STEPS = 16
+"""In which a rank has computed, for it to be called slow, if another one has computed in so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowest:
+    """The rank that takes longest for a microbatch, and the one after it.
+
+    Attributes:
+        group: Its group.
+        rank: Its place in the group.
+        ratio: Its time over the median of the ranks in its place in the other groups; of that, the median over steps.
+        next_group: The group of the one after it.
+        next_rank: Its place there.
+        next_ratio: Likewise.
+    """
+
+    group: int
+    rank: int
+    ratio: float
+    next_group: int
+    next_rank: int
+    next_ratio: float
+
+
+class RankPaces:
+    """Seconds that each rank computes a microbatch in, for some hundred of the attempts to make a step.
+
+    Attributes:
+        every: Attempts from one that is kept to the next.
+    """
+
+    def __init__(self, num_groups: int, ranks_per_group: int) -> None:
+        self.every = 1
+        self._shape = (MOST_SAMPLES, num_groups, ranks_per_group)
+        self._pace_s: Array = np.empty((0, num_groups, ranks_per_group), np.float32)
+
+    def take(self, attempt: int, group: int, compute_s: Sequence[float], load: float) -> None:
+        """A group has computed so many microbatches in an attempt, each of its ranks in so many seconds."""
+        if len(compute_s) != self._shape[2] or not load > 0:
+            return
+        if not len(self._pace_s):  # a simulated run has none
+            self._pace_s = np.full(self._shape, np.nan, np.float32)
+        while attempt // self.every >= MOST_SAMPLES:
+            self._pace_s[: MOST_SAMPLES // 2] = self._pace_s[::2]
+            self._pace_s[MOST_SAMPLES // 2 :] = np.nan
+            self.every *= 2
+        if attempt % self.every == 0:
+            self._pace_s[attempt // self.every, group] = np.asarray(compute_s) / load
+
+    def of(self, attempts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], Array]:
+        """Which of these attempts are kept, and their paces in seconds, shape (kept, groups, ranks); NaN where none."""
+        is_kept = (attempts % self.every == 0) & (attempts // self.every < len(self._pace_s))
+        kept = np.flatnonzero(is_kept)
+        return kept, self._pace_s[attempts[kept] // self.every]
+
+
+def over_others(pace_s: Array) -> Array:
+    """Each rank's pace over the median of the ranks in the same place in the other groups, in the same step.
+
+    Args:
+        pace_s: Shape (steps, groups, ranks); NaN where a group computed nothing.
+
+    Returns:
+        Of the same shape; NaN also where nobody else computed.
+    """
+    num_there = np.sum(~np.isnan(pace_s), axis=1, keepdims=True)
+    order = np.argsort(pace_s, axis=1)  # NaN come last
+    place = np.argsort(order, axis=1)
+    ordered = np.take_along_axis(pace_s, order, axis=1)
+    others = []
+    for middle in ((num_there - 2) // 2, (num_there - 1) // 2):  # of the ordered others, one fewer than there are
+        skipping = np.maximum(middle, 0) + (middle >= place)
+        others.append(np.take_along_axis(ordered, np.minimum(skipping, pace_s.shape[1] - 1), axis=1))
+    return np.where(num_there > 1, pace_s * 2 / (others[0] + others[1]), np.nan).astype(np.float32)
+
+
+def find_slowest(ratios: Array) -> Slowest | None:
+    """The slowest rank; None where there are not two to compare.
+
+    Args:
+        ratios: As `over_others` gives them.
+    """
+    num_steps = np.sum(~np.isnan(ratios), axis=0)
+    enough = min(_LEAST_STEPS, int(num_steps.max(initial=0)))
+    if not enough:
+        return None
+    typical = np.nanmedian(np.where(num_steps < enough, -np.inf, ratios), axis=0)
+    first, second = np.argsort(-typical, axis=None, kind="stable")[:2]
+    (group, rank), (next_group, next_rank) = (divmod(int(index), typical.shape[1]) for index in (first, second))
+    return Slowest(
+        group=group,
+        rank=rank,
+        ratio=float(typical[group, rank]),
+        next_group=next_group,
+        next_rank=next_rank,
+        next_ratio=float(typical[next_group, next_rank]),
+    )

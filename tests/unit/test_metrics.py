@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 import threading
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig,
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.metrics.wandb import WandbSink
 from spare_megatron.runtime.reports import GroupLost, GroupRejoined, GroupRestarted, MetricsLost, StepCommitted
@@ -132,6 +135,37 @@ def test_a_sink_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch)
     left, lacks = reasons
     assert left.startswith("slow has not taken everything within 0.01 s")
     assert lacks.startswith("slow was too slow for ")
+
+
+def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    failures: list[MetricsLost] = []
+    config = replace(CONFIG, metrics=MetricsConfig(wandb_project="gpt", run_id="abcd1234"))
+    telemetry = Telemetry(config, open_sinks(config, tmp_path, failures.append))
+    for step in range(3):
+        telemetry.take(committed(step))
+    telemetry.close()
+    (failure,) = failures
+    assert failure.reason.startswith("Weights & Biases takes no more metrics: ModuleNotFoundError: ")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    """Of 10,000 steps less than two bytes each; benchmarks/telemetry.py tells 100,000 to every sink."""
+    telemetry = Telemetry(CONFIG, [JsonlSink(tmp_path)])
+    tracemalloc.start()
+    try:
+        sizes = []
+        for step in range(12_000):
+            if step in (2000, 11_999):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+            telemetry.take(committed(step))
+    finally:
+        tracemalloc.stop()
+    telemetry.close()
+    assert sizes[1] - sizes[0] < 20_000
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.standing import SavePlan
-from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.summary import NOT_RUN, Summary
 from spare_megatron.runtime.reports import (
     CheckpointRejected,
     CheckpointTold,
@@ -151,12 +151,16 @@ def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
 def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:
     yield "outcome", summary.outcome + (f": {summary.outcome_reason}" if summary.outcome_reason else "")
     yield "steps committed", str(summary.steps_committed)
-    yield "restarts from a checkpoint", str(summary.restarts)
-    yield "steps lost", str(summary.steps_lost)
-    yield "groups lost", str(summary.groups_lost)
-    yield "groups rejoined", str(summary.groups_rejoined)
-    yield "microbatches recomputed", str(summary.microbatches_recomputed)
-    yield "final loss", "none" if summary.final_loss is None else f"{summary.final_loss:.4f}"
+    counts = {
+        "restarts from a checkpoint": summary.restarts,
+        "steps lost": summary.steps_lost,
+        "groups lost": summary.groups_lost,
+        "groups rejoined": summary.groups_rejoined,
+        "microbatches recomputed": summary.microbatches_recomputed,
+    }
+    yield from ((name, str(count)) for name, count in counts.items() if count is not None)
+    if summary.verdict != NOT_RUN:
+        yield "final loss", "none" if summary.final_loss is None else f"{summary.final_loss:.4f}"
     yield "spare check", summary.verdict
     yield "run directory", str(run_dir)
 

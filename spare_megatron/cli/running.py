@@ -69,10 +69,11 @@ def run_and_show(
     launcher: "Launcher | None" = None,
 ) -> "Summary":
     """The whole run, with its progress on the console; others may listen. Supervisors start here without a launcher."""
+    from spare_megatron.cli.detached_view import DetachedView
     from spare_megatron.cli.progress import RunProgress
     from spare_megatron.runtime.run import start_run
 
-    with RunProgress(config, console, run_dir) as progress:
+    with DetachedView(RunProgress(config, console, run_dir), console) as progress:
 
         def tell(event: "RunEvent") -> None:
             for take in (progress.take, *listeners):

@@ -44,8 +44,9 @@ def train(
 
     Exit codes: 0 all steps committed and the journal valid, 1 the run failed or its journal does not prove it,
     2 the configuration cannot run, 3 wipe-out, 4 halted because groups disagreed or the training diverged,
-    5 ended by SIGUSR1 with steps left, 130 interrupted.
+    5 ended by SIGUSR1 with steps left, 130 interrupted. A journal of more than 512 MiB is left to `spare check`.
     """
+    from spare_megatron.cli.detached_view import outlasting_output
     from spare_megatron.cli.progress import print_summary
     from spare_megatron.runtime.checkpoints import folder_of
     from spare_megatron.runtime.loading import resumed
@@ -59,9 +60,11 @@ def train(
             loaded = resumed(loaded, folder_of(loaded, folder))
         with told_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher)
-    print_summary(summary, folder, console)
-    if as_json:
-        sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
+    with outlasting_output(console):
+        print_summary(summary, folder, console)
+        if as_json:
+            sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
+            sys.stdout.flush()
     raise typer.Exit(exit_code(summary, is_timed=loaded.train.max_minutes is not None))
 
 
@@ -72,9 +75,11 @@ def exit_code(summary: "Summary", *, is_timed: bool) -> int:
         summary: Of the run.
         is_timed: The run was to end after some time, whatever was left then.
     """
+    from spare_megatron.journal.summary import NOT_RUN
+
     if summary.outcome != "finished":
         return EXIT_CODES[summary.outcome]
-    if summary.verdict != "valid":
+    if summary.verdict not in ("valid", NOT_RUN):
         return 1
     return 0 if is_timed or not summary.steps_left else STEPS_LEFT
 

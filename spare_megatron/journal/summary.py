@@ -18,27 +18,31 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.recoveries import Recovery, find_recoveries
 from spare_megatron.journal.redundancy import full_redundancy_s
 
+NOT_RUN = "not run"
+"""The verdict on a journal that nobody has proven yet."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What `summary.json` holds."""
+    """What `summary.json` holds. What is None was not counted, as the journal was too long to be read at the end."""
 
     verdict: str
+    """Of `spare check`; or NOT_RUN."""
     reasons: tuple[str, ...]
     outcome: str
     outcome_reason: str
     steps_committed: int
-    steps_lost: int
+    steps_lost: int | None = None
     """Commits that a restart from a checkpoint threw away: rework."""
-    restarts: int
+    restarts: int | None = None
     """Restarts from a checkpoint after a wipe-out."""
-    groups_lost: int
-    groups_rejoined: int
+    groups_lost: int | None = None
+    groups_rejoined: int | None = None
     """Times that a group which was lost has voted again."""
-    microbatches_recomputed: int
-    final_loss: float | None
-    params_sha256: str | None
-    recoveries: tuple[Recovery, ...]
+    microbatches_recomputed: int | None = None
+    final_loss: float | None = None
+    params_sha256: str | None = None
+    recoveries: tuple[Recovery, ...] = ()
     slices_repaired: int = 0
     """Copies of slices that groups have made of what lost ones held."""
     full_redundancy_s: tuple[float, ...] = ()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from spare_megatron.runtime.processes import say
 from spare_megatron.runtime.reports import GoOn, NodeReport
 
 
@@ -70,5 +71,5 @@ class DriverLink:
     def _lose(self, error: Exception) -> None:
         if self._is_needed:
             raise Stopped from error
-        print(f"the driver is gone ({error or type(error).__name__}); the node goes on without it", flush=True)
+        say(f"the driver is gone ({error or type(error).__name__}); the node goes on without it")
         self._connection = None

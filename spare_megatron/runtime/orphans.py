@@ -1,18 +1,12 @@
 """What becomes of a run whose driver is lost: its supervisors bring it to its end, and tell how it ended."""
 
-import dataclasses
-import json
-import os
 import time
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.liveness import ENDED
 from spare_megatron.core.topology import GroupId
-from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord, Outcome
-from spare_megatron.journal.summary import Summary, summarize
 from spare_megatron.runtime.reports import ExitCode, RankKey
 
 _SILENT_INTERVALS = 4.0
@@ -61,12 +55,3 @@ def wait_for_others(store: ControlStore, node: int, num_nodes: int, interval_s: 
             if last[other][0] not in (None, ENDED) and now_s - last[other][1] < _SILENT_INTERVALS * interval_s
         ]
         time.sleep(interval_s / 2)
-
-
-def write_summary(run_dir: Path) -> Summary:
-    """Sums the run up from its journal, in place of the driver. Several nodes may do so at once."""
-    summary = summarize(read_journal(run_dir))
-    new = run_dir / f"summary.json.{os.uname().nodename}-{os.getpid()}"
-    new.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
-    new.rename(run_dir / "summary.json")
-    return summary

@@ -179,6 +179,12 @@ def log_to_file(run_dir: Path, name: str) -> None:
     os.close(fd)
 
 
+def say(text: object) -> None:
+    """Prints what people may want to read in a log, one that a full disk keeps from growing any more, too."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def run_to_end(child: Child, timeout_s: float) -> str | None:
     """Waits for a process that reports at most one text, its error; returns that text.
 

@@ -45,6 +45,7 @@ from spare_megatron.runtime.join import JoinFailed
 from spare_megatron.runtime.piece_server import PieceServer
 from spare_megatron.runtime.piece_wire import Address
 from spare_megatron.runtime.probe import RankProbe
+from spare_megatron.runtime.processes import say
 from spare_megatron.runtime.reduction import Reduction
 from spare_megatron.runtime.repair import SliceRepairs
 from spare_megatron.runtime.reports import (
@@ -137,10 +138,10 @@ class _Rank:
             with self._beacon.during(Operation.COMPUTE):
                 return self._stopped(train(self._controller, executor, first, lambda: bool(self._page.end_asked)))
         except JoinFailed as error:
-            print(error, file=sys.stderr)
+            say(error)
             return ExitCode.JOIN_FAILED
         except Fenced as error:
-            print(error, file=sys.stderr)
+            say(error)
             return ExitCode.FENCED
         except StoreLost as error:
             return self._without_store(error)
@@ -157,7 +158,7 @@ class _Rank:
         try:
             self._journal.close()
         except OSError as error:
-            print(error, file=sys.stderr)
+            say(error)
 
     def _build_executor(self) -> GroupExecutor:
         spec, config = self._spec, self._spec.config
@@ -351,7 +352,7 @@ class _Rank:
 
     def _broken(self, error: Exception) -> ExitCode:
         """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""
-        print(error, file=sys.stderr)
+        say(error)
         reason = f"rank {self._spec.rank} lost a peer in its group"
         try:
             fence(self._log, self._spec.member, reason, self._controller.head)
@@ -361,7 +362,7 @@ class _Rank:
 
     def _without_store(self, error: StoreLost) -> ExitCode:
         """Nothing can be decided any more. What has been committed is saved, by as many groups as may be needed."""
-        print(error, file=sys.stderr)
+        say(error)
         if self._executor is None or not self._executor.num_steps or self._executor.lacks_params:
             return ExitCode.STORE_LOST
         # Where each group has only some slices of the optimizer state, all of them may be needed.

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from spare_megatron.control.open_store import open_store, with_credentials
 from spare_megatron.control.store import StoreLost
+from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.node import look_after
 from spare_megatron.runtime.node_connection import connect
-from spare_megatron.runtime.orphans import wait_for_others, write_summary
+from spare_megatron.runtime.orphans import wait_for_others
 from spare_megatron.runtime.processes import ask_for_gpus_without_touching_them
 from spare_megatron.runtime.spec import NodeSpec
 
@@ -36,4 +37,4 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
         return None
     with contextlib.suppress(StoreLost):
         wait_for_others(open_store(spec.store), node, config.parallel.num_nodes, config.control.heartbeat_interval_s)
-    return write_summary(spec.run_dir)
+    return conclude(spec.run_dir)

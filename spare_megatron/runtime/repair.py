@@ -1,6 +1,5 @@
 """Makes missing copies of slices in the background, from the hosts that are left."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from spare_megatron.mcore.probe import Probe
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.runtime.piece_client import PieceClient
 from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.runtime.processes import say
 from spare_megatron.runtime.slice_content import SliceContent
 
 _TIMEOUT_S = 10.0
@@ -151,7 +151,7 @@ class SliceRepairs:
         except WrongStep:
             return _OTHER_STEP_S
         except (NotOffered, TransferBroken) as error:
-            print(f"slice {repair.slice}, from group {repair.donor.group}: {error}", file=sys.stderr)
+            say(f"slice {repair.slice}, from group {repair.donor.group}: {error}")
             self._hang_up()
             return _BROKEN_S
         self._earned_at_s = None

@@ -18,9 +18,10 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
 from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
-from spare_megatron.journal.files import JournalWriter, read_journal
+from spare_megatron.journal.conclusion import conclude
+from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import RunRecord
-from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.checkpoints import folder_of, step_of
 from spare_megatron.runtime.driver import Driver
 from spare_megatron.runtime.loading import resolve_load
@@ -121,8 +122,7 @@ def _run(
     finally:
         journal.close()
         metrics.close()
-        summary = summarize(read_journal(run_dir))
-        (run_dir / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        summary = conclude(run_dir)
     return summary
 
 

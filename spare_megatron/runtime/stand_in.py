@@ -17,7 +17,7 @@ from typing import Protocol
 from spare_megatron.control.open_store import open_store, without_credentials
 from spare_megatron.core.rejoin import restart_delay_s
 from spare_megatron.runtime.node_connection import Door
-from spare_megatron.runtime.processes import log_to_file
+from spare_megatron.runtime.processes import log_to_file, say
 from spare_megatron.runtime.reports import NodeEnded, RanksReady
 from spare_megatron.runtime.spec import NodeSpec
 
@@ -96,7 +96,7 @@ class _StandIn:
                 self._end_step()
                 if not (self._has_begun and self._launcher.replaces):
                     sys.exit(1)
-                print(f"node {self._spec.node}: its supervisor is lost; another one takes its place", flush=True)
+                say(f"node {self._spec.node}: its supervisor is lost; another one takes its place")
                 self._life += 1
                 self._pause(supervisor is not None and time.monotonic() - began_s > _LONG_LIFE_S)
         finally:
@@ -132,7 +132,7 @@ class _StandIn:
                     self._step = self._launcher.start(spec.run_dir, spec.node, self._life)
         finally:
             door.close()
-        print(f"node {spec.node}: no supervisor has come", flush=True)
+        say(f"node {spec.node}: no supervisor has come")
         return None
 
     def _forward(self, supervisor: Connection) -> bool:

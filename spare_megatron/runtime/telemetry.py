@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,8 @@ class Telemetry:
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._next_step = 0
         self._quiet_s: deque[float] = deque(maxlen=_QUIET_STEPS)
-        self._useful_s = 0.0
+        self._first_step: int | None = None
+        self._useful_s = array("d")  # up to the end of each step from the first one on
         self._began_s = time.monotonic()
 
     def take(self, event: object) -> None:
@@ -89,9 +91,12 @@ class Telemetry:
                 self._absent.discard(member.group)
                 if step < self._next_step:  # the first to say so
                     self._counts["fault/restarts"] += 1
+                    del self._useful_s[max(step - (self._first_step or 0), 0) :]
                 self._next_step = min(step, self._next_step)
             case StepCommitted(step=step) if step >= self._next_step:
                 self._next_step = step + 1
+                if self._first_step is None:
+                    self._first_step = step
                 self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
@@ -107,7 +112,8 @@ class Telemetry:
         step_s = event.step_s
         if event.num_alive == self._config.layout.num_groups or not self._quiet_s:
             self._quiet_s.append(step_s)
-        self._useful_s += min(step_s, median(self._quiet_s))
+        useful_s = (self._useful_s[-1] if self._useful_s else 0.0) + min(step_s, median(self._quiet_s))
+        self._useful_s.append(useful_s)
         values: dict[str, Value] = {
             "train/loss": event.loss,
             "train/grad_norm": event.grad_norm,
@@ -117,7 +123,7 @@ class Telemetry:
             "spare/makespan": event.makespan,
             "perf/step_s": round(step_s, 6),
             "perf/tokens_per_s": round(self._tokens / step_s, 3),
-            "perf/goodput": round(self._useful_s / (time.monotonic() - self._began_s), 6),
+            "perf/goodput": round(useful_s / (time.monotonic() - self._began_s), 6),
             **self._counts,
         }
         if self._config.data.access == "stacked":

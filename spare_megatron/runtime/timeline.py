@@ -9,6 +9,7 @@ from pathlib import Path
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.spans import RankSpans, Span, SpansFile
 from spare_megatron.runtime.beacon import Page
+from spare_megatron.runtime.processes import say
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.reports import GroupLost, GroupRejoined, GroupRestarted, RankKey, StepCommitted
 from spare_megatron.runtime.spans import read_spans
@@ -75,7 +76,7 @@ class Timeline:
         try:
             yield
         except OSError as error:
-            print(f"the timeline is incomplete: {error}", flush=True)
+            say(f"the timeline is incomplete: {error}")
 
     def _open(self) -> None:
         """A window from some steps before now to some steps from now on."""

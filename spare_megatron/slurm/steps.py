@@ -1,5 +1,6 @@
 """Supervisors as steps of a job: one on each node, and another where one is lost."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ class SrunLauncher:
         name = self._choose(run_dir, node, life)
         if name is None:
             return None
-        print(f"node {node}: its supervisor is started on {name}", flush=True)
+        with contextlib.suppress(OSError):  # a disk that is full
+            print(f"node {node}: its supervisor is started on {name}", flush=True)
         step = node_step(self.slurm, f"node-{node}", name, ("supervise", str(run_dir), "--node", str(node)))
         return subprocess.Popen(step, start_new_session=True)
 

@@ -1,5 +1,6 @@
 """What the metrics of a run say, and where they go: read back by those who show them."""
 
+import itertools
 import json
 import math
 import sys
@@ -82,6 +83,18 @@ def test_each_step_is_told_once_and_again_after_a_restart() -> None:
     found = told(*steps)
     assert [values["step"] for values in found] == [0, 1, 2, 1, 2]
     assert [values["fault/restarts"] for values in found] == [0, 0, 0, 1, 1]
+
+
+def test_steps_that_a_restart_throws_away_have_been_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `spare status` counts it: 100 steps of a second, 90 of which are made again."""
+    clock = itertools.count()
+    monkeypatch.setattr("spare_megatron.runtime.telemetry.time.monotonic", lambda: float(next(clock)))
+    restart = GroupRestarted(member=Member(GroupId(0), 1), step=10)
+    steps = [committed(step, step_s=1.0) for step in (*range(100), *range(10, 100))]
+    found = told(*steps[:100], restart, *steps[100:])
+    assert found[99]["perf/goodput"] == pytest.approx(1.0)
+    assert found[100]["perf/goodput"] == pytest.approx(11 / 101, abs=1e-5)
+    assert found[-1]["perf/goodput"] == pytest.approx(100 / 190, abs=1e-5)
 
 
 def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:

@@ -1,0 +1,87 @@
+"""What a run shows while it goes on: a terminal that stalls, a full disk or a closed pipe does it no harm."""
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import IO, Any, Protocol, Self
+
+from rich.console import Console
+
+CLOSE_TIMEOUT_S = 10.0
+"""Longest wait at the end of a run for an output that has not taken everything yet."""
+
+_MOST_WAITING = 4096
+
+
+class View(Protocol):
+    """Shows events; all of it in one thread."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def take(self, event: Any) -> None:
+        """Shows an event."""
+
+
+class DetachedView:
+    """A view with a thread of its own: it never keeps its caller waiting, and what it cannot show is shown nowhere.
+
+    Args:
+        view: The view.
+        console: Where it shows.
+    """
+
+    def __init__(self, view: View, console: Console) -> None:
+        self._view = view
+        self._console = console
+        self._waiting: queue.Queue[Any] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(queue.Full):  # then the thread waits for its output
+            self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def take(self, event: Any) -> None:
+        """Has an event shown, unless the output is far behind."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(event)
+
+    def _run(self) -> None:
+        with outlasting_output(self._console), self._view as view:
+            while (event := self._waiting.get()) is not None:
+                view.take(event)
+            return
+        while self._waiting.get() is not None:
+            pass
+
+
+@contextlib.contextmanager
+def outlasting_output(console: Console) -> Iterator[None]:
+    """Around what is shown: where the output takes nothing any more, nothing is shown from then on, and that is all."""
+    try:
+        yield
+    except (OSError, SystemExit):  # rich ends the program where a pipe is closed
+        for stream in (console.file, sys.stdout):
+            _discard(stream)
+
+
+def _discard(stream: IO[str]) -> None:
+    """What is written there from now on, and what waits in its buffer, is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -1,0 +1,64 @@
+"""How a run that has ended is summed up: proven from its whole journal, or told by the ends of its files."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import EndRecord, EntryRecord, Record, RunRecord, decode_line
+from spare_megatron.journal.summary import NOT_RUN, Summary, summarize
+
+MOST_PROVEN_BYTES = 512 << 20
+"""Of a journal that is proven when the run ends: some 45 s, and 2 GB of memory. A job whose time is over has no more
+before it is to be queued again."""
+
+_MOST_TAILS = 8
+_TAIL_BYTES = 1 << 20
+
+
+def conclude(run_dir: Path) -> Summary:
+    """Sums the run up and writes `summary.json`. Several nodes may do so at once."""
+    files = list((run_dir / "journal").glob("*.jsonl"))
+    num_bytes = sum(path.stat().st_size for path in files)
+    summary = summarize(read_journal(run_dir)) if num_bytes <= MOST_PROVEN_BYTES else _told(run_dir, files, num_bytes)
+    new = run_dir / f"summary.json.{os.uname().nodename}-{os.getpid()}"
+    new.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    new.rename(run_dir / "summary.json")
+    return summary
+
+
+def _told(run_dir: Path, files: list[Path], num_bytes: int) -> Summary:
+    """What the first line of the journal and the last ones of some files tell; the rest is not counted."""
+    with (run_dir / "journal" / "driver.jsonl").open("rb") as driver:
+        run = decode_line(driver.readline().decode()).record
+    assert isinstance(run, RunRecord), "the driver writes the run's terms first"
+    ranks = sorted((path for path in files if path.name.startswith("group-")), key=lambda path: path.stat().st_mtime)
+    others = [path for path in files if not path.name.startswith("group-")]
+    ends = [record for path in others for record in _last_records(path) if isinstance(record, EndRecord)]
+    leaders = [path for path in reversed(ranks) if path.stat().st_size][:_MOST_TAILS]
+    entries = {r.index: r.entry for path in leaders for r in _last_records(path) if isinstance(r, EntryRecord)}
+    commits = [index for index, entry in entries.items() if entry["entry"] == "commit"]
+    num_steps = entries[max(commits)]["step"] + 1 if commits else run.first_step
+    return Summary(
+        verdict=NOT_RUN,
+        reasons=(f"the journal has {num_bytes / 1e6:.0f} MB, which takes long to prove: spare check {run_dir}",),
+        outcome=ends[0].outcome if ends else "unknown",
+        outcome_reason=ends[0].reason if ends else "the journal has no end",
+        steps_committed=num_steps - run.first_step,
+        steps_left=run.num_steps - num_steps,
+    )
+
+
+def _last_records(path: Path) -> Iterator[Record]:
+    """What the last lines of a file hold, those that can be read."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _TAIL_BYTES, 0))
+        lines = file.read().split(b"\n")
+    for line in lines[size > _TAIL_BYTES : -1]:
+        try:
+            yield decode_line(line.decode()).record
+        except ValueError:
+            continue  # torn by a kill

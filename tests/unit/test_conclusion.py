@@ -1,0 +1,75 @@
+"""What a run comes to when its journal is too long to be proven before its job has to end."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.cli.train import STEPS_LEFT, exit_code
+from spare_megatron.journal import conclusion
+from spare_megatron.journal.conclusion import conclude
+from spare_megatron.journal.records import EndRecord, Line, RunRecord, encode_line
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.scenario import Scenario
+
+NUM_STEPS = 40
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A simulated run with wipe-outs, in files as a real one has them."""
+    costs = CostModel(compute_s=60.0, reduce_s=6.0, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
+    scenario = Scenario(
+        name="told",
+        num_groups=4,
+        redundancy=2,
+        microbatches_per_shard=2,
+        num_steps=NUM_STEPS,
+        costs=costs,
+        failures=FailureSpec(kind="system", mean_s=200.0),
+        repair_s=300.0,
+    )
+    lines: list[Line] = []
+    simulate(scenario, 2, journal=lines.append)
+    files: dict[str, list[Line]] = {}
+    for line in lines:
+        is_drivers = isinstance(line.record, RunRecord | EndRecord) or not hasattr(line.record, "group")
+        files.setdefault("driver" if is_drivers else f"group-{line.record.group:02d}-rank-0", []).append(line)
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    for name, some in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(encode_line(line) + "\n" for line in some))
+    return tmp_path
+
+
+@pytest.mark.parametrize("num_wanted", [NUM_STEPS, 2 * NUM_STEPS])
+def test_a_long_journal_tells_how_the_run_ended_and_what_is_left(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, num_wanted: int
+) -> None:
+    driver = run_dir / "journal" / "driver.jsonl"
+    driver.write_text(driver.read_text().replace(f'"num_steps":{NUM_STEPS}', f'"num_steps":{num_wanted}', 1))
+    proven = conclude(run_dir)
+    assert proven.restarts, "the run made steps again"
+    monkeypatch.setattr(conclusion, "MOST_PROVEN_BYTES", 1000)
+    monkeypatch.setattr(conclusion, "read_journal", None)
+    told = conclude(run_dir)
+    assert (told.outcome, told.steps_committed, told.steps_left) == ("finished", NUM_STEPS, num_wanted - NUM_STEPS)
+    assert (told.steps_committed, told.steps_left) == (proven.steps_committed, proven.steps_left)
+    assert told.verdict == "not run"
+    assert f"spare check {run_dir}" in told.reasons[0]
+    assert told.groups_lost is None
+    assert json.loads((run_dir / "summary.json").read_text())["steps_left"] == told.steps_left
+    assert exit_code(told, is_timed=False) == (STEPS_LEFT if told.steps_left else 0)
+    assert exit_code(replace(told, verdict="invalid"), is_timed=False) == 1
+
+
+def test_a_torn_end_of_a_file_is_no_harm(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conclusion, "MOST_PROVEN_BYTES", 1000)
+    monkeypatch.setattr(conclusion, "_TAIL_BYTES", 5000)
+    for path in (run_dir / "journal").glob("group-*"):
+        with path.open("a") as file:
+            file.write('{"record":"entry","source":"gr')
+    assert conclude(run_dir).steps_committed == NUM_STEPS

@@ -1,0 +1,80 @@
+"""What a run shows is never in its way."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+from rich.console import Console
+
+from spare_megatron.cli import detached_view
+from spare_megatron.cli.detached_view import DetachedView, outlasting_output
+from spare_megatron.cli.progress import RunProgress
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.runtime.reports import Starting
+
+
+class ListView:
+    """Keeps what it is told; waits before that for as long as it is held."""
+
+    def __init__(self) -> None:
+        self.taken: list[object] = []
+        self.goes_on = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.taken.append("end")
+
+    def take(self, event: object) -> None:
+        self.goes_on.wait(60.0)
+        self.taken.append(event)
+
+
+def test_everything_is_shown_in_its_order_by_the_end() -> None:
+    view = ListView()
+    view.goes_on.set()
+    with DetachedView(view, Console()) as detached:
+        for event in range(100):
+            detached.take(event)
+    assert view.taken == [*range(100), "end"]
+
+
+def test_an_output_that_stalls_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detached_view, "CLOSE_TIMEOUT_S", 0.01)
+    view = ListView()
+    with DetachedView(view, Console()) as detached:
+        for event in range(10_000):
+            detached.take(event)
+    assert view.taken == []
+    view.goes_on.set()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["plain lines", "a live view"])
+def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_terminal: bool) -> None:
+    with open("/dev/full", "w") as full:
+        console = Console(file=full, force_terminal=is_terminal)
+        with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
+            for number in range(3):
+                progress.take(Starting(what=f"part {number}"))
+        with outlasting_output(console):
+            console.print("the end")
+
+
+def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        console = Console(file=pipe, force_terminal=False)
+        with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
+            progress.take(Starting(what="a test"))
+        with outlasting_output(console):
+            console.print("the end")
+    print("others may", file=sys.stderr)
+    assert "others may" in capfd.readouterr().err

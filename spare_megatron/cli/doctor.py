@@ -8,7 +8,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 from rich import box
@@ -78,8 +77,9 @@ def _load(path: Path, overrides: Sequence[str]) -> "RunConfig":
 
 def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[list[NodeReport], list[Finding]]":
     from spare_megatron.config.diagnosis import diagnose
+    from spare_megatron.control.addresses import address_towards, hosts_of, refuse_loopback
     from spare_megatron.runtime.checkpoints import folder_of
-    from spare_megatron.runtime.examination import address_towards, examine
+    from spare_megatron.runtime.examination import examine
 
     folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
     checkpoints = folder_of(config, folder).absolute()
@@ -88,15 +88,17 @@ def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[
         from spare_megatron.slurm.allocation import address_of, nodes_for_run, this_job
 
         names = nodes_for_run(this_job(), config.cluster.num_nodes)
-        host = address_towards(address_of(names[0]))
+        hosts = [address_of(name) for name in names[:2]]  # the second one knows this one by no loopback address
         start = partial(_start_step, config.slurm, names, folder, wait_s)
     else:
         num_nodes = config.cluster.num_nodes if config.cluster.launcher == "hand" else 1
         names = tuple(f"node {index}" for index in range(num_nodes))
-        endpoint = next(iter(config.control.endpoints), "")
-        host = address_towards(urlsplit(endpoint).hostname or config.control.listen_address)
+        hosts = hosts_of(config.control.endpoints) or [config.control.listen_address]
         if num_nodes > 1:
             typer.echo(f"on node i = 1 ... {num_nodes - 1}: spare doctor --node i --folder {folder}", err=True)
+    host = address_towards(hosts)
+    if len(names) > 1:
+        refuse_loopback(host, hosts)
     reports = examine(
         config, names=names, folder=folder, checkpoints=checkpoints, host=host, start=start, wait_s=wait_s
     )

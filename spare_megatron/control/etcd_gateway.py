@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from spare_megatron.control.addresses import address_towards, hosts_of, is_loopback
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreLost
 
@@ -129,7 +130,10 @@ class EtcdGateway:
         """The address of this machine by which it reaches etcd, and is reached by whoever reaches etcd, too."""
         self.call("/v3/maintenance/status", {})
         assert self._connection is not None, "the call was answered on it"
-        return str(self._connection.sock.getsockname()[0])
+        address = str(self._connection.sock.getsockname()[0])
+        if is_loopback(address):  # as this machine's own name may have it
+            return address_towards([address, *hosts_of(self._spec.endpoints)])
+        return address
 
     def close(self) -> None:
         """Drops the connection; the next one is to the next member."""

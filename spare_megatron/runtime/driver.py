@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.addresses import hosts_of, refuse_loopback
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
@@ -153,6 +154,8 @@ class Driver:
     def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
         layout = self._config.parallel
         self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
+        if self._launcher is not None and layout.num_nodes > 1:
+            refuse_loopback(self._store.local_host(), hosts_of(self._config.control.endpoints))
         for node in range(layout.num_nodes):
             spec = NodeSpec(
                 config=self._config,

@@ -361,20 +361,3 @@ def _serve(driver: Connection, host: str) -> None:
                     driver.send(write_speed(file))
                 case _Send(host=to, port=port, key=key):
                     driver.send(send_speed(to, port, key))
-
-
-def address_towards(host: str) -> str:
-    """The address of this machine by which it reaches the other one.
-
-    Raises:
-        ValueError: It knows no way there.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as route:
-            route.connect(address)  # sends nothing
-            return str(route.getsockname()[0])
-    except OSError as error:
-        raise ValueError(
-            f"{host} cannot be reached from here: {error.strerror}; correct the name, or have it resolved"
-        ) from error

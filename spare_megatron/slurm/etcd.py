@@ -13,6 +13,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.config.validate_slurm import num_etcd_members
+from spare_megatron.control.addresses import is_address
 from spare_megatron.control.etcd_gateway import EtcdGateway, encoded
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreLost
@@ -26,6 +27,8 @@ _START_S = 60.0
 _END_S = 5.0
 _POLL_S = 0.2
 _ANSWER_S = 2.0
+_ALL_INTERFACES = "0.0.0.0"
+"""Where a member listens whose node is known by a name: etcd takes addresses alone. Certificates keep others out."""
 
 _RUN_AND_CLEAN_UP = """
 data=$(mktemp -d) || exit
@@ -55,11 +58,12 @@ def member_commands(
     cluster = ",".join(f"member-{i}={peer}" for i, peer in enumerate(peers))
     commands = []
     for i, (name, client, peer) in enumerate(zip(names, endpoints_of(addresses, first_port), peers, strict=True)):
+        bound = addresses[i] if is_address(addresses[i]) else _ALL_INTERFACES
         options = (
             f"--name=member-{i}",
-            f"--listen-client-urls={client}",
+            f"--listen-client-urls=https://{bound}:{first_port + 2 * i}",
             f"--advertise-client-urls={client}",
-            f"--listen-peer-urls={peer}",
+            f"--listen-peer-urls=https://{bound}:{first_port + 2 * i + 1}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster={cluster}",
             f"--initial-cluster-token={token}",

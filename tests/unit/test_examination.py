@@ -10,7 +10,7 @@ import pytest
 from spare_megatron.config.node_facts import NodeReport, Rate
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, DataConfig, LayoutConfig, RunConfig
 from spare_megatron.runtime import link_speed, node_facts
-from spare_megatron.runtime.examination import address_towards, examine, serve_examination
+from spare_megatron.runtime.examination import examine, serve_examination
 from spare_megatron.runtime.link_speed import Sink, send_speed
 from spare_megatron.runtime.node_connection import connect
 from spare_megatron.runtime.node_facts import look_at_node, write_speed
@@ -180,17 +180,6 @@ def test_what_cannot_be_written_is_told_and_what_was_written_is_removed(tmp_path
     assert write_speed(tmp_path / "none" / "file") == Rate(failure="No such file or directory")
     assert write_speed(tmp_path / "file").bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_that_stands_for_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert address_towards(LOOPBACK) == LOOPBACK
-
-    def unknown(*_: object, **__: object) -> None:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)  # a real search may take long
-    with pytest.raises(ValueError, match="n1 cannot be reached from here: Name or service not known; correct the name"):
-        address_towards("n1")
 
 
 def test_bytes_go_to_whom_they_are_for() -> None:

@@ -92,13 +92,9 @@ class Claims:
             file.write(str(node))
         return True
 
-    def leave(self, node: int) -> str:
-        """Gives up what this supervisor has; returns its name, empty if it had none."""
-        for name in self.taken():
-            if self._path(name).read_text() == str(node):
-                self._path(name).unlink()
-                return name
-        return ""
+    def leave(self, name: str) -> None:
+        """Gives up a node of Slurm that this supervisor has."""
+        self._path(name).unlink(missing_ok=True)
 
     def taken(self) -> tuple[str, ...]:
         """All that are somebody's."""

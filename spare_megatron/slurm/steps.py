@@ -57,6 +57,7 @@ class SrunLauncher:
     job_id: JobId
     slurm: SlurmConfig
     replaces: bool = True
+    _held: str = field(default="", init=False)
     _last: str = field(default="", init=False)
 
     def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
@@ -73,9 +74,11 @@ class SrunLauncher:
         step = node_step(self.slurm, f"node-{node}", name, ("supervise", str(run_dir), "--node", str(node)))
         return subprocess.Popen(step, start_new_session=True)
 
-    def ended(self, run_dir: Path, node: int) -> None:
+    def ended(self, run_dir: Path, node: int) -> None:  # noqa: ARG002  (it knows what it has taken)
         """The node of Slurm is free for others."""
-        self._last = Claims(run_dir).leave(node) or self._last
+        if self._held:
+            Claims(run_dir).leave(self._held)
+            self._last, self._held = self._held, ""
 
     def _choose(self, run_dir: Path, node: int, life: int) -> str | None:
         present, claims = nodes_of(self.job_id), Claims(run_dir)
@@ -85,4 +88,7 @@ class SrunLauncher:
             name = present[node]
         else:
             name = choose_node(present, claims.taken(), self._last) or ""
-        return name if name and claims.take(name, node) else None
+        if not name or not claims.take(name, node):
+            return None
+        self._held = name
+        return name

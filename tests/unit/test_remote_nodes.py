@@ -235,8 +235,8 @@ def test_nobody_gets_a_node_that_another_supervisor_has(tmp_path: Path) -> None:
     assert claims.take("n1", 0)
     assert not claims.take("n1", 1)
     assert claims.taken() == ("n1",)
-    assert claims.leave(1) == ""
-    assert claims.leave(0) == "n1"
+    claims.leave("n1")
+    claims.leave("n1")
     assert claims.take("n1", 1)
 
 
@@ -264,6 +264,24 @@ def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
     assert launchers[1].start(tmp_path, 1, 2) is None
     with pytest.raises(ValueError, match="job 1 has 1 nodes, too few for node 5"):
         SrunLauncher(job_id=1, slurm=SlurmConfig()).start(tmp_path, 5, 0)
+
+
+def test_a_supervisor_gives_up_its_own_node_while_others_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked into the files of all others once, and one of them went between the look and the reading."""
+    monkeypatch.setattr("spare_megatron.slurm.steps.nodes_of", lambda job_id: ("n1", "n2"))
+    monkeypatch.setattr("subprocess.Popen", lambda command, **_: None)
+    claims = Claims(tmp_path)
+    launcher = SrunLauncher(job_id=1, slurm=SlurmConfig())
+    launcher.start(tmp_path, 1, 0)
+    claims.take("n1", 0)
+    (tmp_path / "nodes/on-n0").symlink_to(tmp_path / "gone")  # listed, and gone when it is read
+    launcher.ended(tmp_path, 1)
+    assert claims.taken() == ("n0", "n1")
+    claims.take("n2", 7)
+    launcher.ended(tmp_path, 1)
+    assert claims.taken() == ("n0", "n1", "n2")
 
 
 def test_a_step_shares_its_node_and_outlives_others() -> None:

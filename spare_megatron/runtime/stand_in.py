@@ -21,8 +21,8 @@ from spare_megatron.runtime.processes import log_to_file, say
 from spare_megatron.runtime.reports import NodeEnded, RanksReady
 from spare_megatron.runtime.spec import NodeSpec
 
-_RETRY_S = 2.0
-"""Until it is looked again for a node that is free."""
+_RETRY_S, _LONGEST_RETRY_S = 2.0, 60.0
+"""Until it is looked again for a node that is free; twice as long each time, as all stand-ins ask the same server."""
 _LONG_LIFE_S = 30.0
 """A supervisor that has been there for so long has shown that it can be."""
 _END_S = 5.0
@@ -115,9 +115,10 @@ class _StandIn:
         spec = self._spec
         door = Door(spec.run_dir, spec.node, self._host)
         try:
-            self._step = self._launcher.start(spec.run_dir, spec.node, self._life)
+            self._step = self._start()
             # With the run under way, whenever a node is there again.
             end_s = math.inf if self._life else time.monotonic() + spec.config.control.startup_timeout_s
+            retry_s, retry_at_s = _RETRY_S, time.monotonic() + _RETRY_S
             while time.monotonic() < end_s:
                 ready = wait([door.fileno(), self._driver], _RETRY_S)
                 if self._driver in ready:
@@ -128,12 +129,30 @@ class _StandIn:
                     return supervisor
                 if self._step is not None and self._step.poll() is not None:
                     break
-                if self._step is None and self._life:
-                    self._step = self._launcher.start(spec.run_dir, spec.node, self._life)
+                if self._step is None and self._life and time.monotonic() >= retry_at_s:
+                    self._step = self._start()
+                    retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+                    retry_at_s = time.monotonic() + retry_s
         finally:
             door.close()
         say(f"node {spec.node}: no supervisor has come")
         return None
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        """The step of the supervisor; None if there is none yet. With the run under way a failure is not the last word.
+
+        Raises:
+            OSError, ValueError: The first one cannot be started.
+        """
+        spec = self._spec
+        try:
+            return self._launcher.start(spec.run_dir, spec.node, self._life)
+        except (OSError, ValueError) as error:
+            if self._life == 0:
+                raise
+            print(f"node {spec.node}: its supervisor cannot be started now: {error}", flush=True)
+            self._launcher.ended(spec.run_dir, spec.node)
+            return None
 
     def _forward(self, supervisor: Connection) -> bool:
         """Passes on reports and orders until the supervisor has ended, or is lost: then False."""

@@ -33,13 +33,16 @@ _ALL_INTERFACES = "0.0.0.0"
 _RUN_AND_CLEAN_UP = """
 data=$(mktemp -d) || exit
 trap "" USR1
+trap 'is_asked=1; kill "$pid" 2>/dev/null' USR2 TERM
 etcd --data-dir "$data" "$@" &
-trap "kill $!" USR2
-wait # is interrupted by the signal
-wait
+pid=$!
+[ -z "$is_asked" ] || kill "$pid"
+while kill -0 "$pid"; do wait; done 2>/dev/null # is interrupted by a signal
 rm -rf "$data"
 """
-"""Its data are of no use after the job. USR1, which ends training early, is not for etcd; srun passes USR2 on."""
+"""Its data are of no use after the job. USR1, which ends training early, is not for etcd; srun passes USR2 on, and
+Slurm itself sends TERM where the job is cancelled or its time is over.
+"""
 
 
 def member_commands(

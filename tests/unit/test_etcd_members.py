@@ -1,6 +1,10 @@
 """The members of a job's own etcd: where they listen, and what they leave."""
 
 import ipaddress
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,3 +30,29 @@ def test_a_member_listens_at_an_address_and_is_known_by_what_slurm_knows_its_nod
     assert [urlsplit(url).port for url in listening] == [2379, 2380]
     assert urls(command, "advertise-client-urls") == [f"https://{address}:2379"]
     assert urls(command, "initial-advertise-peer-urls") == [f"https://{address}:2380"]
+
+
+WAIT_S = 60.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_member_that_is_told_to_end_leaves_no_data(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGTERM is what Slurm sends where a job is cancelled, or its time is over."""
+    etcd, said, folders = tmp_path / "bin/etcd", tmp_path / "said", tmp_path / "folders"
+    etcd.parent.mkdir()
+    folders.mkdir()
+    etcd.write_text(f'#!/bin/sh\ntouch "$2/member"\necho "$@" > {said}.new\nmv {said}.new {said}\nexec sleep 600\n')
+    etcd.chmod(0o755)
+    (command,) = member_commands(["n1"], ["10.0.0.7"], 2379, "job-7", issue(tmp_path / "etcd", ["n1"]))
+    script = command[command.index("sh") :]
+    environment = {**os.environ, "PATH": f"{etcd.parent}:{os.environ['PATH']}", "TMPDIR": str(folders)}
+    with subprocess.Popen(script, env=environment) as shell:
+        end_s = time.monotonic() + WAIT_S
+        while not said.exists() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert said.read_text().startswith(f"--data-dir {folders}/")
+        assert len(list(folders.iterdir())) == 1
+        shell.send_signal(signal.SIGUSR1)
+        shell.send_signal(number)
+        assert shell.wait(WAIT_S) == 0
+    assert list(folders.iterdir()) == []

@@ -1,0 +1,73 @@
+"""Settings that cannot run as a job of Slurm are refused, doubtful ones told."""
+
+import pytest
+
+from spare_megatron.config.validate import Machine, problems, warnings
+from tests.unit.submit.job_configs import configured
+
+
+def problems_of(*overrides: str) -> list[str]:
+    return problems(configured(*overrides), Machine(num_gpus=1024, num_cores=1024, has_corpus=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["cluster.num_nodes=2"], "control.store=embedded serves one machine, and cluster.num_nodes + "),
+        (["slurm.num_spare_nodes=1"], "slurm.num_spare_nodes = 2; set control.store=etcd"),
+        (["cluster.device=auto"], "cluster.device=auto cannot be told before the job runs"),
+        (
+            ["cluster.device=gpu"],
+            "each of cluster.num_nodes=1 has 4 of 4 ranks, which do not fill slurm.gpus_per_node=8",
+        ),
+        (["cluster.device=gpu", "slurm.gpus_per_node=2"], "(cluster.num_nodes=2 fits)"),
+        (
+            ["cluster.num_nodes=2", "layout.num_groups=3", "layout.pipeline_parallel=4", "control.store=etcd"],
+            "groups of 4 ranks do not fill whole nodes of 6",
+        ),
+        (
+            ["cluster.num_nodes=8", "layout.tensor_parallel=2", "control.store=etcd"],
+            "layout.tensor_parallel=2 does not divide the 1 ranks of a node",
+        ),
+        (["slurm.partition=a b"], "slurm.partition='a b' is no name that Slurm knows"),
+        (["slurm.account=$(id)"], "slurm.account='$(id)' is no name"),
+        (['slurm.options=["qos=high"]'], "slurm.options: 'qos=high' is no option of sbatch"),
+        (['slurm.options=["--x\\nrm"]'], "is no option of sbatch"),
+        (['slurm.step_options=["container"]'], "slurm.step_options: 'container' is no option of srun"),
+        (['slurm.container=["--nv"]'], "slurm.container begins with '--nv', and a command comes first"),
+        (["slurm.end_before_limit_s=0"], "slurm.end_before_limit_s=0 must be at least 1"),
+        (["slurm.time_limit_minutes=5"], "slurm.end_before_limit_s=300 leaves nothing of slurm.time_limit_minutes=5"),
+        (["slurm.time_limit_minutes=0"], "slurm.time_limit_minutes=0 must be at least 1"),
+        (["slurm.max_requeues=-1"], "slurm.max_requeues=-1 must be at least 0"),
+        (["slurm.gpus_per_node=0"], "slurm.gpus_per_node=0 must be at least 1"),
+        (["slurm.num_spare_nodes=-1"], "slurm.num_spare_nodes=-1 must be at least 0"),
+        (["slurm.etcd_port=65534"], "slurm.etcd_port=65534 leaves no 6 ports"),
+        (["cluster.isolate_nodes=true"], "cluster.isolate_nodes=true rehearses nodes on one machine"),
+        (["faults.trace=[{phase='backward', kind='stop_node'}]"], "faults of kind stop_node strike processes of one"),
+        (["faults.mean_steps=9", "faults.kinds=['kill', 'stop_store']"], "leave stop_store out"),
+    ],
+)
+def test_what_cannot_run_as_a_job_is_refused_with_value_limit_and_setting(overrides: list[str], expected: str) -> None:
+    found = problems_of(*overrides)
+    assert any(expected in text for text in found), found
+
+
+def test_where_supervisors_are_started_here_none_of_it_matters() -> None:
+    assert (
+        problems_of("cluster.launcher=local", "slurm.partition=a b", "cluster.device=auto", "cluster.num_nodes=2") == []
+    )
+
+
+def test_a_job_of_several_nodes_needs_no_endpoints_and_by_hand_it_does() -> None:
+    several = ("cluster.num_nodes=2", "control.store=etcd")
+    assert problems_of(*several) == []
+    assert any("needs control.endpoints" in text for text in problems_of(*several, "cluster.launcher=hand"))
+
+
+def test_what_may_not_be_meant_is_told() -> None:
+    here = Machine(num_gpus=0, num_cores=99, has_corpus=True)
+    found = warnings(configured("control.store=etcd", "cluster.num_nodes=2", "checkpoint.cadence=fixed"), here)
+    assert any("the job would begin anew each time" in text for text in found)
+    assert not [
+        text for text in warnings(configured(), Machine(num_gpus=0, num_cores=99, has_corpus=True)) if "job" in text
+    ]

@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["gpu", "gpus"],
         help="hardware that must be there, one GPU or several: tests that would be skipped for lack of it fail",
     )
-    parser.addoption("--slurm", action="store_true", help="also run jobs on a Slurm, started here (root, minutes)")
+    parser.addoption("--slurm", action="store_true", help="also run all jobs on a Slurm started here (root, minutes)")
 
 
 def gpus_needed(item: pytest.Item) -> int:
@@ -32,6 +32,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed, found = gpus_needed(item), len(list(DEVICE_FILES.glob("nvidia[0-9]*")))
     if found < needed:
         pytest.skip(f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, found {found}")
+    if item.get_closest_marker("slurm") is not None and not item.config.getoption("--slurm"):
+        pytest.skip("takes minutes on a Slurm; ask for it with --slurm")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,16 +9,28 @@ import pytest
 
 def fetch_packages(cache: Path, *names: str) -> None:
     """Unpacks packages below the cache; the test is skipped where they cannot be had."""
+    _fetch(cache, ("download",), names)
+
+
+def fetch_with_dependencies(cache: Path, *names: str) -> None:
+    """As `fetch_packages`, with all that they need and this machine has not installed."""
+    _fetch(cache, ("install", "--download-only", "--no-install-recommends", "--yes"), names)
+
+
+def _fetch(cache: Path, command: tuple[str, ...], names: tuple[str, ...]) -> None:
     if not (shutil.which("apt-get") and shutil.which("dpkg")):
         pytest.skip(f"needs {names[0]}: none in PATH, and no apt-get to fetch Debian's with")
     lists, packages = cache / "lists", cache / "packages"
     (lists / "partial").mkdir(parents=True, exist_ok=True)
-    (packages / "partial").mkdir(parents=True, exist_ok=True)
-    own = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={packages}", "-o", "APT::Sandbox::User="]
+    (packages / "archives/partial").mkdir(parents=True, exist_ok=True)
+    settings = (f"Dir::State::Lists={lists}", f"Dir::Cache={packages}", "APT::Sandbox::User=", "Debug::NoLocking=true")
+    apt = ["apt-get", "-qq", *(word for setting in settings for word in ("-o", setting))]
     try:
-        for command in (["apt-get", *own, "-qq", "update"], ["apt-get", *own, "-qq", "download", *names]):
-            subprocess.run(command, cwd=cache, check=True, capture_output=True, text=True, timeout=180)
-        for package in (found for name in names for found in cache.glob(f"{name}_*.deb")):
-            subprocess.run(["dpkg", "-x", package.name, "."], cwd=cache, check=True, capture_output=True, timeout=60)
+        for words in (("update",), (*command, *names)):
+            subprocess.run(
+                [*apt, *words], cwd=packages / "archives", check=True, capture_output=True, text=True, timeout=180
+            )
+        for package in sorted((packages / "archives").glob("*.deb")):
+            subprocess.run(["dpkg", "-x", package, cache], check=True, capture_output=True, text=True, timeout=60)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         pytest.skip(f"needs {names[0]}: none in PATH, and apt-get could not fetch Debian's: {error.stderr or error}")

@@ -1,21 +1,29 @@
 #!/bin/bash
-# A real Slurm on this machine alone: `cluster.sh up DIR NUM_NODES PORT | off DIR NODE | on DIR NODE | down DIR`.
-# Its nodes are slurmds on the loopback address, each with all that it starts in a PID namespace of its own (root): ending
-# the namespace is what losing the power of a node is.
+# A real Slurm on this machine alone (root): `cluster.sh up DIR NUM_NODES PORT | off DIR NODE | on DIR NODE | down DIR`.
+# Its nodes are slurmds on the loopback address, each with all that it starts in a PID namespace of its own: ending the
+# namespace is what losing the power of a node is. Partition `test` has those, and is the default; `h100` has 17 nodes
+# with 8 GPUs each, of a cloud that has none, for jobs that are only looked at. PLUGINS names the folder of Slurm's
+# plugins where that is not Debian's.
 set -euo pipefail
+# Slurm listens where the host's name leads to, which is to be this machine alone, whatever is in /etc/hosts.
+[ "${IN_OWN_UTS:-}" ] || IN_OWN_UTS=yes exec unshare --uts bash "$0" "$@"
+hostname localhost
 what=$1 dir=$2
 export SLURM_CONF=$dir/slurm.conf
 
 boot() {
-    setsid unshare --pid --fork --kill-child=KILL --mount --mount-proc slurmd -D -N "$1" \
+    setsid unshare --pid --fork --kill-child=KILL --mount --mount-proc slurmd -D -d "$(command -v slurmstepd)" -N "$1" \
         </dev/null >"$dir/log/$1.out" 2>&1 &
     echo $! >"$dir/run/$1.pid"
 }
 
 end() { # the process of a file of its number
+    local pid state
     [ -e "$1" ] || return 0
-    kill "-$2" "$(cat "$1")" 2>/dev/null || true
-    for _ in $(seq 100); do kill -0 "$(cat "$1")" 2>/dev/null || break; sleep 0.1; done
+    pid=$(cat "$1")
+    kill -KILL "$pid" 2>/dev/null || true
+    # Whoever has inherited it may not reap it.
+    while read -r _ _ state _ 2>/dev/null <"/proc/$pid/stat" && [ "$state" != Z ]; do sleep 0.1; done
     rm -f "$1"
 }
 
@@ -29,13 +37,14 @@ up() {
     chmod 400 "$dir/munge/key"
     cat >"$SLURM_CONF" <<CONF
 ClusterName=test
-SlurmctldHost=$(hostname)(127.0.0.1)
+SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort=$port
 SlurmUser=$user
 SlurmdUser=$user
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket=$dir/run/munge.sock
+${PLUGINS:+PluginDir=$PLUGINS}
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SrunPortRange=$((port + 100))-$((port + 899))
 StateSaveLocation=$dir/state
@@ -56,22 +65,29 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,re
 SlurmdParameters=config_overrides
 ReturnToService=2
 JobRequeue=1
-SlurmdTimeout=6
+# Longer than a busy machine keeps a slurmd waiting: whether a node is down is for the tests to say.
+SlurmdTimeout=120
 SlurmctldTimeout=10
-MessageTimeout=10
+MessageTimeout=30
 KillWait=5
 MinJobAge=600
-TCPTimeout=2
+TCPTimeout=5
 RebootProgram=/bin/true
-NodeName=n[1-$num_nodes] NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + num_nodes))] CPUs=4 RealMemory=512 State=UNKNOWN
-PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+SuspendProgram=/bin/true
+ResumeProgram=/bin/true
+SuspendTime=INFINITE
+GresTypes=gpu
+NodeName=n[1-$num_nodes] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + num_nodes))] CPUs=4 RealMemory=512 State=UNKNOWN
+NodeName=g[1-17] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 31))-$((port + 47))] CPUs=96 RealMemory=1024 Gres=gpu:8 State=CLOUD
+PartitionName=test Nodes=n[1-$num_nodes] Default=YES MaxTime=INFINITE State=UP
+PartitionName=h100 Nodes=g[1-17] MaxTime=INFINITE State=UP
 CONF
     munged --force --key-file="$dir/munge/key" --socket="$dir/run/munge.sock" --pid-file="$dir/run/munged.pid" \
         --log-file="$dir/log/munged.log" --seed-file="$dir/munge/seed" --num-threads=2
     slurmctld -c -f "$SLURM_CONF"
     for i in $(seq "$num_nodes"); do boot "n$i"; done
     for _ in $(seq 300); do
-        [ "$(timeout 5 sinfo -h -t idle -o %D 2>/dev/null || true)" = "$num_nodes" ] && exit 0
+        [ "$(timeout 5 sinfo -h -p test -t idle -o %D 2>/dev/null || true)" = "$num_nodes" ] && exit 0
         sleep 0.1
     done
     echo "the nodes have not come up: see $dir/log" >&2
@@ -80,10 +96,9 @@ CONF
 
 case $what in
 up) up "$3" "$4" ;;
-off) end "$dir/run/$3.pid" KILL ;;
+off) end "$dir/run/$3.pid" ;;
 on) boot "$3" ;;
-down)
-    for node in "$dir"/run/n*.pid; do end "$node" KILL; done
-    for daemon in slurmctld munged; do end "$dir/run/$daemon.pid" TERM; done
+down) # nothing of it is of use any more
+    for daemon in "$dir"/run/{slurmctld,n*,munged}.pid; do end "$daemon"; done
     ;;
 esac

@@ -1,42 +1,49 @@
-"""A real Slurm of four nodes on this machine."""
+"""A real Slurm on this machine, and jobs on it."""
 
+import dataclasses
 import os
-import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    ControlConfig,
+    FaultConfig,
+    LayoutConfig,
+    ReduceConfig,
+    SlurmConfig,
+)
+from tests.integration.etcd_cluster import ports_for_members
+from tests.integration.whole_run import tiny_config
+from tests.slurm.installation import find_slurm, skip_where_no_node_can_be
+from tests.slurm.jobs import NUM_STEPS, Cluster, Job, spare
+
 CLUSTER = Path(__file__).parent / "cluster.sh"
-NUM_NODES = 4
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare")
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _slurm_is_there(pytestconfig: pytest.Config) -> None:
-    if not pytestconfig.getoption("--slurm"):
-        pytest.skip("starts a Slurm and takes minutes; ask for it with --slurm")
-    missing = [program for program in PROGRAMS if shutil.which(program) is None]
-    if missing:
-        pytest.skip(
-            f"needs a Slurm, and there is no {', '.join(missing)}: "
-            f"apt install --no-install-recommends slurmctld slurmd slurm-client munge"
-        )
-    if os.geteuid() != 0:
-        pytest.skip("needs root, for nodes of Slurm in namespaces of their own")
-    if not socket.gethostbyname(socket.gethostname()).startswith("127."):
-        pytest.skip(
-            f"needs the line `127.0.0.1 {socket.gethostname()}` in /etc/hosts, for Slurm to stay on this machine"
-        )
+@pytest.fixture(scope="session")
+def slurm_environment(pytestconfig: pytest.Config) -> Mapping[str, str]:
+    skip_where_no_node_can_be()
+    assert pytestconfig.cache is not None
+    return find_slurm(pytestconfig.cache.mkdir("slurm"))
 
 
 @pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """A cluster whose nodes are all up; takes `off NODE` and `on NODE`."""
+def start_cluster(
+    slurm_environment: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], Cluster]]:
+    """Brings up a cluster of so many nodes, which are all there then."""
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)
+    for name, value in {**slurm_environment, "SLURM_CONF": str(folder / "slurm.conf")}.items():
+        monkeypatch.setenv(name, value)
 
     def order(what: str, *words: str) -> None:
         command = ["bash", str(CLUSTER), what, str(folder), *words]
@@ -44,19 +51,64 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=90, check=False)
         assert done.returncode == 0, (folder / "orders.log").read_text()
 
-    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    def start(num_nodes: int) -> Cluster:
+        order("up", str(num_nodes), str(_free_ports(num_nodes)))
+        return Cluster(folder=folder, order=order)
+
     try:
-        order("up", str(NUM_NODES), str(_free_ports()))
-        yield order
+        yield start
     finally:
         order("down")
 
 
-def _free_ports() -> int:
+@pytest.fixture
+def cluster(start_cluster: Callable[[int], Cluster]) -> Cluster:
+    return start_cluster(8)
+
+
+@pytest.fixture
+def can_submit(text_corpus: Path, etcd_binary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes have an etcd and this code."""
+    monkeypatch.setenv("PATH", f"{etcd_binary.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[..., Job]:
+    """Submits a run with a rank on each node, of the smallest model."""
+
+    def submit(
+        layout: LayoutConfig, slurm: SlurmConfig, *, redundancy: int | None = None, faults: Sequence[FaultConfig] = ()
+    ) -> Job:
+        config = tiny_config(
+            text_corpus,
+            layout,
+            steps=NUM_STEPS,
+            faults=faults,
+            redundancy=redundancy,
+            rejoins=3,
+            cluster=ClusterConfig(device="cpu", num_nodes=layout.num_groups * layout.pipeline_parallel),
+        )
+        config = dataclasses.replace(
+            config,
+            control=ControlConfig(store="etcd", heartbeat_interval_s=2.0),
+            reduce=ReduceConfig(),
+            checkpoint=CheckpointConfig(interval_steps=100, max_restarts=0),
+            slurm=dataclasses.replace(slurm, etcd_port=ports_for_members()),
+        )
+        preset = tmp_path / "preset.toml"
+        preset.write_text(dump_run_config(config))
+        spare("submit", "--config", str(preset), "--run-dir", str(tmp_path / "job"))
+        return Job(folder=tmp_path / "job")
+
+    return submit
+
+
+def _free_ports(num_nodes: int) -> int:
     """The first of a thousand ports, of which some were free a moment ago: the daemons must know each other's."""
     for first in range(17000, 30000, 1000):
         try:
-            for port in (*range(first, first + NUM_NODES + 1), *range(first + 900, first + 906)):
+            for port in range(first, first + num_nodes + 1):
                 with socket.socket() as probe:
                     probe.bind(("127.0.0.1", port))
         except OSError:

@@ -6,28 +6,29 @@ from pathlib import Path
 
 import pytest
 
+from spare_megatron.config.loader import load_run_config
 from tests.slurm.jobs import Cluster, slurm, spare
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CPU = ("demo_cpu", "wipeout_cpu")
-GPU = ("gpt_125m_node", "gpt_350m_node", "gpt_1p3b_node", "gpt_7b_node", "gpt_7b_h100")
-NO_JOBS = ("campaign_cpu", "campaign_kills_cpu", "campaign_llama3_cpu", "campaign_nodes_cpu")
-"""Presets of `spare campaign`, which is no job."""
+H100 = CONFIGS / "cluster/h100.toml"
+PRESETS = sorted(path for path in (CONFIGS / "run").glob("*.toml") if not path.stem.startswith("campaign"))
+"""Campaigns are no jobs."""
 
 
 def test_slurm_takes_the_job_of_every_preset(
     start_cluster: Callable[[int], Cluster], text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Those for GPUs on nodes that have them."""
-    assert {path.stem for path in (CONFIGS / "run").glob("*.toml")} == {*CPU, *GPU, *NO_JOBS}
+    """Those for GPUs on nodes that have eight, and not with more."""
     start_cluster(1)
-    script = tmp_path / "job.sh"
-    for name in (*CPU, *GPU):
-        words = ["--config", str(CONFIGS / f"run/{name}.toml"), "--set", f"data.corpus={text_corpus}"]
-        if name in GPU:
-            words += ["--cluster", str(CONFIGS / "cluster/h100.toml")]
-        script.write_text(spare("submit", *words, "--dry-run"))
-        slurm("sbatch", "--test-only", str(script))
-    script.write_text(script.read_text().replace("--gpus-per-node=8", "--gpus-per-node=9"))
-    with pytest.raises(subprocess.CalledProcessError):
-        slurm("sbatch", "--test-only", str(script))
+    job = tmp_path / "job.sh"
+    is_for_gpus = {path: load_run_config(path).config.cluster.device == "gpu" for path in PRESETS}
+    assert {*is_for_gpus.values()} == {True, False}
+    for path, needs_gpus in is_for_gpus.items():
+        cluster = ["--cluster", str(H100)] if needs_gpus else []
+        script = spare("submit", "--config", str(path), *cluster, "--set", f"data.corpus={text_corpus}", "--dry-run")
+        job.write_text(script)
+        slurm("sbatch", "--test-only", str(job))
+        if needs_gpus:
+            job.write_text(script.replace("--gpus-per-node=8", "--gpus-per-node=9"))
+            with pytest.raises(subprocess.CalledProcessError):
+                slurm("sbatch", "--test-only", str(job))

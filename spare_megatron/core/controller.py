@@ -191,6 +191,7 @@ class Controller:
         group = fence.group
         self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
         left = tuple(voter for voter in self.voters if not fence.hits(voter))
+        self._saves.lost(filter(fence.hits, self._attempted_by), self.step, is_wrong=fence.discard)
         if len(left) == len(self.voters):
             # Two who saw the same loss both wrote it, or who is lost was not taken in yet. The entry may stand where a
             # decision was to stand.
@@ -200,7 +201,6 @@ class Controller:
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
             return (StopHalted(step=self.step, reason=reason),)
         self._last_error = fence.error or self._last_error
-        self._saves.lost(set(self.voters) - set(left), self.step if fence.discard else None)
         self._change_voters(left)
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]

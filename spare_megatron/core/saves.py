@@ -95,6 +95,8 @@ class Saves:
         self._share = 1.0  # of an interval in seconds, until the next save
         self._under_way: tuple[int, Member] | None = None
         self._gone: set[Member] = set()  # since the last save was begun
+        self._lost_since_commit: set[Member] = set()
+        self._is_in_doubt = False  # state was found wrong since the last commit
         self._writers: dict[int, frozenset[Member]] = {first_step: frozenset()}
         life_s = self._policy.group_life_s
         self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
@@ -125,6 +127,7 @@ class Saves:
 
     def committed(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
         """A step is committed, and with it saves are told to have ended."""
+        self._lost_since_commit, self._is_in_doubt = set(), False
         if self._experience is not None:
             self._experience.committed(at_s, num_members)
         for end in ends:
@@ -145,18 +148,23 @@ class Saves:
         self._last_at_s = at_s
         self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
 
-    def lost(self, members: Iterable[Member], wrong_after: int | None = None) -> None:
+    def lost(self, members: Iterable[Member], step: int, *, is_wrong: bool = False) -> None:
         """These are lost. What one of them was saving is due again at once, but where steps are stated.
 
+        Once state is found wrong, what any group that is lost in the same step wrote of it into a checkpoint counts as
+        wrong, too: nobody can compare it any more. Earlier checkpoints were compared when they were saved.
+
         Args:
-            members: Who is lost.
-            wrong_after: Committed steps after which their state was found to be wrong; None if it was not. What they
-                wrote of it into a checkpoint is wrong, too. Earlier ones were compared when they were saved.
+            members: Who is lost; again if more is known of it.
+            step: Committed steps.
+            is_wrong: Their state after as many steps was found to be wrong.
         """
-        gone = set(members)
+        gone = set(members) - self._lost_since_commit
         self._gone |= gone
-        if wrong_after is not None and gone & self._writers.get(wrong_after, frozenset()):
-            del self._writers[wrong_after]
+        self._lost_since_commit |= gone
+        self._is_in_doubt |= is_wrong
+        if self._is_in_doubt and self._lost_since_commit & self._writers.get(step, frozenset()):
+            del self._writers[step]
         if self._experience is not None:
             self._experience.lost(member.group for member in gone)
 
@@ -170,6 +178,7 @@ class Saves:
         self._writers = {saved: writers for saved, writers in self._writers.items() if saved <= step}
         self._begin(step, at_s)
         self._under_way = None
+        self._lost_since_commit, self._is_in_doubt = set(), False
         if self._experience is not None:
             self._experience.restarted()
 

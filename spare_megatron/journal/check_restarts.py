@@ -13,7 +13,9 @@ def check_restored(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Fin
     """Where parameters were compared after as many steps before, those taken over at a restart are the same."""
     digests: dict[tuple[int, int], set[str]] = defaultdict(set)
     for record in journal.of(ParamsRecord):
-        digests[record.num_restarts, record.step].add(record.sha256)
+        key = record.num_restarts, record.step
+        if record.group not in fold.discarded.get(key, ()):  # of those that were put out they were wrong
+            digests[key].add(record.sha256)
     restarts = [fold.entries[index] for index in sorted(fold.entries) if fold.entries[index]["entry"] == "restart"]
     begun = [run.first_step]  # the steps with which training began, and began again
     for number, restart in enumerate(restarts, 1):

@@ -45,6 +45,7 @@ def make_controller(
     steps: int = 3,
     granularity: Granularity = "microbatch",
     slices: Slicing | None = None,
+    saves: SavePolicy | None = None,
 ) -> Controller:
     setup = ControllerSetup(
         placement=make_placement("golomb", num_groups, redundancy),
@@ -52,6 +53,7 @@ def make_controller(
         num_steps=steps,
         granularity=granularity,
         slices=slices,
+        saves=saves,
     )
     return Controller(setup)
 

@@ -18,6 +18,7 @@ from spare_megatron.core.messages import (
     RunStarted,
     VotesRead,
 )
+from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
@@ -107,6 +108,21 @@ def test_a_group_lost_for_another_reason_after_it_voted_still_discards_the_sum_t
     *_, reduce, _ = fold(controller, AGAIN)
     assert isinstance(reduce, AttemptReduce)
     assert reduce.voters == members(0, 1, 3)
+
+
+def test_what_such_a_group_saved_of_it_is_not_started_from() -> None:
+    controller = make_controller(saves=SavePolicy(interval_steps=1))
+    controller.handle(RunStarted(), now_s=0.0)
+    actions = fold(controller, Commit(step=0, attempt=0, save=True))
+    (writer,) = [action.member.group for action in actions if isinstance(action, SaveCheckpoint)]
+    fold(controller, fence(writer))
+    cast = with_params("".join("b" if group == writer else "a" for group in range(4)))
+    entry = decided(controller, cast)
+    assert isinstance(entry, Fence)
+    assert (entry.group, entry.discard) == (writer, True)
+    assert controller._saves.saved == {0, 1}
+    fold(controller, entry)
+    assert controller._saves.saved == {0}
 
 
 def test_a_lost_group_counts_among_those_who_say_which_parameters_are_right() -> None:

@@ -56,10 +56,10 @@ def test_a_save_that_failed_is_due_again_soon_and_later_with_each_failure() -> N
 def test_what_a_lost_group_was_saving_is_due_at_once() -> None:
     saves = saves_of(interval_s=50.0)
     action = saves.take(50, 1.0, EVERYBODY, 0)
-    saves.lost([EVERYBODY[3]])
+    saves.lost([EVERYBODY[3]], 50)
     saves.committed(1.0, 3, [])
     assert not is_due(saves, 51, 1.0)
-    saves.lost([action.member])
+    saves.lost([action.member], 50)
     saves.committed(1.0, 2, [])
     assert is_due(saves, 51, 1.0)
     assert saves.take(51, 1.0, EVERYBODY, 0).member != action.member
@@ -79,18 +79,29 @@ def test_a_restart_undoes_the_saves_of_later_steps() -> None:
 def test_a_checkpoint_by_a_group_whose_state_is_found_wrong_is_not_used() -> None:
     saves = saves_of(interval_s=80.0)
     writers = [saves.take(step, float(step), EVERYBODY, 0).member for step in (4, 8)]
-    saves.lost([writers[0]], wrong_after=8)
+    saves.lost([writers[0]], 8, is_wrong=True)
     assert saves.saved == {0, 4, 8}, "another wrote it, and its own of before was compared then"
-    saves.lost([writers[1]])
-    assert saves.saved == {0, 4, 8}, "it was killed"
-    saves.lost([writers[1]], wrong_after=8)
-    assert saves.saved == {0, 4}
+    saves.committed(9.0, 3, [])
+    saves.lost([writers[1]], 9)
+    assert saves.saved == {0, 4, 8}, "it was killed, and what it had written was compared"
+
+
+@pytest.mark.parametrize("is_killed_first", [True, False])
+def test_nor_is_one_by_a_group_that_was_lost_before_it_could_be_compared(*, is_killed_first: bool) -> None:
+    saves = saves_of(interval_s=80.0)
+    writer = saves.take(8, 8.0, EVERYBODY, 0).member
+    other = next(member for member in EVERYBODY if member != writer)
+    losses = [([writer], False), ([other], True)]
+    for lost, is_wrong in losses if is_killed_first else reversed(losses):
+        assert saves.saved == {0, 8}
+        saves.lost(lost, 8, is_wrong=is_wrong)
+    assert saves.saved == {0}
 
 
 def test_with_slices_any_of_their_hosts_may_have_written_what_is_wrong() -> None:
     saves = saves_of(interval_s=80.0)
     saves.take(4, 4.0, EVERYBODY, 0, first_ownership(Slicing(num_groups=4, redundancy=2), EVERYBODY))
-    saves.lost([EVERYBODY[3]], wrong_after=4)
+    saves.lost([EVERYBODY[3]], 4, is_wrong=True)
     assert saves.saved == {0}
 
 

@@ -42,7 +42,8 @@ def train(
 
     SIGUSR1 to a supervisor, here to all processes of the run, ends it with the step under way and a checkpoint.
 
-    Exit codes: 0 all steps committed and the journal valid, 1 the run failed or its journal does not prove it,
+    Exit codes: 0 all steps committed and the journal valid, 1 the run failed, its journal does not prove it, or the
+    last checkpoint that it was to save is missing,
     2 the configuration cannot run, 3 wipe-out, 4 halted because groups disagreed or the training diverged,
     5 ended by SIGUSR1 with steps left, 130 interrupted. A journal of more than 512 MiB is left to `spare check`.
     """
@@ -60,12 +61,15 @@ def train(
             loaded = resumed(loaded, folder_of(loaded, folder))
         with told_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher)
+    unsaved = unsaved_end(loaded, folder, summary)
     with outlasting_output(console):
         print_summary(summary, folder, console)
         if as_json:
             sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
             sys.stdout.flush()
-    raise typer.Exit(exit_code(summary, is_timed=loaded.train.max_minutes is not None))
+        if unsaved:
+            typer.echo(f"spare train: {unsaved}", err=True)
+    raise typer.Exit(exit_code(summary, is_timed=loaded.train.max_minutes is not None) or bool(unsaved))
 
 
 def exit_code(summary: "Summary", *, is_timed: bool) -> int:
@@ -82,6 +86,24 @@ def exit_code(summary: "Summary", *, is_timed: bool) -> int:
     if summary.verdict not in ("valid", NOT_RUN):
         return 1
     return 0 if is_timed or not summary.steps_left else STEPS_LEFT
+
+
+def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
+    """Why the last state of a run that has finished is in no checkpoint, though it was to be; empty where it is."""
+    from spare_megatron.runtime.checkpoints import folder_of, visible_steps
+
+    last = config.train.steps - summary.steps_left
+    if summary.outcome != "finished" or not config.checkpoint.is_wanted or not summary.steps_committed:
+        return ""
+    folder = folder_of(config, run_dir)
+    steps = visible_steps(folder)
+    if last in steps:
+        return ""
+    newest = f"the newest is of {max(steps)} steps" if steps else "there is none"
+    return (
+        f"no checkpoint of the last of {last} steps was saved in {folder}, {newest}: its writer was lost or could not "
+        f"write (spare status {run_dir}); train the rest again with --resume"
+    )
 
 
 @contextmanager

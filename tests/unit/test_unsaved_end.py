@@ -1,0 +1,37 @@
+"""A run whose last state nobody has saved says so."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.cli.train import unsaved_end
+from spare_megatron.config.schema import CheckpointConfig, RunConfig, TrainConfig
+from spare_megatron.journal.summary import Summary
+
+CONFIG = RunConfig(train=TrainConfig(steps=20), checkpoint=CheckpointConfig(interval_steps=10))
+FINISHED = Summary(verdict="valid", reasons=(), outcome="finished", outcome_reason="", steps_committed=20, steps_left=0)
+
+
+@pytest.mark.parametrize(
+    ("summary", "saved", "is_missing"),
+    [
+        (FINISHED, (10, 20), False),
+        (FINISHED, (10,), True),
+        (FINISHED, (), True),
+        (replace(FINISHED, steps_left=5, steps_committed=15), (10, 15), False),
+        (replace(FINISHED, steps_left=5, steps_committed=15), (10,), True),
+        (replace(FINISHED, outcome="wipe_out"), (10,), False),
+        (replace(FINISHED, steps_committed=0), (), False),
+    ],
+)
+def test_the_last_checkpoint_is_missed(
+    tmp_path: Path, summary: Summary, saved: tuple[int, ...], *, is_missing: bool
+) -> None:
+    for step in saved:
+        (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    told = unsaved_end(CONFIG, tmp_path, summary)
+    assert bool(told) == is_missing
+    if is_missing:
+        assert f"of {max(saved)} steps" in told if saved else "there is none" in told
+    assert not unsaved_end(replace(CONFIG, checkpoint=CheckpointConfig()), tmp_path, summary)

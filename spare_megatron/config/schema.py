@@ -113,7 +113,7 @@ class OptimizerConfig:
     redundancy: int = 2
     """Stacked: groups that host each slice of the optimizer's state (r_o)."""
     repair_mib_per_s: float = 256.0
-    """Stacked: how fast each rank fetches missing copies of slices in the background, at most."""
+    """Stacked: how fast each rank fetches copies of slices in the background, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

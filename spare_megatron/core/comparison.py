@@ -5,8 +5,9 @@ Where all groups hold all state, the parameters of the majority of all who voted
 With slices a group has most parameters from their owners, and a wrong value may come to the majority. So it is the
 hosts of each slice that are compared first: they have computed it independently of each other, and all to the same
 bits. What more than half of them say is right, as long as it is told by copies that have been compared before: one made
-since the last comparison says what its donor has. Without such a majority nobody knows the slice's state, and all of
-its hosts are put out, which is a wipe-out of the slice.
+since the last comparison says what its donor has. One that is to take its donor's place is a host beyond those that a
+slice is to have, and makes nobody's word count for less. Without such a majority nobody knows the slice's state, and
+all of its hosts are put out, which is a wipe-out of the slice.
 
 Where all hosts agree and parameters differ, somebody has a value that it has not computed, or not as it was sent. Those
 that differ from the majority are put out, unless the majority may be wrong: it is if all hosts of a slice are among
@@ -48,7 +49,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     for group, vote in votes.items():
         for digest in vote.slice_digests:
             told.setdefault(digest.slice, {})[group] = digest
-    found = _wrong_state(attempted.step, told) or _wrong_params(attempted, votes, told)
+    found = _wrong_state(attempted, told) or _wrong_params(attempted, votes, told)
     if not isinstance(found, dict):
         return found
     to_fence = found.keys() & set(attempted.members) if attempted.is_discarded else found.keys()
@@ -58,16 +59,18 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=found[group], discard=True)
 
 
-def _wrong_state(step: int, told: _Told) -> dict[GroupId, str]:
+def _wrong_state(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
     """The groups whose state of some slice is wrong, or not known to be right, and why."""
     wrong: dict[GroupId, str] = {}
+    step, ownership = attempted.step, attempted.ownership
     for number, by_group in sorted(told.items()):
         if len({digest.sha256 for digest in by_group.values()}) < 2:
             continue
         proven = Counter(digest.sha256 for digest in by_group.values() if digest.is_proven)
         right, num_agreeing = (proven.most_common(1) or [("", 0)])[0]
         reason = f"its state of slice {number} before step {step} differs from that of {num_agreeing} other hosts"
-        if 2 * num_agreeing <= len(by_group):
+        num_hosts = min(len(by_group), ownership.slicing.redundancy if ownership else len(by_group))
+        if 2 * num_agreeing <= num_hosts:
             right, ids = "", [int(group) for group in sorted(by_group)]
             reason = f"groups {ids} hold different state of slice {number} before step {step}, and no majority is right"
         for group, digest in by_group.items():

@@ -227,7 +227,7 @@ class Controller:
         self.attempt += 1
         self._retries_without_loss = 0
         self._last_error = ""
-        actions += self._own(self.ownership and self.ownership.with_copies(commit.restored))
+        actions += self._own(self.ownership and self.ownership.with_copies(commit.restored, commit.released))
         actions += self._gather_params()
         is_last = self._is_over = commit.is_last or self.step == self._setup.num_steps
         if commit.save:
@@ -319,7 +319,7 @@ class Controller:
             voters=self._attempted_by,
             is_discarded=self._is_discarded,
             is_over=self._is_over,
-            is_shared=self.ownership is not None,
+            ownership=self.ownership,
         )
         is_last = self.ends_at_s is not None and now_s >= self.ends_at_s
         at_s = self._clock.read_s(now_s)
@@ -363,7 +363,7 @@ class Controller:
         earlier, self.ownership = self.ownership, ownership
         if ownership is None or ownership == earlier:
             return ()
-        return (StartRepairs(repairs=ownership.repairs, hosts=ownership.hosts),)
+        return (StartRepairs(repairs=ownership.repairs, moves=ownership.moves, hosts=ownership.hosts),)
 
     def _gather_params(self, *, is_anew: bool = False) -> tuple[Action, ...]:
         owners = () if self.ownership is None else self.ownership.owners

@@ -51,6 +51,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         admit=event.waiting,
         is_last=is_last,
         restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
+        released=attempted.ownership.superseded if attempted.ownership else (),
         at_s=at_s,
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
     )

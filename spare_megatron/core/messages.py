@@ -33,8 +33,10 @@ class Commit:
             any entry between two commits makes groups abandon the reduction they are in. Void for those who are
             fenced by then, and where the group takes part already.
         is_last: The run ends with this step, whatever the number of steps it was to have.
-        restored: Copies of slices that have become whole: their members are hosts from here on. Void where no repair
-            asks for them any more.
+        restored: Copies of slices that have become whole: their members are hosts from here on. Void where nothing asks
+            for them any more.
+        released: Copies of slices that their members let go of: an earlier commit has made others hosts in their place,
+            and these have been compared since.
         at_s: Seconds since the run began, as its writer knows: the clock of the log, the same for everybody.
         save_ends: Saves that have ended.
     """
@@ -45,6 +47,7 @@ class Commit:
     admit: tuple[Member, ...] = ()
     is_last: bool = False
     restored: tuple[SliceCopy, ...] = ()
+    released: tuple[SliceCopy, ...] = ()
     at_s: float = 0.0
     save_ends: tuple[SaveEnd, ...] = ()
 
@@ -155,8 +158,9 @@ def decode_entry(text: str) -> Entry:
             fields[name] = tuple(of(*values) for values in fields[name])
     if "kept" in fields:
         fields["kept"] = tuple(fields["kept"])
-    if "restored" in fields:
-        fields["restored"] = tuple(SliceCopy(index, Member(*pair)) for index, pair in fields["restored"])
+    for name in ("restored", "released"):
+        if name in fields:
+            fields[name] = tuple(SliceCopy(index, Member(*pair)) for index, pair in fields[name])
     return _ENTRY_KINDS[kind](**fields)
 
 

@@ -1,11 +1,12 @@
 """What the controller says to a driver where the optimizer state is cut into slices (`core.slices`).
 
-GatherParams follows an update, and StartRepairs a loss or a finished copy. A step counts as done only when all
-parameters are whole: a group that could not gather them computes nothing and says so in its next vote; after the
+GatherParams follows an update, and StartRepairs a loss, a return or a finished copy. A step counts as done only when
+all parameters are whole: a group that could not gather them computes nothing and says so in its next vote; after the
 Retry all groups gather once more, from the owners that are left, and those groups compute what the others have. After
 the last step AttemptFinish is the vote that says so, and the entry Finish its answer. A slice without a host is a
 wipe-out at once, for nobody can update it. Copies that have become whole are named in votes; the commit that these
-decide makes their members hosts. Where hosts differ (`core.comparison`) all groups gather all parameters anew.
+decide makes their members hosts. If that is for a move, the next votes compare all state, and the commit that they
+decide has the donors let go. Where hosts differ (`core.comparison`) all groups gather all parameters anew.
 """
 
 from dataclasses import dataclass
@@ -39,13 +40,28 @@ class StartRepairs:
     """Make these copies in the background; they take the place of all that were to be made before.
 
     Attributes:
-        repairs: The copies, the most urgent first. Whoever is neither a host of a slice nor the receiver of one of its
-            repairs lets go of what it has of it.
-        hosts: For each slice, who holds the whole state.
+        repairs: Those that are missing, the most urgent first.
+        hosts: For each slice, who holds the whole state. Whoever is neither a host of a slice nor to copy it lets go of
+            what it has of it.
+        moves: Copies that take the place of their donors', those included that are made and about to be compared.
     """
 
     repairs: tuple[Repair, ...]
     hosts: Hosts
+    moves: tuple[Repair, ...] = ()
+
+    @property
+    def copies(self) -> tuple[Repair, ...]:
+        """What is still to be copied, the most urgent first."""
+        return (*self.repairs, *(move for move in self.moves if not self._is_made(move)))
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the next vote compares all state: nobody lets go of a slice for a copy that may differ."""
+        return any(map(self._is_made, self.moves))
+
+    def _is_made(self, move: Repair) -> bool:
+        return move.receiver in self.hosts[move.slice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

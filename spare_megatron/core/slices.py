@@ -5,6 +5,10 @@ its hosts, which update it alike with every commit; one of them, its owner, send
 the hosts are those that `core.placement` gives for N and r_o, so that any two slices share at most one host where that
 is possible, and no two hosts of a slice one domain. A lost group takes its copies along. What then is missing is copied
 from a host to a group that has no copy: a repair. A host is only who holds the whole state of the present step.
+
+A group that comes back holds nothing, and others more than their share. When no copy is missing, slices move to those
+who hold the fewest: the copy is made as in a repair, and one commit after it has become a host's, when it has been
+compared with the others, the host that it came from lets go. So a slice never has fewer than r_o hosts for it.
 """
 
 from collections import Counter
@@ -17,7 +21,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import Member, SliceId
+from spare_megatron.core.topology import GroupId, Member, SliceId
 
 Hosts = tuple[tuple[Member, ...], ...]
 """For each slice its hosts, ascending."""
@@ -67,6 +71,10 @@ class Slicing:
     redundancy: int
     groups_per_domain: int = 1
 
+    def domains_of(self, members: Iterable[Member]) -> set[int]:
+        """The domains that members stand in."""
+        return {member.group // self.groups_per_domain for member in members}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
@@ -74,19 +82,24 @@ class Ownership:
 
     Attributes:
         slicing: What is fixed.
+        placed: For each slice, the groups that the placement gives it to.
         members: Who takes part, ascending.
         hosts: For each slice, who holds the whole state of the present step.
         owners: For each slice, the host that sends its parameters. The most slices that one member owns are as few as
             the hosts allow.
         repairs: The copies to make, those of the slices with the fewest hosts first. Every slice gets as many as it
             lacks: r_o hosts, or all members where there are fewer.
+        moves: The copies whose donors let go of theirs afterwards. Until that is folded, the receiver of one that is
+            whole is a host beside its donor.
     """
 
     slicing: Slicing
+    placed: tuple[tuple[GroupId, ...], ...]
     members: tuple[Member, ...]
     hosts: Hosts
     owners: tuple[Member, ...]
     repairs: tuple[Repair, ...] = ()
+    moves: tuple[Repair, ...] = ()
 
     def for_members(self, members: Iterable[Member]) -> "Ownership":
         """The same with other members: copies of those who are gone are gone, whoever is new has none.
@@ -102,24 +115,48 @@ class Ownership:
             raise StateWipeOut(wiped_out)
         return replace(self, members=present, hosts=hosts)._settled()
 
-    def with_copies(self, copies: Collection[SliceCopy]) -> "Ownership":
-        """The same with these copies complete. Those that no repair asks for are none: whoever made them lets go."""
-        if not copies:
+    def with_copies(self, copies: Collection[SliceCopy], released: Collection[SliceCopy] = ()) -> "Ownership":
+        """The same with these copies complete. Those that nothing asks for are none: whoever made them lets go.
+
+        Args:
+            copies: What has been copied.
+            released: Copies that hosts let go of.
+        """
+        if not copies and not released:
             return self
-        asked = {SliceCopy(repair.slice, repair.receiver) for repair in self.repairs}
-        hosts = list(self.hosts)
+        asked = {SliceCopy(copy.slice, copy.receiver) for copy in (*self.repairs, *self.moves)}
+        hosts = [set(row) for row in self.hosts]
         for copy in copies:
             if copy in asked:
-                hosts[copy.slice] = tuple(sorted({*hosts[copy.slice], copy.member}))
-        return replace(self, hosts=tuple(hosts))._settled()
+                hosts[copy.slice].add(copy.member)
+        for copy in released:
+            hosts[copy.slice].discard(copy.member)
+        return replace(self, hosts=tuple(tuple(sorted(row)) for row in hosts))._settled()
+
+    @property
+    def superseded(self) -> tuple[SliceCopy, ...]:
+        """The copies that the next commit lets go of: others have taken their place."""
+        return tuple(SliceCopy(move.slice, move.donor) for move in self.moves if self._is_made(move))
+
+    @property
+    def num_wanted(self) -> int:
+        """Hosts that a slice is to have."""
+        return min(self.slicing.redundancy, len(self.members))
 
     def hosted_by(self, member: Member) -> tuple[SliceId, ...]:
         """The slices of which a member is a host, ascending."""
         return tuple(SliceId(index) for index, row in enumerate(self.hosts) if member in row)
 
+    def _is_made(self, move: Repair) -> bool:
+        row = self.hosts[move.slice]
+        return move.donor in row and move.receiver in row and len(row) > self.num_wanted
+
     def _settled(self) -> "Ownership":
         owners = _assign_owners(self.hosts, self.owners)
-        return replace(self, owners=owners, repairs=_plan_repairs(self))
+        repairs, made = _plan_repairs(self), [move for move in self.moves if self._is_made(move)]
+        under_way = [move for move in self.moves if move.receiver not in self.hosts[move.slice]]
+        moves = made if repairs else _Evening(self, made).moves_with(under_way)
+        return replace(self, owners=owners, repairs=repairs, moves=tuple(moves))
 
 
 def first_ownership(slicing: Slicing, members: Iterable[Member]) -> Ownership:
@@ -141,7 +178,8 @@ def first_ownership(slicing: Slicing, members: Iterable[Member]) -> Ownership:
     receivers = _assign_receivers(slicing, present, placed, {})
     hosts = tuple(tuple(sorted((*row, *receivers.get(index, ())))) for index, row in enumerate(placed))
     homes = tuple(by_group.get(row[0], present[0]) for row in placement.hosts)
-    return Ownership(slicing=slicing, members=present, hosts=hosts, owners=_assign_owners(hosts, homes))
+    owned = Ownership(slicing=slicing, placed=placement.hosts, members=present, hosts=hosts, owners=homes)
+    return owned._settled()
 
 
 def _assign_owners(hosts: Hosts, earlier: Sequence[Member]) -> tuple[Member, ...]:
@@ -179,11 +217,16 @@ def _match(hosts: Hosts, able: Sequence[Member], most: int) -> tuple[Member, ...
 
 
 def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
-    """Repairs under way go on where they are still needed, from another host if the donor is gone."""
+    """Repairs under way go on where they are still needed, from another host if the donor is gone.
+
+    So does a move of a slice that has lost a host, unless its receiver shares a domain with those that are left.
+    """
     hosts, left = ownership.hosts, set(ownership.members)
     running: dict[int, list[Member]] = {}
     donors: dict[SliceCopy, Member] = {}
-    for repair in ownership.repairs:
+    domains_of = ownership.slicing.domains_of
+    moves = [move for move in ownership.moves if not domains_of([move.receiver]) & domains_of(hosts[move.slice])]
+    for repair in (*ownership.repairs, *moves):
         if repair.receiver in left and repair.receiver not in hosts[repair.slice]:
             running.setdefault(repair.slice, []).append(repair.receiver)
             if repair.donor in left:
@@ -218,15 +261,76 @@ def _assign_receivers(
     for index, row in sorted(receivers.items(), key=lambda item: (len(hosts[item[0]]), item[0])):
         for _ in range(wanted - len(hosts[index]) - len(row)):
             taken = {*hosts[index], *row}
-            domains = set(_domains(taken, slicing.groups_per_domain))
+            domains = slicing.domains_of(taken)
             chosen = min(
                 (member for member in members if member not in taken),
-                key=lambda m: (m.group // slicing.groups_per_domain in domains, num_asked[m], num_held[m], m),
+                key=lambda m: (slicing.domains_of([m]) <= domains, num_asked[m], num_held[m], m),
             )
             row.append(chosen)
             num_asked[chosen] += 1
     return receivers
 
 
-def _domains(members: Iterable[Member], groups_per_domain: int) -> Iterator[int]:
-    return (member.group // groups_per_domain for member in members)
+class _Evening:
+    """Moves that even out how many slices the members hold, as far as the domains of the hosts allow.
+
+    A slice goes from who holds the most to who holds the fewest and at least two less. No two hosts of a slice come to
+    share a domain by that. A slice has one move at a time, and nobody both gives and takes. So the sum of the squares
+    of what the members hold falls with every copy made, in whatever order they are, and no move undoes another.
+
+    Args:
+        ownership: No copy is missing.
+        made: The moves whose donors have yet to let go.
+    """
+
+    def __init__(self, ownership: Ownership, made: Iterable[Repair]) -> None:
+        self._ownership = ownership
+        self._moves: list[Repair] = []
+        self._held = Counter(dict.fromkeys(ownership.members, 0))
+        self._slices: dict[Member, list[SliceId]] = {member: [] for member in ownership.members}
+        for index, row in enumerate(ownership.hosts):
+            self._held.update(row)
+            for host in row:
+                self._slices[host].append(SliceId(index))
+        for move in made:
+            self._held[move.receiver] -= 1  # it has come already
+            self._plan(move)
+
+    def moves_with(self, under_way: Iterable[Repair]) -> list[Repair]:
+        """All moves: those under way that are still of use go on."""
+        for move in under_way:
+            if move.receiver in self._slices and self._held[move.donor] - self._held[move.receiver] >= 2:
+                self._plan(move)
+        while (found := self._next()) is not None:
+            self._plan(found)
+        return self._moves
+
+    def _plan(self, move: Repair) -> None:
+        self._moves.append(move)
+        self._held[move.donor] -= 1
+        self._held[move.receiver] += 1
+
+    def _next(self) -> Repair | None:
+        """The move from the member with the most slices that can give one to the member with the fewest; lowest ids."""
+        givers, takers = {move.donor for move in self._moves}, {move.receiver for move in self._moves}
+        moved = {move.slice for move in self._moves}
+        able_to_take = sorted((count, member) for member, count in self._held.items() if member not in givers)
+        for most, giver in sorted((-count, member) for member, count in self._held.items() if member not in takers):
+            for fewest, taker in able_to_take:
+                if -most - fewest < 2:
+                    break
+                free = [number for number in self._slices[giver] if number not in moved]
+                chosen = min(self._allowed(free, giver, taker), default=None)
+                if chosen is not None:
+                    return Repair(chosen[1], giver, taker)
+        return None
+
+    def _allowed(self, numbers: Iterable[SliceId], giver: Member, taker: Member) -> Iterator[tuple[int, SliceId]]:
+        """The slices that may go from one to the other, those that the placement gives back first."""
+        ownership = self._ownership
+        domains_of = ownership.slicing.domains_of
+        for number in numbers:
+            row, placed = ownership.hosts[number], ownership.placed[number]
+            others = [host for host in row if host != giver]
+            if taker not in row and len(domains_of([*others, taker])) >= len(domains_of(row)):
+                yield (giver.group in placed) - (taker.group in placed), number

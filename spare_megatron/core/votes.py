@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from spare_megatron.core.saves import SaveEnd
+from spare_megatron.core.slices import Ownership
 from spare_megatron.core.topology import GroupId, Member, SliceId
 
 
@@ -46,8 +47,8 @@ class Vote:
         params_digest: As in `Digests`.
         num_complete: For each rank of the group, the buckets whose sums it holds, from the first on; none if empty.
         lacks_params: The group could not gather the parameters of this step, has computed nothing, and reduces nothing.
-        restored: Slices of which the group has a whole copy, of the state before this step, that a repair has asked it
-            for. It says so in every vote until the log has it: a commit makes it a host of them.
+        restored: Slices of which the group has a whole copy, of the state before this step, that a repair or a move has
+            asked it for. It says so in every vote until the log has it: a commit makes it a host of them.
         save_ends: Saves of the group that have ended; it says so, too, until a commit has it.
         slice_digests: As in `Digests`.
     """
@@ -89,7 +90,7 @@ class Attempted:
         voters: All that began the attempt, also those that were lost since.
         is_discarded: A group with wrong parameters contributed to it: the sum is never committed.
         is_over: All steps are committed; it decides whether the run can end.
-        is_shared: Each group has most parameters from others: where one is wrong, all may have it.
+        ownership: Who holds which slice, where there are any.
     """
 
     step: int
@@ -98,4 +99,9 @@ class Attempted:
     voters: tuple[Member, ...]
     is_discarded: bool
     is_over: bool
-    is_shared: bool = False
+    ownership: Ownership | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether each group has most parameters from others: where one is wrong, all may have it."""
+        return self.ownership is not None

@@ -33,7 +33,9 @@ class _Slices:
 
 
 def check_slices(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """No step is committed while a slice has no host, copies are those of members, and the run ends with all of it."""
+    """No step is committed while a slice has no host, copies are those of members, who lets go of one leaves enough,
+    and the run ends with all of it.
+    """
     if not run.slice_redundancy:
         return
     slices = _fold_slices(run, fold)
@@ -72,6 +74,7 @@ def _fold_slices(run: RunRecord, fold: Fold) -> _Slices:
             slices.attempt = entry["attempt"] + 1
         if entry["entry"] == "commit":
             present = {Member(GroupId(g), life) for g, life in fold.opened.get(entry["attempt"], {}).items()} - gone
+            _let_go(slices, entry["step"], entry.get("released", ()), min(slicing.redundancy, len(present)))
             _commit(slices, entry["step"], entry.get("restored", ()), present)
         elif entry["entry"] == "finish":
             slices.finished_at = entry["attempt"]
@@ -84,6 +87,17 @@ def _fold_slices(run: RunRecord, fold: Fold) -> _Slices:
 def _first_hosts(slicing: Slicing, members: Mapping[int, int]) -> list[set[Member]]:
     ownership = first_ownership(slicing, [Member(GroupId(group), life) for group, life in members.items()])
     return [set(row) for row in ownership.hosts]
+
+
+def _let_go(slices: _Slices, step: int, released: Sequence[Any], num_wanted: int) -> None:
+    """Before any copy becomes a host's: those that take its place have been compared since they did."""
+    for index, (group, life) in released:
+        member, row = Member(GroupId(group), life), slices.hosts[index]
+        if member not in row:
+            slices.errors.append(f"step {step}: group {group} lets go of slice {index}, of which it is no host")
+        elif len(row) <= num_wanted:
+            slices.errors.append(f"step {step}: group {group} lets go of slice {index}, which has {len(row)} hosts")
+        row.discard(member)
 
 
 def _commit(slices: _Slices, step: int, restored: Sequence[Any], present: set[Member]) -> None:

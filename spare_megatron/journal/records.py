@@ -276,12 +276,13 @@ class SnapshotRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyRecord:
-    """How many copies of slices are missing, as a group folded it: whenever slices have lost or won a host."""
+    """How many copies of slices are missing, and how many slices the group holds, whenever hosts have changed."""
 
     group: int
     step: int
     """Committed steps."""
     num_missing: int
+    num_hosted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +294,8 @@ class RepairRecord:
     """Committed steps that the copy holds."""
     slice: int
     donor: int
+    is_move: bool = False
+    """Whether the donor lets go of its own copy afterwards; else one is missing."""
     num_bytes: int
     """Of the group's leader."""
     repair_s: float

@@ -45,6 +45,8 @@ class Summary:
     recoveries: tuple[Recovery, ...] = ()
     slices_repaired: int = 0
     """Copies of slices that groups have made of what lost ones held."""
+    slices_moved: int = 0
+    """Copies that groups have made to even out what they hold, most of all those that came back."""
     full_redundancy_s: tuple[float, ...] = ()
     """Seconds from each loss of slices until all of them had all of their hosts again."""
     steps_left: int = 0
@@ -76,7 +78,8 @@ def summarize(journal: Journal) -> Summary:
         final_loss=None if last is None else last.loss,
         params_sha256=None if last_params is None else last_params.sha256,
         recoveries=recoveries,
-        slices_repaired=len(journal.of(RepairRecord)),
+        slices_repaired=sum(not record.is_move for record in journal.of(RepairRecord)),
+        slices_moved=sum(record.is_move for record in journal.of(RepairRecord)),
         full_redundancy_s=full_redundancy_s(journal),
         steps_left=sum(left),
     )

@@ -28,14 +28,20 @@ class GroupRepairs:
         self._journal = journal
         self._probe = probe
         self._told: frozenset[SliceId] = frozenset()
+        self._moving: frozenset[SliceId] = frozenset()  # to this group
 
     def start(self, action: StartRepairs) -> None:
-        """Makes these copies from now on; they are all that are missing in any group."""
+        """Makes these copies from now on; they are all that any group is to make."""
+        member = self._agreement.member
         self._repairs.assign(action)
         self._told &= frozenset(self._repairs.whole())
+        self._moving = frozenset(move.slice for move in action.moves if move.receiver == member)
         if self._agreement.is_leader:
             record = RedundancyRecord(
-                group=self._agreement.member.group, step=self._repairs.step, num_missing=len(action.repairs)
+                group=member.group,
+                step=self._repairs.step,
+                num_missing=len(action.repairs),
+                num_hosted=sum(member in row for row in action.hosts),
             )
             self._journal.write(record)
 
@@ -64,6 +70,7 @@ class GroupRepairs:
             step=self._repairs.step,
             slice=number,
             donor=made.repair.donor.group,
+            is_move=number in self._moving,
             num_bytes=self._repairs.num_bytes(number),
             repair_s=round(made.repair_s, 6),
         )

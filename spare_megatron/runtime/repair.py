@@ -1,4 +1,4 @@
-"""Makes missing copies of slices in the background, from the hosts that are left."""
+"""Makes copies of slices in the background, from their hosts: those that are missing, and those that move."""
 
 import threading
 import time
@@ -76,7 +76,7 @@ class SliceRepairs:
         """
         hosted = {SliceId(number) for number, row in enumerate(action.hosts) if self._member in row}
         with self._lock:
-            kept = self._copying.assign(action.repairs, action.hosts, time.monotonic())
+            kept = self._copying.assign(action.copies, action.hosts, time.monotonic())
             for number in range(len(action.hosts)):
                 if number not in kept:
                     self._optimizer.drop(SliceId(number))

@@ -47,7 +47,7 @@ class StateDigests:
         self.value = Digests()
         """What the next vote says of the state; empty where it is not compared."""
         self.is_wanted = False
-        """Whether parameters are compared in any case as soon as they are held: after a loss, and to be saved."""
+        """Whether state is compared in any case as soon as it is held: after a loss, to save, before hosts let go."""
 
     def host(self, action: StartRepairs) -> None:
         """The group hosts other slices from now on."""
@@ -56,7 +56,8 @@ class StateDigests:
         # Whatever else comes to be hosted begins here, at the start or from a checkpoint.
         self._unproven = (self._unproven | (hosted - self._hosted) & self._copying) & hosted
         self._hosted = hosted
-        self._copying = frozenset(repair.slice for repair in action.repairs if repair.receiver == member)
+        self._copying = frozenset(copy.slice for copy in action.copies if copy.receiver == member)
+        self.is_wanted |= action.is_compared
 
     def committed(self) -> None:
         """A step is committed on the vote that said the value, if it said any."""

@@ -19,22 +19,22 @@ class Copies:
         self._copy_s = inf if copy_s is None else copy_s
         self._whole_at_s: dict[Repair, float] = {}
 
-    def start(self, repairs: Sequence[Repair], now_s: float) -> None:
+    def start(self, copies: Sequence[Repair], now_s: float) -> None:
         """These are to be made. What is under way goes on; a copy whose donor is lost starts over from another."""
-        under_way = {repair: self._whole_at_s[repair] for repair in repairs if repair in self._whole_at_s}
+        under_way = {copy: self._whole_at_s[copy] for copy in copies if copy in self._whole_at_s}
         free_at_s: dict[GroupId, float] = defaultdict(lambda: now_s)
-        for repair, at_s in under_way.items():
-            free_at_s[repair.receiver.group] = max(free_at_s[repair.receiver.group], at_s)
-        for repair in repairs:
-            if repair not in under_way:
-                free_at_s[repair.receiver.group] += self._copy_s
-                under_way[repair] = free_at_s[repair.receiver.group]
+        for copy, at_s in under_way.items():
+            free_at_s[copy.receiver.group] = max(free_at_s[copy.receiver.group], at_s)
+        for copy in copies:
+            if copy not in under_way:
+                free_at_s[copy.receiver.group] += self._copy_s
+                under_way[copy] = free_at_s[copy.receiver.group]
         self._whole_at_s = under_way
 
     def whole(self, now_s: float) -> dict[GroupId, tuple[SliceId, ...]]:
         """Receiver -> the slices of which it has a whole copy by now that the log does not know of."""
         found: dict[GroupId, tuple[SliceId, ...]] = {}
-        for repair, at_s in self._whole_at_s.items():
+        for copy, at_s in self._whole_at_s.items():
             if at_s <= now_s:
-                found[repair.receiver.group] = (*found.get(repair.receiver.group, ()), repair.slice)
+                found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.slice)
         return found

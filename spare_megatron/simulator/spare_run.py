@@ -163,8 +163,8 @@ class SpareRun:
                 return (VotesRead(attempt=attempt, votes=dict.fromkeys(self._controller.members, vote)),)
             case GatherParams() | LoadCheckpoint():
                 pass  # part of the update, and of the restart
-            case StartRepairs(repairs=repairs):
-                self._copies.start(repairs, self._world.now_s)
+            case StartRepairs(copies=copies):
+                self._copies.start(copies, self._world.now_s)
             case StopWipeOut(slices=slices):
                 self._world.num_state_wipe_outs += bool(slices)
                 return (self._start_over(),)

@@ -9,9 +9,9 @@ import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.core.phases import Phase
-from spare_megatron.core.slices import Ownership, Slicing, first_ownership
+from spare_megatron.core.slices import Ownership, SliceCopy, Slicing, first_ownership
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.journal.records import RepairRecord, UpdateRecord
+from spare_megatron.journal.records import ParamsRecord, RedundancyRecord, RepairRecord, UpdateRecord
 from spare_megatron.runtime.reports import GroupRejoined
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
@@ -142,3 +142,44 @@ def test_a_group_that_came_back_gets_copies_of_all_slices(
     assert restored_before(run, REPAIRED + 1) == {(number, 1) for number in range(3)}
     assert 1 in last_groups(run)
     assert_bitwise(run, run_without_faults(run))
+
+
+def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are_lost(
+    text_corpus: Path, tmp_path: Path, run_without_faults: Callable[[Run], Run]
+) -> None:
+    """Without the moves that would be a state wipe-out. State is compared after losses and before hosts let go."""
+    first, back, repaired_at, admitted, moved_at = Member(GroupId(1)), Member(GroupId(1), 1), 2, 3, 5
+    lost_at = STEPS - 1  # so that nobody else comes back
+    left = ownership_of(4, 2).for_members([Member(GroupId(group)) for group in (0, 2, 3)])
+    repaired = left.with_copies([SliceCopy(repair.slice, repair.receiver) for repair in left.repairs])
+    moves = repaired.for_members([*repaired.members, back]).moves
+    others = {move.donor.group for move in moves}
+    assert all({host.group for host in repaired.hosts[move.slice]} == others for move in moves)
+    faults = [kill(Phase.FORWARD, 1, first.group), *(kill(Phase.BACKWARD, lost_at, group) for group in sorted(others))]
+    config = stacked_config(text_corpus, LAYOUT, 2, faults, rejoins=1)
+    config = replace(config, train=replace(config.train, params_check_every_steps=0))
+    watch = Watch(awaited=frozenset({(admitted, back)}), whole_copies=frozenset({repaired_at, moved_at}))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert_masked(run)
+    commits = {entry["step"]: entry for entry in entries_of(run.journal) if entry["entry"] == "commit"}
+    by_step = {step: named(commit["restored"]) for step, commit in commits.items() if admitted < step < lost_at}
+    assert set().union(*by_step.values()) == {(move.slice, back.group, back.incarnation) for move in moves}
+    let_go = {
+        (number, group): step for step, commit in commits.items() for number, group, _ in named(commit["released"])
+    }
+    assert set(let_go) == {(move.slice, move.donor.group) for move in moves}
+    for step, made in by_step.items():
+        donors = {(move.slice, move.donor.group) for move in moves if (move.slice, *back) in made}
+        assert {let_go[donor] for donor in donors} <= {step + 1}
+        compared = {record.group for record in run.journal.of(ParamsRecord) if record.step == step + 1}
+        assert compared == ({0, 1, 2, 3} if made else set())
+    last = {record.group: record.num_hosted for record in run.journal.of(RedundancyRecord) if record.step <= lost_at}
+    assert last == dict.fromkeys(range(4), 2)
+    assert run.summary.slices_moved == len(moves)
+    assert last_groups(run) == {0, 1, 2, 3} - others
+    assert_bitwise(run, run_without_faults(run))
+
+
+def named(copies: list[tuple[int, tuple[int, int]]]) -> set[tuple[int, int, int]]:
+    """Slice, group and incarnation of copies in a log entry."""
+    return {(number, group, incarnation) for number, (group, incarnation) in copies}

@@ -148,9 +148,9 @@ class Group:
             case GatherParams():
                 yield None
                 yield from self._gather(action)
-            case StartRepairs(repairs=repairs, hosts=hosts):
+            case StartRepairs():
                 assert self.held is not None, "only slices are repaired"
-                for repair in self.held.assign(repairs, hosts):
+                for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case AdmitGroups(step=step):
                 yield None
@@ -342,7 +342,8 @@ class Group:
             yield from self._reduce(action)
             num_complete = (self._buckets.window.num_complete,)
         is_complete = not self._lacks_params and (isinstance(action, AttemptFinish) or self._buckets.sums() is not None)
-        is_compared = not (action.step % 2 or self._lacks_params)
+        is_wanted = self.held is not None and self.held.is_compared
+        is_compared = not self._lacks_params and (is_wanted or not action.step % 2)
         vote = Vote(
             is_complete=is_complete,
             plan_digest=action.plan_digest,

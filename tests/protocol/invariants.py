@@ -159,7 +159,7 @@ class Invariants:
         # Whoever decides may have seen the votes of some lost groups, and not those of others.
         some_of_others = (some for number in range(len(of_others) + 1) for some in combinations(of_others, number))
         return any(one.startswith(WRONG) for one in told) or any(
-            _is_unconfirmed(own, [*of_members, *some]) for some in some_of_others
+            _is_unconfirmed(own, [*of_members, *some], self.slices.redundancy) for some in some_of_others
         )
 
     def _halted(self, reason: str, writer: str) -> None:
@@ -230,6 +230,7 @@ class Invariants:
         self._is_finished |= isinstance(entry, Finish)
         self._is_anew = isinstance(entry, Retry) and entry.recompute
         if isinstance(entry, Commit):
+            self.slices.released(entry.released, {life: vote for life, vote in votes.items() if vote is not None})
             self.slices.committed(self.attempt, entry.restored, self.members)
             self._commits[self.attempt] = (self.step, self.members)
             self.counts["save"] += entry.save
@@ -370,7 +371,7 @@ class Invariants:
         return self.slices.is_wiped_out or any(not (hosts & groups) for hosts in self._hosts.values())
 
 
-def _is_unconfirmed(own: Vote, votes: Sequence[Vote]) -> bool:
+def _is_unconfirmed(own: Vote, votes: Sequence[Vote], most_hosts: int) -> bool:
     """Whether these votes leave open if the state that one of them tells of is right."""
     told: dict[int, list[SliceDigest]] = {}
     for digest in (digest for vote in votes for digest in vote.slice_digests):
@@ -378,7 +379,7 @@ def _is_unconfirmed(own: Vote, votes: Sequence[Vote]) -> bool:
     for digest in own.slice_digests:
         of_slice = told[digest.slice]
         num_right = sum(one.is_proven and one.sha256 == digest.sha256 for one in of_slice)
-        if len({one.sha256 for one in of_slice}) > 1 and 2 * num_right <= len(of_slice):
+        if len({one.sha256 for one in of_slice}) > 1 and 2 * num_right <= min(len(of_slice), most_hosts):
             return True
     return min(map(len, told.values()), default=2) == 1 and len({vote.params_digest for vote in votes} - {""}) > 1
 

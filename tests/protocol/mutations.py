@@ -8,7 +8,9 @@ from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.messages import (
     Action,
+    AppendEntry,
     BuildCommunicator,
+    Commit,
     Event,
     Fence,
     FinishRun,
@@ -20,9 +22,10 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import WaitingRead
+from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import Ownership, SliceCopy
 from spare_megatron.core.stepplan import StepPlan
-from spare_megatron.core.topology import Member
+from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.runtime.agreement import GroupAgreement
 from tests.protocol.slices import SliceStates
 
@@ -152,6 +155,37 @@ class CountsUnfinishedCopies(Controller):
         return super()._own(ownership)
 
 
+class LetsGoTooSoon(Controller):
+    """Has the donors of moves let go while nobody else has the copies."""
+
+    def _own(self, ownership: Ownership | None) -> tuple[Action, ...]:
+        donors = {SliceCopy(move.slice, move.donor) for move in ownership.moves} if ownership else set()
+        return tuple(
+            replace(action, hosts=tuple(_without(donors, number, row) for number, row in enumerate(action.hosts)))
+            for action in super()._own(ownership)
+            if isinstance(action, StartRepairs)
+        )
+
+
+def _without(copies: set[SliceCopy], number: int, row: tuple[Member, ...]) -> tuple[Member, ...]:
+    return tuple(host for host in row if SliceCopy(SliceId(number), host) not in copies)
+
+
+class LetsGoWithTheCopy(Controller):
+    """Has the donors let go with the commit that has the copies, which nobody has compared."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        return tuple(map(self._with_all_released, super()._decide(event, now_s)))
+
+    def _with_all_released(self, action: Action) -> Action:
+        if not (isinstance(action, AppendEntry) and isinstance(action.entry, Commit) and self.ownership):
+            return action
+        restored = set(action.entry.restored)
+        made = [move for move in self.ownership.moves if SliceCopy(move.slice, move.receiver) in restored]
+        released = tuple(SliceCopy(move.slice, move.donor) for move in made)
+        return replace(action, entry=replace(action.entry, released=released))
+
+
 class EndsWithTheLastCommit(Controller):
     """Does not wait until all parameters are whole."""
 
@@ -246,6 +280,8 @@ MUTATIONS = {
     "counts votes on an earlier attempt": Protocol(log_type=CountsOldVotes),
     "gathers parameters from lost owners": Protocol(controller_type=GathersFromTheLost),
     "counts copies that are not finished": Protocol(controller_type=CountsUnfinishedCopies),
+    "lets go of slices before they are copied": Protocol(controller_type=LetsGoTooSoon),
+    "lets go of slices before copies are compared": Protocol(controller_type=LetsGoWithTheCopy),
     "ends before all parameters are whole": Protocol(controller_type=EndsWithTheLastCommit),
     "goes on without gathering parameters": Protocol(controller_type=ComputesWithoutParams),
     "keeps buckets that only some hold": Protocol(controller_type=KeepsWhatSomebodyHolds),

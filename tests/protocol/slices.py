@@ -3,8 +3,9 @@
 The observer shares no code with `core.slices`. What must hold beyond the invariants of every run:
 
 1. Whoever the log names as a host of a slice has all of its state, after every update that of the present step.
-2. Parameters are put together from owners that hold them, and are whole before a group computes, saves or ends.
-3. A run ends in a state wipe-out if and only if some slice has lost all hosts.
+2. Nobody lets go of a copy before r_o others are known to be right, the one that takes its place included.
+3. Parameters are put together from owners that hold them, and are whole before a group computes, saves or ends.
+4. A run ends in a state wipe-out if and only if some slice has lost all hosts.
 
 State and parameters that come from a corruption carry a mark wherever they go. What carries none is right.
 """
@@ -14,9 +15,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from random import Random
 
-from spare_megatron.core.slices import Hosts, Repair, SliceCopy, Slicing, first_ownership
+from spare_megatron.core.slice_actions import StartRepairs
+from spare_megatron.core.slices import Repair, SliceCopy, Slicing, first_ownership
 from spare_megatron.core.topology import Member, SliceId
-from spare_megatron.core.votes import SliceDigest
+from spare_megatron.core.votes import SliceDigest, Vote
 from tests.protocol.violation import Violation
 
 NUM_PIECES = 2
@@ -45,11 +47,13 @@ class SliceStates:
     Attributes:
         num_updates: Steps that its state holds; -1 in a later life that has been given none.
         repairs: The copies that it is to make for itself.
+        is_compared: Whether the next vote tells of it in any case.
     """
 
     def __init__(self, member: Member, hosted: Iterable[int]) -> None:
         self.num_updates = -1 if member.incarnation else 0
         self.repairs: tuple[Repair, ...] = ()
+        self.is_compared = False
         self._member = member
         self._pieces: dict[int, dict[int, str]] = {index: dict.fromkeys(range(NUM_PIECES), "") for index in hosted}
         self._hosted = frozenset(self._pieces)  # as the log has it
@@ -81,10 +85,11 @@ class SliceStates:
             for index, state in whole.items()
         )
 
-    def assign(self, repairs: Sequence[Repair], hosts: Hosts) -> list[Repair]:
-        """Lets go of what it is not to have. Returns the repairs that are new."""
-        mine = tuple(repair for repair in repairs if repair.receiver == self._member)
-        hosted = frozenset(index for index, row in enumerate(hosts) if self._member in row)
+    def assign(self, action: StartRepairs) -> list[Repair]:
+        """Lets go of what it is not to have. Returns the copies that are new."""
+        mine = tuple(copy for copy in action.copies if copy.receiver == self._member)
+        hosted = frozenset(index for index, row in enumerate(action.hosts) if self._member in row)
+        self.is_compared = action.is_compared
         copied = {repair.slice for repair in self.repairs} & (hosted - self._hosted)
         self._unproven = (self._unproven | copied) & hosted
         self._hosted = hosted
@@ -127,7 +132,7 @@ class SliceObserver:
 
     def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
         self._hosts = [{(int(group), 0) for group in row} for row in hosts]
-        self._redundancy = max(map(len, hosts), default=0)
+        self.redundancy = max(map(len, hosts), default=0)
         self._hosted_after: dict[int, list[frozenset[tuple[int, int]]]] = {}  # by attempt
         self._generation = 0  # restarts
         self._states = {(0, index, 0): ("",) * NUM_PIECES for index in range(len(hosts))}  # by restarts, slice, step
@@ -163,13 +168,28 @@ class SliceObserver:
         before, self._generation = self._generation, self._generation + 1
         kept = {key: state for key, state in self._states.items() if key[0] == before and key[2] <= step}
         self._states |= {(self._generation, index, at): state for (_, index, at), state in kept.items()}
-        slicing = Slicing(num_groups=len(self._hosts), redundancy=self._redundancy)
+        slicing = Slicing(num_groups=len(self._hosts), redundancy=self.redundancy)
         ownership = first_ownership(slicing, [Member(group, life) for group, life in members])
         self._hosts = [set(row) for row in ownership.hosts]
 
     def saved(self, generation: int, step: int, hosted: Iterable[int]) -> dict[int, State]:
         """The states of slices as a checkpoint has them."""
         return {index: self._states[generation, index, step] for index in hosted}
+
+    def released(self, copies: Iterable[SliceCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
+        """Members let go of copies, with the commit that these votes of all members decide.
+
+        All hosts have to have compared the slice, one that takes the place included, and enough have to be left.
+        """
+        for index, member in copies:
+            tellers = {life for life, vote in votes.items() if any(one.slice == index for one in vote.slice_digests)}
+            row = self._hosts[index]
+            if tuple(member) not in row or not row <= tellers:
+                raise Violation(f"{member} lets go of slice {index}, hosted by {row} and compared by {tellers}")
+            row.remove(tuple(member))
+            if len(row) < min(self.redundancy, len(votes)):
+                raise Violation(f"{member} lets go of slice {index}, which then has {row}")
+            self.counts["released"] += 1
 
     def committed(self, attempt: int, restored: Iterable[SliceCopy], members: Collection[tuple[int, int]]) -> None:
         """An attempt is committed by these members, with copies that count from now on."""

@@ -42,6 +42,7 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "gather": 500,
         "broken gather": 50,
         "restored": 100,
+        "released": 10,
         "piece too late": 3,
         "state wipe-out": 100,
         "gather anew": 10,

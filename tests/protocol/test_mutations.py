@@ -29,6 +29,8 @@ FOUND_AS = {
     "counts votes on an earlier attempt": "without the votes|different plans|though the members voted",
     "gathers parameters from lost owners": "gathers parameters without slice",
     "counts copies that are not finished": "counts as a host of slice|gathers parameters without slice",
+    "lets go of slices before they are copied": "counts as a host of slice|gathers parameters|and has it not",
+    "lets go of slices before copies are compared": "lets go of slice",
     "ends before all parameters are whole": "ends with FinishRun|without all parameters",
     "goes on without gathering parameters": "ends with StopHalted",
     "keeps buckets that only some hold": "though the members hold|is to keep",

@@ -8,11 +8,14 @@ import pytest
 
 from spare_megatron.core.comparison import objection
 from spare_megatron.core.messages import Fence, Halt, Retry
+from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.core.votes import Attempted, SliceDigest, Vote, decode_vote, encode_vote
 
 
-def attempted(num_groups: int, *, lost: str = "", is_discarded: bool = False) -> Attempted:
+def attempted(num_groups: int, *, lost: str = "", is_discarded: bool = False, num_hosts: int = 0) -> Attempted:
+    """An attempt of some groups. A slice is to have so many hosts; at first as many as there are groups."""
+    slicing = Slicing(num_groups=num_groups, redundancy=num_hosts or num_groups)
     everybody = [GroupId(group) for group in range(num_groups)]
     return Attempted(
         step=7,
@@ -21,7 +24,7 @@ def attempted(num_groups: int, *, lost: str = "", is_discarded: bool = False) ->
         voters=tuple(Member(group, 3) for group in everybody),
         is_discarded=is_discarded,
         is_over=False,
-        is_shared=True,
+        ownership=first_ownership(slicing, map(Member, everybody)),
     )
 
 
@@ -92,6 +95,15 @@ def test_a_copy_that_was_made_since_the_last_comparison_does_not_speak_for_its_d
     assert groups(attempted(4), votes("aaaa", "ba-A")) == [0, 1, 3]
     assert groups(attempted(4), votes("aaaa", "-a-B")) == [1, 3]
     assert groups(attempted(4), votes("aaaa", "aa-B")) == [3]
+
+
+def test_a_copy_that_is_to_take_its_donors_place_makes_nobodys_word_count_for_less() -> None:
+    """Group 3 has copied from 0, which lets go when all agree: until then the slice has a host more than it is to."""
+    assert groups(attempted(5, num_hosts=3), votes("aaaaa", "abaA-")) == [1]
+    assert groups(attempted(5, num_hosts=3), votes("aaaaa", "aaaB-")) == [3]
+    assert groups(attempted(5, num_hosts=3), votes("aaaaa", "baaB-")) == [0, 3], "the donor was wrong before"
+    assert groups(attempted(5, num_hosts=2), votes("aaaaa", "ab-A-")) == [0, 1, 3]
+    assert groups(attempted(5, num_hosts=1), votes("aaaaa", "a--B-")) == [3]
 
 
 def test_where_all_hosts_agree_a_group_that_differs_is_put_out_alone() -> None:

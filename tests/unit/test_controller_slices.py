@@ -323,6 +323,39 @@ def test_who_is_admitted_gets_parameters_from_its_donor_and_copies_by_repair() -
     assert controller.ownership.hosted_by(back) == ()
 
 
+def test_who_came_back_takes_slices_over_and_their_donors_let_go_one_commit_later() -> None:
+    controller = make_controller(steps=9)
+    [repairs] = [action for action in fold(controller, fence(1)) if isinstance(action, StartRepairs)]
+    copies = tuple(SliceCopy(repair.slice, repair.receiver) for repair in repairs.repairs)
+    back = Member(GroupId(1), 1)
+    fold(controller, Commit(step=0, attempt=0, restored=copies))
+    actions = fold(controller, Commit(step=1, attempt=1, admit=(back,)))
+    [started] = [action for action in actions if isinstance(action, StartRepairs)]
+    assert (started.repairs, started.copies, started.is_compared) == ((), started.moves, False)
+    first, second = started.moves
+    assert {first.receiver, second.receiver} == {back}
+
+    attempt = last_attempt(actions)
+    vote = Vote(is_complete=True, plan_digest=attempt.plan_digest, restored=(first.slice,))
+    commit = decided(controller, attempt, g1=vote)
+    assert isinstance(commit, Commit)
+    assert (commit.restored, commit.released) == ((SliceCopy(first.slice, back),), ())
+    actions = fold(controller, commit)
+    [started] = [action for action in actions if isinstance(action, StartRepairs)]
+    assert started.is_compared
+    assert started.copies == (second,)
+    assert {first.donor, back} <= set(started.hosts[first.slice])
+
+    commit = decided(controller, last_attempt(actions))
+    assert isinstance(commit, Commit)
+    assert commit.released == (SliceCopy(first.slice, first.donor),)
+    assert decode_entry(encode_entry(commit)) == commit
+    [started] = [action for action in fold(controller, commit) if isinstance(action, StartRepairs)]
+    assert (started.moves, started.is_compared) == ((second,), False)
+    assert back in started.hosts[first.slice]
+    assert first.donor not in started.hosts[first.slice]
+
+
 def test_a_restart_gives_every_slice_all_its_hosts() -> None:
     controller = make_controller()
     present = tuple(Member(GroupId(group), 1) for group in range(4))

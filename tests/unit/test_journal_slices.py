@@ -101,6 +101,35 @@ def test_a_copy_of_what_the_group_has_is_found() -> None:
     assert "of which it is a host" in finding_in(with_entries(journal_of(), repeat))
 
 
+def with_return() -> list[Line]:
+    """Of a run whose lost group comes back and takes its slices over."""
+    return journal_of(dataclasses.replace(SCENARIO, num_steps=14, repair_s=300.0))
+
+
+def test_slices_that_move_to_a_group_that_came_back_are_in_a_valid_journal() -> None:
+    lines = with_return()
+    assert verdict_of(lines) == Verdict(verdict="valid", reasons=(), steps_committed=14)
+    commits = [line.record.entry for line in lines if isinstance(line.record, EntryRecord)]
+    back = [(index, group) for entry in commits for index, (group, life) in entry.get("restored", ()) if life]
+    assert {group for _, group in back} == {1}
+    released = [index for entry in commits for index, _ in entry.get("released", ())]
+    assert sorted(released) == sorted(index for index, _ in back) != []
+
+
+def test_a_host_that_lets_go_before_its_copy_is_replaced_is_found() -> None:
+    def let_go_early(entry: dict[str, Any]) -> dict[str, Any]:
+        return {**entry, "restored": []} if any(life for _, (_, life) in entry.get("restored", ())) else entry
+
+    assert "lets go of slice" in finding_in(with_entries(with_return(), let_go_early))
+
+
+def test_who_lets_go_of_what_it_has_not_is_found() -> None:
+    def let_go_again(entry: dict[str, Any]) -> dict[str, Any]:
+        return {**entry, "released": [*entry["released"], *entry["released"]]} if entry.get("released") else entry
+
+    assert "of which it is no host" in finding_in(with_entries(with_return(), let_go_again))
+
+
 def test_an_end_without_whole_parameters_is_found() -> None:
     lines = journal_of()
     assert "no entry says" in finding_in(with_entries(lines, lambda e: None if e["entry"] == "finish" else e))

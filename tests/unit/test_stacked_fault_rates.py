@@ -17,7 +17,7 @@ STACKED = ("optimizer.sharding=stacked", "layout.num_groups=8", "spare.redundanc
 @pytest.mark.parametrize("num_rejoins", [0, EVER])
 def test_every_slice_keeps_a_host_and_a_majority_of_hosts_that_is_right(redundancy: int, num_rejoins: int) -> None:
     """Against the fold of the ownership, with groups that come back at any time and copies that take all theirs."""
-    num_losses = num_flips = 0
+    num_losses = num_flips = num_moved = 0
     for seed in range(4):
         settings = (f"optimizer.redundancy={redundancy}", f"faults.seed={seed}", f"spare.rejoins={num_rejoins}")
         config = configured(*STACKED, *settings, "train.steps=2000")
@@ -28,8 +28,10 @@ def test_every_slice_keeps_a_host_and_a_majority_of_hosts_that_is_right(redundan
             history.lose(at_risk(config, fault), is_flip=fault.kind == "param_flip")
         num_losses += len(faults)
         num_flips += history.num_flips
+        num_moved += history.num_moved
     assert num_losses > (20 if num_rejoins else 8)
     assert (num_flips > 0) == (redundancy > 2)
+    assert num_rejoins == 0 or num_moved > 4
 
 
 class StackedHistory:
@@ -37,6 +39,7 @@ class StackedHistory:
 
     def __init__(self, config: RunConfig, rng: np.random.Generator) -> None:
         self._steps, self._rng, self._comes_back = config.faults.recovery_steps, rng, config.spare.rejoins > 0
+        self._redundancy = config.optimizer.redundancy
         groups = config.layout.num_groups
         slicing = Slicing(num_groups=groups, redundancy=config.optimizer.redundancy)
         self._ownership = first_ownership(slicing, [Member(GroupId(group)) for group in range(groups)])
@@ -44,7 +47,7 @@ class StackedHistory:
         self._asked: dict[SliceCopy, int] = {}
         self._copied: dict[SliceCopy, int] = {}
         self._wrong: tuple[int, Member, Ownership] | None = None  # with who hosted what then
-        self._step = self.num_flips = 0
+        self._step = self.num_flips = self.num_moved = 0
 
     def advance(self, step: int) -> None:
         """Copies that were asked for at least so long ago are whole, and some groups are back."""
@@ -54,14 +57,20 @@ class StackedHistory:
                 self._take_over(self._ownership.for_members([*self._ownership.members, member]), at)
             made = [copy for copy, since in self._asked.items() if since + self._steps <= at]
             self._copied |= dict.fromkeys(made, at)
-            self._take_over(self._ownership.with_copies(made), at)
+            # A move's copy has been compared by the commit that has its donor let go.
+            released, moves = set(self._ownership.superseded), self._ownership.moves
+            compared = [move for move in moves if SliceCopy(move.slice, move.donor) in released]
+            self._copied |= {SliceCopy(move.slice, move.receiver): at - self._steps for move in compared}
+            self.num_moved += len(released)
+            self._take_over(self._ownership.with_copies(made, released), at)
             if self._wrong is not None and self._wrong[0] + self._steps <= at:
                 self._wrong = None
         self._step = step
 
     def _take_over(self, ownership: Ownership, step: int) -> None:
         self._ownership = ownership
-        asked = [SliceCopy(repair.slice, repair.receiver) for repair in ownership.repairs]
+        copies = (*ownership.repairs, *ownership.moves)
+        asked = [SliceCopy(c.slice, c.receiver) for c in copies if c.receiver not in ownership.hosts[c.slice]]
         self._asked = {copy: self._asked.get(copy, step) for copy in asked}
 
     def lose(self, groups: frozenset[GroupId], *, is_flip: bool) -> None:
@@ -89,7 +98,7 @@ class StackedHistory:
                 if self._copied.get(SliceCopy(SliceId(number), host), -EVER) + self._steps <= self._step
             ]
             if wrong in told:
-                assert 2 * len(right) > len(told)
+                assert 2 * len(right) > min(len(told), self._redundancy)
 
 
 def test_with_stacked_state_groups_are_hit_between_update_and_gather_too() -> None:

@@ -184,7 +184,8 @@ class GroupTrainer:
         Raises:
             IncompleteSum: Some bucket does not count as many microbatches as a step has. Nothing is changed.
         """
-        for bucket, num_counted in enumerate(self.gradients.totals().num_microbatches):
+        counted = self.gradients.totals().num_microbatches
+        for bucket, num_counted in enumerate(counted):
             if num_counted != self._num_microbatches:
                 raise IncompleteSum(
                     f"step {self._step}: the sums of bucket {bucket} count {num_counted} microbatches, "
@@ -196,7 +197,7 @@ class GroupTrainer:
         finalize_model_grads([chunk.module for chunk in self.chunks], None, pg_collection=self.process_groups)
         grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
-            num_microbatches=self._num_microbatches,
+            num_microbatches=min(counted),
             loss=loss_sum / self._num_tokens,
             grad_norm=grad_norm,
             learning_rate=learning_rate,

@@ -314,6 +314,16 @@ class Reduction:
         """
         if not self._agreement.is_leader:
             return []
+        member = self._agreement.member
+        record = VoteRecord(
+            group=member.group,
+            step=action.step,
+            attempt=action.attempt,
+            is_complete=not lacks_params,
+            work_digest=digest_of_work([]),
+            incarnation=member.incarnation,
+        )
+        self._journal.write(record)
         vote = Vote(
             is_complete=not lacks_params,
             plan_digest=action.plan_digest,

@@ -10,7 +10,8 @@ import torch
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.core.phases import Phase
-from spare_megatron.journal.records import ParamsRecord
+from spare_megatron.journal.check import check_journal
+from spare_megatron.journal.records import ParamsRecord, VoteRecord
 from tests.integration.whole_run import (
     REPLICATED,
     Run,
@@ -49,7 +50,13 @@ def test_two_losses_at_once_and_one_after_the_last_update_change_no_bit(text_cor
     run = reproducible(text_corpus, tmp_path / "faults", GROUPS, stacked(4), faults)
     assert_same(run, expected)
     assert steps_gathered_again(run) == {3, STEPS}
-    assert [entry["entry"] for entry in entries_of(run.journal)][-1] == "finish"
+    last = entries_of(run.journal)[-1]
+    assert last["entry"] == "finish"
+    final = [line for line in run.journal.lines if isinstance(line.record, VoteRecord)][-2:]
+    assert {(line.record.attempt, line.record.is_complete) for line in final} == {(last["attempt"], True)}
+    lacking = replace(final[0], record=replace(final[0].record, is_complete=False))
+    lines = tuple(lacking if line is final[0] else line for line in run.journal.lines)
+    assert check_journal(replace(run.journal, lines=lines)).verdict == "invalid"
 
 
 def test_bf16_without_failures_keeps_all_groups_alike(text_corpus: Path, tmp_path: Path) -> None:

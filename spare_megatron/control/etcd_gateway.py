@@ -31,8 +31,9 @@ _PAUSE_S = 0.02
 _SILENCE_S = 600.0
 """A stream that says nothing for so long is opened again."""
 
-_INVALID, _DENIED, _EXHAUSTED, _FAILED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 7, 8, 9, 14, 16  # gRPC's codes
-_WORTH_ANOTHER_TRY = (4, _EXHAUSTED, 13, _UNAVAILABLE)  # 4: deadline exceeded, 13: internal
+_INVALID, _DENIED, _FAILED, _UNAUTHENTICATED = 3, 7, 9, 16
+"""gRPC's codes that say something about the request. All others may be a member that stops, or a cluster without a
+leader: etcd has no code of its own for much of that."""
 
 Message = dict[str, Any]
 
@@ -58,6 +59,8 @@ class EtcdGateway:
         self._endpoints = [urlsplit(endpoint) for endpoint in spec.endpoints]
         self._turn = os.getpid() % len(self._endpoints)  # clients spread over the members
         self._connection: http.client.HTTPConnection | None = None
+        self._host = ""
+        """The address of this machine's end of the last connection."""
         self._num_timeouts = 0
         """Tries that timed out, less the answers since: a cluster that was slow a moment ago still is."""
 
@@ -120,7 +123,7 @@ class EtcdGateway:
             if response.status != http.HTTPStatus.OK:
                 raise http.client.HTTPException(f"etcd answered a stream with {response.status}")
             sock.settimeout(_SILENCE_S)
-            yield sock, (json.loads(line)["result"] for line in iter(response.readline, b""))
+            yield sock, (_result(json.loads(line)) for line in iter(response.readline, b""))
         except _Again as again:
             raise http.client.HTTPException(str(again)) from None
         finally:
@@ -129,11 +132,9 @@ class EtcdGateway:
     def local_host(self) -> str:
         """The address of this machine by which it reaches etcd, and is reached by whoever reaches etcd, too."""
         self.call("/v3/maintenance/status", {})
-        assert self._connection is not None, "the call was answered on it"
-        address = str(self._connection.sock.getsockname()[0])
-        if is_loopback(address):  # as this machine's own name may have it
-            return address_towards([address, *hosts_of(self._spec.endpoints)])
-        return address
+        if is_loopback(self._host):  # as this machine's own name may have it
+            return address_towards([self._host, *hosts_of(self._spec.endpoints)])
+        return self._host
 
     def close(self) -> None:
         """Drops the connection; the next one is to the next member."""
@@ -145,6 +146,8 @@ class EtcdGateway:
     # ---------------------------------------------------------------------------------------------------- one try
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._connection is not None and self._connection.sock is None:
+            self._connection = None  # the member, or a proxy, ended it with its last answer
         if self._connection is None:
             url = self._endpoints[self._turn % len(self._endpoints)]
             self._connection = _connection_to(url, self._session.tls)
@@ -152,6 +155,7 @@ class EtcdGateway:
             self._connection.connect()
             # Small messages go back and forth: waiting to fill a packet would cost 40 ms each.
             self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._host = str(self._connection.sock.getsockname()[0])
         self._connection.sock.settimeout(timeout_s)
         return self._connection
 
@@ -167,19 +171,18 @@ class EtcdGateway:
             if isinstance(error, ssl.SSLError) and "CERTIFICATE" in str(error.reason):
                 raise StoreRefused(f"etcd refuses the certificate in control.cert_file: {error.reason}") from error
             raise _Again(f"{type(error).__name__}: {error}") from error
-        if response.status == http.HTTPStatus.OK:
-            return dict(answer)
-        return self._refused(int(answer.get("code", -1)), str(answer.get("error", answer)))
+        if not isinstance(answer, dict):
+            raise _Again(f"etcd answered {response.status} with {answer!r}")
+        if response.status == http.HTTPStatus.OK and "error" not in answer:
+            return answer
+        return self._refused(*_error_in(answer))
 
     def _refused(self, code: int, text: str) -> Message:
         if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
             self._session.token = ""  # it has expired, or the users have changed since
-            raise _Again(text)
-        if code in _WORTH_ANOTHER_TRY:
-            raise _Again(text)
-        if code in (_INVALID, _DENIED, _FAILED):
+        elif code in (_INVALID, _DENIED, _FAILED):
             raise StoreRefused(f"etcd refuses{self._as_user()}: {text}")
-        raise StoreLost(f"etcd answered with error {code}: {text}")
+        raise _Again(text)
 
     def _as_user(self) -> str:
         return f" user {self._spec.credentials.user}" if self._spec.credentials is not None else ""
@@ -201,6 +204,21 @@ class _Again(Exception):
 def try_timeout_s(num_timeouts: int) -> float:
     """How long the next try may last after so many that timed out."""
     return float(_FIRST_TRY_S * 2 ** min(max(num_timeouts - _NUM_SHORT_TRIES, 0), _NUM_DOUBLINGS))
+
+
+def _error_in(answer: Message) -> tuple[int, str]:
+    """Code, -1 without one, and text of gRPC. A stream wraps them once more, and gateways name them differently."""
+    error = answer.get("error")
+    found = error if isinstance(error, dict) else answer
+    code = found["grpc_code"] if "grpc_code" in found else found.get("code", -1)
+    return int(code), str(found.get("message", error or answer))
+
+
+def _result(message: Message) -> Message:
+    """What a stream tells; it ends with an error."""
+    if "result" not in message:
+        raise http.client.HTTPException(f"etcd ended a stream: {message}")
+    return dict(message["result"])
 
 
 def _connection_to(url: SplitResult, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:

@@ -1,5 +1,6 @@
 """The etcd client where things break: members that die or hang, answers that are lost, history that is compacted."""
 
+import itertools
 import random
 import re
 import secrets
@@ -156,6 +157,37 @@ def test_writes_go_on_after_the_leader_is_killed(own_cluster: EtcdCluster) -> No
         assert time.monotonic() - began_s < FAILOVER_S
         assert store.get(["key"]) == ["before"]
     assert own_cluster.leader() != leader
+
+
+def test_nobody_takes_the_store_for_lost_while_its_leader_is_stopped_in_good_order(own_cluster: EtcdCluster) -> None:
+    """A member that ends answers what it will not serve any more, with codes of its own."""
+    spec, leader = spec_of(*own_cluster.endpoints), own_cluster.leader()
+    beating, writing, waiting = (EtcdControlStore(spec) for _ in range(3))
+    all_began, has_stopped, has_waited = threading.Barrier(4), threading.Event(), threading.Event()
+
+    def repeat(store: EtcdControlStore, ask: Callable[[str], object], ends: threading.Event) -> None:
+        store._gateway._turn = leader
+        ask("0")
+        all_began.wait(FAILOVER_S)
+        for number in itertools.count(1):
+            ask(str(number))
+            if ends.is_set():
+                return
+
+    with ThreadPoolExecutor(3) as pool:
+        waits = pool.submit(repeat, waiting, lambda number: waiting.wait(f"log/{number}", 2 * FAILOVER_S), has_stopped)
+        waits.add_done_callback(lambda _: has_waited.set())
+        others = [
+            pool.submit(repeat, writing, lambda number: writing.put(f"log/{number}", "entry"), has_waited),
+            pool.submit(repeat, beating, lambda number: beating.beat("beat/0", number, 60), has_waited),
+        ]
+        try:
+            all_began.wait(FAILOVER_S)
+            own_cluster.stop(leader)
+        finally:
+            has_stopped.set()
+        for asked in (waits, *others):
+            asked.result(FAILOVER_S)
 
 
 @pytest.mark.parametrize("breaks", [EtcdCluster.kill, EtcdCluster.pause], ids=["killed", "paused"])

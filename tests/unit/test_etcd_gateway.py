@@ -1,0 +1,151 @@
+"""What the connection to etcd makes of answers, as members of real clusters have given them."""
+
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from spare_megatron.control.etcd_gateway import EtcdGateway, StoreRefused
+from spare_megatron.control.etcd_store import EtcdControlStore
+from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.control.store import StoreLost
+
+pytestmark = pytest.mark.timeout(60)
+
+PATIENT_S = 30.0
+FINE = (200, {"header": {"revision": "7"}})
+
+
+class Member(ThreadingHTTPServer):
+    """Answers the next request with the next of its answers, and all after the last with that one."""
+
+    daemon_threads = True
+
+    def __init__(self, answers: Sequence[tuple[int, Any]], closes: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers = list(answers)
+        self.closes = closes
+        """So many answers end their connection, and say so."""
+        self.num_requests = self.num_connections = 0
+
+    def spec(self, timeout_s: float = PATIENT_S) -> EtcdStoreSpec:
+        return EtcdStoreSpec(endpoints=(f"http://127.0.0.1:{self.server_port}",), prefix="/run", timeout_s=timeout_s)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Member
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.num_connections += 1
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status, answer = self.server.answers[min(self.server.num_requests, len(self.server.answers) - 1)]
+        self.server.num_requests += 1
+        body = json.dumps(answer).encode() + b"\n"
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if self.server.num_requests <= self.server.closes:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        pass
+
+
+@contextlib.contextmanager
+def member(*answers: tuple[int, Any], closes: int = 0) -> Iterator[Member]:
+    with Member(answers, closes) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        # A leader that ends on SIGTERM.
+        (408, {"error": "grpc: the client connection is closing", "code": 1}),
+        (500, {"error": "raft proposal dropped", "code": 2}),
+        (400, {"error": "etcdserver: leader changed", "message": "etcdserver: leader changed", "code": 14}),
+        # What a stream is answered with without a quorum.
+        (503, {"error": {"grpc_code": 14, "http_code": 503, "message": "etcdserver: no leader"}}),
+        (200, {"error": {"grpc_code": 2, "http_code": 500, "message": "lease: not a primary lessor"}}),
+        (200, {"error": {"code": 14, "message": "etcdserver: no leader", "details": []}}),
+        # A proxy before a member that is gone.
+        (502, "Bad Gateway"),
+        (503, {}),
+    ],
+)
+def test_an_answer_that_says_nothing_about_the_request_is_worth_another_try(trouble: tuple[int, Any]) -> None:
+    with member(trouble, trouble, FINE) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
+        assert gateway.call("/v3/kv/put", {}) == FINE[1]
+        assert server.num_requests == 3
+
+
+def test_a_beat_goes_on_after_a_time_without_a_leader() -> None:
+    no_leader = (503, {"error": {"grpc_code": 14, "http_code": 503, "message": "etcdserver: no leader"}})
+    renewed = (200, {"result": {"ID": "5", "TTL": "60"}})
+    with member((200, {"ID": "5", "TTL": "60"}), FINE, no_leader, no_leader, renewed, FINE) as server:
+        with contextlib.closing(EtcdControlStore(server.spec())) as store:
+            store.beat("beat/0", "1", 60)
+            store.beat("beat/0", "2", 60)
+        assert server.num_requests == 6
+
+
+def test_the_store_is_lost_when_no_answer_has_been_a_good_one_for_long() -> None:
+    closing = (408, {"error": "grpc: the client connection is closing", "code": 1})
+    with member(closing) as server, contextlib.closing(EtcdGateway(server.spec(timeout_s=0.2))) as gateway:
+        with pytest.raises(StoreLost, match=r"control\.store_timeout_s=0\.2: grpc: the client connection is closing"):
+            gateway.call("/v3/kv/put", {})
+        assert server.num_requests > 1
+
+
+@pytest.mark.parametrize("code", [3, 7, 9])
+@pytest.mark.parametrize("shape", ["unary", "stream"])
+def test_a_request_that_etcd_does_not_take_is_not_sent_again(code: int, shape: str) -> None:
+    text = "etcdserver: permission denied"
+    answer = {"error": text, "code": code} if shape == "unary" else {"error": {"grpc_code": code, "message": text}}
+    with member((400, answer), FINE) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
+        with pytest.raises(StoreRefused, match=f"etcd refuses: {text}"):
+            gateway.call("/v3/kv/put", {})
+        assert server.num_requests == 1
+
+
+def test_a_stream_that_ends_with_an_error_breaks_like_its_connection() -> None:
+    """Whatever else it raised ended the thread that follows a directory, and with it the watch."""
+    error = (200, {"error": {"grpc_code": 14, "message": "etcdserver: no leader"}})
+    with member(error) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
+        with gateway.stream("/v3/watch", {}, PATIENT_S) as (_, messages):
+            with pytest.raises(http.client.HTTPException, match="no leader"):
+                next(messages)
+
+
+def test_a_connection_that_an_answer_ends_is_opened_again() -> None:
+    with member(FINE, closes=2) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
+        for _ in range(4):
+            assert gateway.call("/v3/kv/put", {}) == FINE[1]
+        assert (server.num_requests, server.num_connections) == (4, 3)
+
+
+def test_the_address_of_this_machine_is_known_though_the_answer_ends_the_connection() -> None:
+    with member(FINE, closes=1) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
+        assert gateway.local_host() == "127.0.0.1"
+
+
+def test_a_stream_is_heard_to_its_end_though_its_answer_ends_the_connection() -> None:
+    message = (200, {"result": {"events": []}})
+    with member(message, FINE, closes=1) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
+        with gateway.stream("/v3/watch", {}, PATIENT_S) as (_, messages):
+            assert list(messages) == [{"events": []}]
+        assert gateway.call("/v3/kv/put", {}) == FINE[1]

@@ -7,6 +7,7 @@ import math
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -70,7 +71,7 @@ class NodeSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLost:
-    """The store says that it is gone for good."""
+    """The store says that it is gone for good, or the link to it broke."""
 
     reason: str
 
@@ -182,6 +183,9 @@ class StoreLink:
                 self._since_s = time.monotonic()
         except StoreLost as error:
             self._outbox.send(LinkLost(reason=str(error)))
+        except Exception as error:  # noqa: BLE001  (else the ranks would go unwatched, and nobody would know)
+            traceback.print_exc()
+            self._outbox.send(LinkLost(reason=f"{type(error).__name__}: {error}"))
 
     def _serve(self, store: ControlStore, log: DecisionLog) -> bool:
         """A beat if one is due, else what is wanted before the next; False after the last."""

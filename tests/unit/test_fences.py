@@ -15,7 +15,7 @@ from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.runtime.detect import fence
 from spare_megatron.runtime.fold import controller_setup
 from spare_megatron.runtime.readiness import ALL_GROUPS_READY
-from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LogStopped, StoreLink
+from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -219,3 +219,17 @@ def test_who_follows_a_long_log_goes_on_beating_and_knows_that_the_store_answers
     assert store.num_turns > NUM_BEATS
     assert store.num_beats >= NUM_BEATS
     assert max(unanswered_s[1:]) < 1e6
+
+
+def test_a_link_that_breaks_in_whatever_way_says_so() -> None:
+    """A thread that ended without a word left the node without anybody to fence its groups."""
+    store = Log()
+    link, inbox = link_to(store)
+
+    def beat(key: str, value: str, ttl_s: int) -> None:
+        raise AttributeError("no such thing as a socket")
+
+    store.beat = beat  # type: ignore[method-assign]
+    link.start()
+    assert next_event(inbox) == LinkLost(reason="AttributeError: no such thing as a socket")
+    link.stop(WAIT_S)

@@ -1,13 +1,20 @@
-"""What the page of a long run costs: the journal of a simulated one, and `spare report` on it."""
+"""What the page of a long run costs: the journal of a simulated one, `spare report` on it, and the page in a browser.
+
+A page is interactive when every plot in view is drawn and the browser's main thread is free again, counted from the
+start of the navigation by the browser's own clock; nothing is throttled.
+"""
 
 import argparse
 import json
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -57,22 +64,72 @@ def measure(run_dir: Path, page: Path) -> dict[str, float]:
     }
 
 
+WATCH = """
+window.longTasks = [];
+new PerformanceObserver((list) => {
+  for (const task of list.getEntries()) window.longTasks.push(task.duration);
+}).observe({ type: "longtask", buffered: true });
+"""
+DRAWN = """() => new Promise((done) => {
+  const look = () => {
+    const plots = [...document.querySelectorAll(".plot")];
+    const inView = plots.filter((plot) => plot.getBoundingClientRect().top < innerHeight);
+    const isDrawn = inView.length && inView.every((plot) => plot.querySelector(".main-svg"));
+    if (document.body.dataset.ready && isDrawn) requestAnimationFrame(() => setTimeout(() => done(performance.now())));
+    else setTimeout(look, 2);
+  };
+  look();
+})"""
+
+
+def browse(page: Path, chromium: str, times: int) -> dict[str, Any]:
+    """How long the page takes until it is interactive, each time in a browser that has never seen it."""
+    from playwright.sync_api import sync_playwright
+
+    interactive_s, blocked_s, num_drawn = [], [], 0
+    with sync_playwright() as playwright:
+        for _ in range(times):
+            browser = playwright.chromium.launch(
+                executable_path=chromium, args=["--disable-gpu", "--disable-dev-shm-usage"], chromium_sandbox=False
+            )
+            view = browser.new_page(viewport={"width": 1366, "height": 768})
+            view.add_init_script(WATCH)
+            view.goto(page.as_uri(), wait_until="commit")
+            interactive_s.append(view.evaluate(DRAWN) / 1e3)
+            blocked_s.append(view.evaluate("window.longTasks.reduce((sum, spent) => sum + spent, 0)") / 1e3)
+            num_drawn = view.evaluate("document.querySelectorAll('.plot:has(.main-svg)').length")
+            browser.close()
+    return {
+        "interactive_s": statistics.median(interactive_s),
+        "interactive_s_each": [round(spent_s, 3) for spent_s in interactive_s],
+        "long_tasks_s": statistics.median(blocked_s),
+        "plots_drawn": num_drawn,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--run-dir", type=Path, help="a run that is there, instead of a simulated one")
+    parser.add_argument(
+        "--chromium", default=shutil.which("chromium"), help="a Chromium; without one no page is opened"
+    )
+    parser.add_argument("--times", type=int, default=5, help="times that the page is opened")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = options.run_dir or Path(scratch) / "run"
         if options.run_dir is None:
             write_run(run_dir, options.steps)
-        figures = measure(run_dir.absolute(), Path(scratch) / "page.html")
+        page = Path(scratch) / "page.html"
+        figures: dict[str, Any] = measure(run_dir.absolute(), page)
+        if options.chromium:
+            figures |= browse(page, options.chromium, options.times)
     if options.json:
         print(json.dumps({**figures, "origin": origin()}))
         return
     for name, value in figures.items():
-        print(f"{name:>14} {value:.6g}")
+        print(f"{name:>18} {value if isinstance(value, list) else format(value, '.6g')}")
 
 
 if __name__ == "__main__":

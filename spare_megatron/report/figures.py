@@ -22,10 +22,10 @@ MOST_COLUMNS, MOST_ROWS = 1000, 250
 MOST_PACE_COLUMNS = 96
 """Of a map of paces; of what exceeds it, the median of neighbours is drawn, in which scatter does not show."""
 LEAST_PACE, MOST_PACE = 0.9, 1.2
-MOST_POINTS = 4000
+MOST_POINTS = 2000
 """Of a line; of what exceeds it, the smallest and the largest of neighbours are drawn."""
 MOST_MARKS = 1000
-MOST_INTERVALS = 1500
+MOST_INTERVALS = 500
 """Of groups over time; beyond it a map is drawn."""
 
 
@@ -56,14 +56,15 @@ def step_times(history: History) -> go.Figure:
     taken_s = np.diff(steps.ended_s, prepend=0.0)
     num_members = np.array([len(members) for members in steps.members])
     drawn = extremes(taken_s, MOST_POINTS)
-    names = [f"step {steps.step[i]}{', done again later' if steps.is_undone[i] else ''}" for i in drawn]
     figure = go.Figure()
     figure.add_scatter(
         x=_rounded(steps.ended_s[drawn]),
         y=_rounded(taken_s[drawn]),
         name="from commit to commit, s",
         line={"color": BLUE},
-        text=names,
+        customdata=steps.step[drawn],
+        text=[", done again later" if is_undone else "" for is_undone in steps.is_undone[drawn]],
+        hovertemplate="step %{customdata}: %{y} s%{text}",
         mode="lines",
     )
     drawn = extremes(num_members, MOST_POINTS)

@@ -21,6 +21,7 @@ from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import Scenario
 from tests.integration.debian import fetch_packages
+from tests.unit.long_run import long_history
 
 TIMEOUT_S = 90.0
 SCREEN = {"width": 1366, "height": 768}
@@ -160,6 +161,22 @@ def test_a_run_with_losses_returns_and_wipe_outs_is_drawn_and_zooms(
             arg=before,
         )
         page.screenshot(path=tmp_path / "page.png")
+
+
+def test_of_a_long_run_no_more_is_drawn_than_what_is_in_view_or_near_it(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(report_page.report(long_history(100_000, 8), ""))
+    with opened(browser, file.as_uri()) as page:
+        page.wait_for_selector(".plot .main-svg")
+        assert draw_count(page) <= 3
+        num_plots = draw_all(page)
+        assert draw_count(page) == num_plots
+        assert num_plots > 6
+
+
+def draw_count(page: Page) -> int:
+    """Plots that are drawn by now."""
+    return int(page.evaluate("document.querySelectorAll('.plot:has(.main-svg)').length"))
 
 
 @pytest.mark.parametrize(("share", "plots"), [(0.0, 0), (0.4, 6)], ids=["empty", "truncated"])

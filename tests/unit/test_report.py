@@ -1,7 +1,6 @@
 """The page of a run: that of a simulated one, whose losses are known, and what is refused."""
 
 import base64
-import dataclasses
 import gzip
 import itertools
 import json
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plotly.offline import get_plotlyjs_version
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
@@ -19,12 +19,13 @@ from spare_megatron.journal.records import Line, RunRecord, encode_line
 from spare_megatron.journal.standing import Standing
 from spare_megatron.report import figures
 from spare_megatron.report.figures import MOST_COLUMNS, MOST_ROWS, extremes, shrink
-from spare_megatron.report.history import History, Steps, history_of, presence
-from spare_megatron.report.page import report
+from spare_megatron.report.history import History, history_of, presence
+from spare_megatron.report.page import plots_of, report
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import Scenario
+from tests.unit.long_run import HIGHEST_LOSS, long_history
 
 LOSSES = (Loss(at_s=90.0, groups=(GroupId(1),)), Loss(at_s=260.0, groups=(GroupId(3),)))
 SCENARIO = Scenario(
@@ -147,31 +148,43 @@ def test_presence_of_many_intervals_is_a_map_of_the_worst(history: History, monk
         assert heat.z[item.group, middle] == {"training": 0, "away": 1, "lost": 2}[item.presence]
 
 
-def test_the_page_of_a_long_run_is_small_and_holds_its_extremes(history: History) -> None:
-    num_steps, num_groups = 20_000, 260
-    rng = np.random.default_rng(1)
-    losses, away = rng.normal(size=num_steps), frozenset(range(1, num_groups))
-    everybody = frozenset(range(num_groups))
-    losses[12_345] = 99.0
-    lost = [frozenset({0}) if index % 10 == 0 else frozenset() for index in range(num_steps)]
-    long = dataclasses.replace(
-        history,
-        run=dataclasses.replace(history.run, num_groups=num_groups),
-        steps=Steps(
-            step=np.arange(num_steps),
-            ended_s=np.cumsum(rng.random(num_steps)),
-            loss=losses,
-            grad_norm=losses,
-            is_undone=np.zeros(num_steps, np.bool_),
-            members=[away if hit else everybody for hit in lost],
-            lost=lost,
-            step_s=np.broadcast_to(rng.random((num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
-            load=np.broadcast_to(rng.integers(1, 9, (num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
-        ),
-        losses=[dataclasses.replace(history.losses[0], found_s=float(index)) for index in range(6000)],
-    )
-    page = report(long, "")
+def test_the_page_of_a_long_run_is_small_and_holds_its_extremes() -> None:
+    page = report(long_history(20_000, 260), "")
     assert len(page) < 5_000_000
-    assert "The last 300 of 6000" in page
-    y = content_of(page)["plots"][0]["figure"]["data"][0]["y"]
-    assert 99.0 in np.frombuffer(base64.b64decode(y["bdata"]), y["dtype"])
+    assert "The last 300 of 2000" in page
+    plots = content_of(page)["plots"]
+    y = plots[0]["figure"]["data"][0]["y"]
+    assert HIGHEST_LOSS in np.frombuffer(base64.b64decode(y["bdata"]), y["dtype"])
+
+
+def test_no_line_of_a_long_run_has_more_points_than_a_screen_shows() -> None:
+    """Two for each column of a plot, which is at most 1100 wide."""
+    for plot in content_of(report(long_history(100_000, 8), ""))["plots"]:
+        for trace in plot["figure"]["data"]:
+            if trace["type"] == "scatter":
+                assert len(decoded(trace["y"])) <= 2200
+            elif trace["type"] == "bar":
+                assert len(decoded(trace["y"])) <= 500
+            else:
+                height, width = map(int, trace["z"]["shape"].split(","))
+                assert (height <= 250, width <= 1000) == (True, True)
+
+
+def decoded(values: Any) -> Any:
+    """An array as the page has it: a list, or packed."""
+    if isinstance(values, dict):
+        return np.frombuffer(base64.b64decode(values["bdata"]), values["dtype"])
+    return values
+
+
+def test_the_library_is_the_small_one_and_draws_what_the_package_makes(history: History) -> None:
+    """Its parsing is most of what a page takes to open. The bundle has no other kinds of traces."""
+    packed = re.search(r'id="library">([^<]*)<', report(history, ""))
+    assert packed is not None
+    library = gzip.decompress(base64.b64decode(packed[1])).decode()
+    assert len(library) < 1_600_000
+    told = re.match(r"/\*\*\s*\* plotly\.js \(cartesian - minified\) v(\d+)\.", library)
+    assert told is not None
+    assert told[1] == get_plotlyjs_version().partition(".")[0]
+    kinds = {trace.type for plot in plots_of(history) for trace in plot.figure.data}
+    assert kinds == {"scatter", "bar", "heatmap"}

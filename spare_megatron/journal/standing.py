@@ -3,7 +3,7 @@
 import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -54,7 +54,6 @@ class Standing:
         told_s: When the newest line was.
         end: How the run ended; None while it goes on.
         steps: What is known of each attempt to make a step.
-        losses: Groups found lost, each with when.
         recoveries: What they cost.
         num_rejoined: Times that a group which was lost brought something in again.
         num_recomputed: Microbatches that groups brought into a later attempt of a step and not into its first.
@@ -68,7 +67,7 @@ class Standing:
         self.began_s = self.told_s = 0.0
         self.end: EndRecord | None = None
         self.steps = StepTable(0, 0)
-        self.losses: list[tuple[float, LossRecord]] = []
+        self._losses: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by group and life
         self.recoveries = Recoveries()
         self.num_rejoined = self.num_recomputed = 0
         self.num_lines = 0
@@ -86,7 +85,7 @@ class Standing:
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._lives: dict[int, int] = {}  # the highest number of a group's lives that has begun
         self._fenced: set[int] = set()
-        self._lost_lives: dict[int, LossRecord] = {}
+        self._last_lost: dict[int, int] = {}  # of a group's lives
         self._brought: dict[int, tuple[int, int, int, int]] = {}  # life, step, first and most microbatches
         self._updated_at_s: dict[int, float] = {}
         self._paces: dict[int, deque[float]] = {}  # seconds per microbatch
@@ -123,11 +122,9 @@ class Standing:
             case ContributionRecord():
                 self._contributed(record, at_s)
             case LossRecord():
-                self.losses.append((at_s, record))
                 self.recoveries.take(line)
-                known = self._lost_lives.get(record.group)
-                if known is None or known.incarnation <= record.incarnation:
-                    self._lost_lives[record.group] = record
+                if not self._lost(record, at_s):
+                    return
             case FaultRecord():
                 self._hit_after.add(step_before(record))
                 self.recoveries.take(line)
@@ -138,6 +135,19 @@ class Standing:
             case EndRecord() if self.end is None:
                 self.end = record
         self._note(event_of_record(record, at_s))
+
+    def _lost(self, record: LossRecord, at_s: float) -> bool:
+        """Takes what one of several nodes may tell of a loss; returns whether it is more than is known."""
+        life = record.group, record.incarnation
+        self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
+        if life not in self._losses:
+            self._losses[life] = at_s, record
+            return True
+        found_s, known = self._losses[life]
+        pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
+        is_given_up = known.is_given_up or record.is_given_up
+        self._losses[life] = min(found_s, at_s), replace(known, is_given_up=is_given_up, pending=pending)
+        return is_given_up and not known.is_given_up
 
     def _note(self, event: Event | None) -> None:
         if event is not None:
@@ -224,6 +234,11 @@ class Standing:
         """That of the last committed step."""
         return None if self.last_attempt is None else float(self.steps.loss[self.last_attempt])
 
+    @property
+    def losses(self) -> list[tuple[float, LossRecord]]:
+        """Groups found lost, each with when."""
+        return list(self._losses.values())
+
     def groups(self) -> list[GroupState]:
         """How each group stands."""
         if self.run is None or self.folding is None:
@@ -232,7 +247,7 @@ class Standing:
         return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_groups)]
 
     def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupState:
-        loss = self._lost_lives.get(group)
+        _, loss = self._losses.get((group, self._last_lost.get(group, 0)), (0.0, None))
         if group in members and (loss is None or loss.incarnation < members[group]):
             return "slow" if group in slow else "alive"
         if loss is not None and loss.is_given_up:

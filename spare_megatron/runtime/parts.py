@@ -1,7 +1,7 @@
 """Groups whose ranks stand on several nodes. Their parts end together, and begin their next life together.
 
 The supervisor of each node decides on its own part as on a whole group. It says in the control store that the present
-life is fenced (`lost/GROUP/LIFE`: the rank and the cause), and that it is ready for the next one
+life is fenced (`lost/GROUP/LIFE`: by which entry, the rank and the cause), and that it is ready for the next one
 (`part/GROUP/LIFE/NODE`: which of the node's supervisors it is). No node leads: each begins when it finds all ready.
 """
 
@@ -66,10 +66,15 @@ class Parts:
         store.put(_ready_key(member, self._node), str(self._life))
         self._waiting[member.group] = member, Gathering(self._layout.nodes_of(member.group), self._interval_s)
 
-    def fenced(self, store: ControlStore, member: Member, rank: int, cause: str) -> None:
+    def find_fence(self, store: ControlStore, member: Member) -> int | None:
+        """The entry that fences this life, where a node has told of it: all nodes of a group meet one loss."""
+        (text,) = store.get([_lost_key(member)]) if self._is_divided(member.group) else (None,)
+        return None if text is None else int(json.loads(text)[0])
+
+    def fenced(self, store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
         """Tells the group's other nodes, whose ranks may be waiting for some that are gone."""
         if self._is_divided(member.group):
-            store.put_if_absent(_lost_key(member), json.dumps([rank, cause]))
+            store.put_if_absent(_lost_key(member), json.dumps([entry_index, rank, cause]))
             if self._present.get(member.group) == member:
                 del self._present[member.group]
 
@@ -91,7 +96,7 @@ class Parts:
     def _is_lost(self, store: ControlStore, member: Member) -> bool:
         (text,) = store.get([_lost_key(member)])
         if text is not None:
-            rank, cause = json.loads(text)
+            _, rank, cause = json.loads(text)
             self._tell(PartLost(member=member, rank=rank, cause=cause))
         return text is not None
 

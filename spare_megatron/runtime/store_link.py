@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 from spare_megatron.control.decision_log import DecisionLog
@@ -217,10 +218,11 @@ class StoreLink:
             self._follower = LogFollower(log, wanted, self._interval_s)
             return True
         member = wanted.member or Member(wanted.group, _incarnation(store, wanted.group))
-        index = fence(
-            log, member, wanted.cause, wanted.from_index, error=wanted.error, on_entry=lambda: self._keep_beating(store)
-        )
-        self._parts.fenced(store, member, wanted.rank, wanted.cause)
+        index = self._parts.find_fence(store, member)
+        if index is None:
+            keep_beating = partial(self._keep_beating, store)
+            index = fence(log, member, wanted.cause, wanted.from_index, error=wanted.error, on_entry=keep_beating)
+            self._parts.fenced(store, member, index, wanted.rank, wanted.cause)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(ALL_GROUPS_READY):
             note_ready(store, wanted.group, f"node {self._node}", self._num_groups)

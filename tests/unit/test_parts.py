@@ -96,7 +96,7 @@ class OneNode:
         self.parts.wait(self.store, member)  # type: ignore[arg-type]
 
     def fenced(self, member: Member) -> None:
-        self.parts.fenced(self.store, member, 1, "SIGKILL")  # type: ignore[arg-type]
+        self.parts.fenced(self.store, member, 7, 1, "SIGKILL")  # type: ignore[arg-type]
 
 
 def look_both(one: OneNode, other: OneNode) -> None:
@@ -129,6 +129,8 @@ def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock
         node.look(2)
     assert other.told == [PartLost(member=Member(GROUP), rank=1, cause="SIGKILL")]
     assert one.told == stranger.told == []
+    found = [stranger.parts.find_fence(store, Member(GROUP, life)) for life in (0, 1)]  # type: ignore[arg-type]
+    assert found == [7, None], "it need not be written again"
     other.parts.begin(NEXT)
     other.look(2)
     assert len(other.told) == 1
@@ -195,7 +197,7 @@ class World:
             silent_ticks = round((self.clock.now_s - gone_at_s) / TICK_S)
             if self.nodes[number] is None and silent_ticks == 6:
                 (named,) = self.store.get([incarnation_key(GROUP)])
-                self.watcher.fenced(self.store, Member(GROUP, int(named or 0)), -1, "silent")  # type: ignore[arg-type]
+                self.watcher.fenced(self.store, Member(GROUP, int(named or 0)), 0, -1, "silent")  # type: ignore[arg-type]
         for node in self.random.sample(self.present, len(self.present)):
             node.tick()
         lives = {node.incarnation if node.runs else None for node in self.nodes if node is not None}
@@ -277,7 +279,7 @@ class Node:
         self.fenced()
 
     def fenced(self) -> None:
-        self.parts.fenced(self.world.store, self.member, 0, "lost")  # type: ignore[arg-type]
+        self.parts.fenced(self.world.store, self.member, 0, 0, "lost")  # type: ignore[arg-type]
         assert self.restarts.fenced(GROUP)
 
     def wait(self, group: GroupId) -> None:

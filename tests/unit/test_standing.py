@@ -4,6 +4,7 @@ import io
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,21 @@ def test_an_entry_that_is_not_there_is_waited_for_once() -> None:
     standing.settle()
     assert standing.num_committed == 5
     assert standing.damage == ["log entries 3 to 3 are not in the journal"]
+
+
+def test_a_loss_that_several_nodes_tell_of_is_one_and_given_up_if_one_of_them_says_so() -> None:
+    standing = standing_of(commit(101.0, 0, 0))
+    first, second = ({"rank": rank, "operation": "transfer", "step": 1} for rank in (0, 1))
+    loss = LossRecord(group=1, rank=1, cause="SIGKILL", entry_index=1, pending=[second])
+    given_up = replace(loss, pending=[first], is_given_up=True)
+    for at_s, record in ((102.1, loss), (102.2, given_up), (102.0, loss)):
+        standing.take(line(at_s, record))
+    assert standing.losses == [(102.0, replace(loss, pending=[second, first], is_given_up=True))]
+    assert standing.groups() == ["alive", "given up", "alive"]
+    assert [event.text for event in standing.events(9)] == [
+        "group 1 lost: rank 1: SIGKILL",
+        "group 1 lost: rank 1: SIGKILL; given up",
+    ]
 
 
 def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:

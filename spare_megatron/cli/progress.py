@@ -66,8 +66,9 @@ class RunProgress:
             case Starting(what=what):
                 self._tell(f"starting: {what}")
             case RanksReady(group=group) if group in self._absent:
+                if self._absent[group] != "coming back":  # each of its nodes says so
+                    self._tell(f"group {group} is up again and waits for the end of a step")
                 self._absent[group] = "coming back"
-                self._tell(f"group {group} is up again and waits for the end of a step")
             case RanksReady():
                 self._last_event = "all ranks start with the same parameters"
             case GroupRejoined(member=member, step=step):

@@ -36,7 +36,7 @@ from spare_megatron.journal.records import (
 )
 from spare_megatron.journal.standing import SavePlan, Standing
 from spare_megatron.journal.summary import summarize
-from spare_megatron.runtime.reports import Starting
+from spare_megatron.runtime.reports import GroupLost, RanksReady, Starting
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
@@ -289,6 +289,17 @@ def test_training_in_a_terminal_shows_what_the_journal_has(tmp_path: Path) -> No
     assert isinstance(console.file, io.StringIO)
     for part in ("step 1/20", "groups AAA", "starting: a test"):
         assert part in console.file.getvalue(), part
+
+
+def test_that_a_group_is_up_again_is_told_once_though_each_of_its_nodes_says_so(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    with RunProgress(RunConfig(), console, tmp_path) as progress:
+        for life in (0, 1):
+            progress.take(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="", incarnation=life))
+            for _ in range(2):
+                progress.take(RanksReady(group=GroupId(1)))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("group 1 is up again") == 2
 
 
 def test_status_tells_of_a_run_directory_without_slurm(tmp_path: Path) -> None:

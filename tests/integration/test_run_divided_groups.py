@@ -19,7 +19,7 @@ from spare_megatron.runtime.reports import GroupRejoined
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 STEPS = 10
 AWAITED = (4, 8)

@@ -22,11 +22,12 @@ def supervise(
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the supervisor listens
     with explained_errors("supervise"):
+        from spare_megatron.config.loader import load_run_config
         from spare_megatron.runtime.remote_node import look_after_node
         from spare_megatron.slurm.orphans import end_orphaned_job
 
         summary = look_after_node(run_dir, node, wait_s)
-        if summary is not None:
+        if summary is not None and load_run_config(run_dir / "config.toml").config.cluster.launcher == "srun":
             has_more = summary.outcome == "wipe_out" or (summary.outcome == "finished" and summary.steps_left > 0)
             end_orphaned_job(wants_more=has_more)
     os._exit(0)  # a thread may be waiting for a store that does not answer

@@ -62,6 +62,7 @@ def test_a_job_of_an_array_ends_itself_alone(fake_slurm: Path, monkeypatch: pyte
     """The number of one of them is that of the whole array."""
     for name, value in (("JOB_ID", "17"), ("ARRAY_JOB_ID", "17"), ("ARRAY_TASK_ID", "2")):
         monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SPARE_REQUEUES", "0")
     end_orphaned_job(wants_more=False)
     assert (fake_slurm / "calls").read_text() == "scancel 17_2\n"
     assert this_job() == "17_2"

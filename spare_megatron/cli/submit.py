@@ -64,7 +64,7 @@ def submit(
             typer.echo(f"  spare logs {home}" + (f"    # {setting}" if setting else ""))
     if wait:
         with explained_errors("submit"):
-            raise typer.Exit(max(wait_for(job) for job in _jobs(job_id, len(varied))))
+            raise typer.Exit(wait_for(_jobs(job_id, len(varied))))
 
 
 def _jobs(job_id: int, num_tasks: int) -> "list[JobId]":
@@ -204,7 +204,7 @@ def _check_writable(setting: str, folder: Path) -> None:
 
 
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
-    """Writes the job's folder and submits it; returns the job's number. What Slurm refuses leaves nothing."""
+    """Writes the job's folder and submits it; returns the job's number. A job that Slurm refuses leaves nothing."""
     from spare_megatron.slurm.commands import Unanswered, note_job, require, submit
     from spare_megatron.slurm.job import SCRIPT
 
@@ -218,8 +218,10 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
     (folder / SCRIPT).write_text(script)
     try:
         job_id = submit(folder / SCRIPT)
-    except Unanswered:
-        raise
+    except Unanswered as error:
+        raise Unanswered(
+            f"{error}\n  the job may be in the queue all the same, see `squeue --me`; its folder {folder} is left there"
+        ) from None
     except ValueError:  # another try is to have the folder
         shutil.rmtree(folder)
         if not is_new:

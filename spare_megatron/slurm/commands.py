@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,16 @@ JobId = int | str
 
 _TIMEOUT_S = 60.0
 _POLL_S = 2.0
+_SILENCE_S = 300.0
+"""How long a job that is waited for may go on without an answer of Slurm's."""
 _FIELD = re.compile(r"(\w[\w/:]*)=(\S*)")
+_NUMBER = re.compile(r"(\d+)(;.*)?")  # NUMBER[;CLUSTER]
+_UNHEARD = ("timed out", "unable to contact")
+"""What commands say, and end with 1, where slurmctld may have done what they asked and its answer got lost."""
 
 
 class Unanswered(ValueError):
-    """A command of Slurm has not come back: what it was to do may be done or not."""
+    """Slurm's own answer to a command is not known: what it was to do may be done or not."""
 
 
 def submit(script: Path) -> int:
@@ -35,7 +40,11 @@ def submit(script: Path) -> int:
         ValueError: sbatch is missing or refuses the script; the text has what it says.
         Unanswered: It may have taken it.
     """
-    return int(call("sbatch", "--parsable", str(script)).partition(";")[0])  # NUMBER[;CLUSTER]
+    printed = call("sbatch", "--parsable", str(script))
+    numbers = [match[1] for line in printed.splitlines() if (match := _NUMBER.fullmatch(line.strip()))]
+    if not numbers:
+        raise Unanswered(f"sbatch has printed no job's number: {printed or 'nothing'}")
+    return int(numbers[-1])  # a site's own sbatch may greet before that
 
 
 def note_job(folder: Path, job_id: JobId, tasks: Mapping[str, str] | None = None) -> None:
@@ -112,18 +121,31 @@ def cancel(job_id: JobId) -> None:
     call("scancel", str(job_id))
 
 
-def wait_for(job_id: JobId) -> int:
-    """The exit code of the job's script, once the job has ended. It may go through the queue several times.
+def wait_for(job_ids: Collection[JobId]) -> int:
+    """The highest exit code of the jobs' scripts, once all have ended. They may go through the queue several times.
+
+    All are looked at in turn: Slurm soon forgets a job that has ended, while another goes on for days.
 
     Raises:
-        ValueError: Slurm cannot be asked, or has forgotten how the job ended.
+        ValueError: Slurm has not answered for minutes, or has forgotten how a job ended.
     """
+    codes: dict[JobId, int] = {}
+    heard_s = dict.fromkeys(job_ids, time.monotonic())
     while True:
-        fields = job_fields(job_id)
-        if not fields:
-            raise ValueError(f"Slurm has forgotten job {job_id}; `spare status` shows what its runs have left")
-        if fields["JobState"] not in UNDER_WAY:
-            return int(fields["ExitCode"].partition(":")[0]) or (0 if fields["JobState"] == "COMPLETED" else 1)
+        for job_id in [job_id for job_id in job_ids if job_id not in codes]:
+            try:
+                fields = job_fields(job_id)
+            except ValueError:  # the job goes on
+                if time.monotonic() - heard_s[job_id] > _SILENCE_S:
+                    raise
+                continue
+            heard_s[job_id] = time.monotonic()
+            if not fields:
+                raise ValueError(f"Slurm has forgotten job {job_id}; `spare status` shows what its runs have left")
+            if fields["JobState"] not in UNDER_WAY:
+                codes[job_id] = int(fields["ExitCode"].partition(":")[0]) or int(fields["JobState"] != "COMPLETED")
+        if len(codes) == len(job_ids):
+            return max(codes.values())
         time.sleep(_POLL_S)
 
 
@@ -138,7 +160,7 @@ def call(command: str, *arguments: str) -> str:
 
     Raises:
         ValueError: It is missing or fails.
-        Unanswered: It does not come back.
+        Unanswered: It does not come back, or fails for no reason of slurmctld's.
     """
     require(command)
     try:
@@ -146,7 +168,9 @@ def call(command: str, *arguments: str) -> str:
     except subprocess.TimeoutExpired:
         raise Unanswered(f"{command} has not answered within {_TIMEOUT_S:g} s; ask `scontrol ping`") from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        said = done.stderr.strip() or done.stdout.strip()
+        if not said or any(text in said.lower() for text in _UNHEARD):
+            raise Unanswered(f"{command} failed: {said or f'exit code {done.returncode}'}")
         raise ValueError(f"{command} failed: {said}{_advice(said)}")
     return done.stdout.strip()
 

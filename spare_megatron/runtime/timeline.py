@@ -46,14 +46,17 @@ class Timeline:
         self._machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._kept: dict[RankKey, _Kept] = {}
         self._step = -1
+        self._num_alive = layout.num_groups
         self._first_step = 0
         self._due_at: int | None = None
 
     def take(self, report: object) -> None:
         """What happened on the node, before it has consequences."""
         match report:
-            case StepCommitted(step=step):
-                self._step = step
+            case StepCommitted(step=step, num_alive=num_alive):
+                if num_alive != self._num_alive:  # here or on another node
+                    self._open()
+                self._step, self._num_alive = step, num_alive
                 if self._due_at is not None and step >= self._due_at:
                     self._write_all()
             case GroupLost(group=group):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
 from spare_megatron.journal.records import LossRecord, UpdateRecord
@@ -56,13 +56,15 @@ class Killer:
             (pid,) = [child.pid for child in multiprocessing.active_children() if child.name == self._victim]
             assert pid is not None
             return pid
-        (started,) = [event for event in self.events if isinstance(event, RanksStarted)]
-        return started.pids[GroupId(self._victim[0]), self._victim[1]]
+        key = GroupId(self._victim[0]), self._victim[1]
+        started = [event for event in self.events if isinstance(event, RanksStarted)]
+        (pid,) = [event.pids[key] for event in started if key in event.pids]
+        return pid
 
 
 def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(text_corpus: Path, tmp_path: Path) -> None:
-    """The kill falls on whatever the rank is doing at that time."""
-    config = tiny_config(text_corpus, LAYOUT, steps=60)
+    """The kill falls on whatever the rank is doing at that time. Each group has a supervisor of its own."""
+    config = tiny_config(text_corpus, LAYOUT, steps=60, cluster=ClusterConfig(device="cpu", num_nodes=3))
     killer = Killer((1, 1), step=2)
     watch = Watch(dump_steps=frozenset({0, 30, 59}))
     start_run(config, tmp_path / "run", killer, rank_main=partial(watched_rank, watch))

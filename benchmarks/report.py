@@ -126,7 +126,7 @@ def main() -> None:
         if options.chromium:
             figures |= browse(page, options.chromium, options.times)
     if options.json:
-        print(json.dumps({**figures, "origin": origin()}))
+        print(json.dumps({**figures, **origin()}))
         return
     for name, value in figures.items():
         print(f"{name:>18} {value if isinstance(value, list) else format(value, '.6g')}")

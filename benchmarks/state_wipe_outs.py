@@ -11,7 +11,11 @@ import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.origin import origin
 from spare_megatron.planner.slices import state_time_to_wipe_out_s
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.presets import load_scenario
@@ -72,7 +76,7 @@ def main() -> None:
             print(f"\r{len(rows)} runs", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     if args.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "ratio": _ratio(rows)}))
+        print(json.dumps({"rows": [asdict(row) for row in rows], "ratio": _ratio(rows), **origin()}))
         return
     print("    N  r_o  copies  losses  restarts  for state   expected    time")
     for row in rows:

@@ -274,9 +274,10 @@ def _assign_receivers(
 class _Evening:
     """Moves that even out how many slices the members hold, as far as the domains of the hosts allow.
 
-    A slice goes from who holds the most to who holds the fewest and at least two less. No two hosts of a slice come to
-    share a domain by that. A slice has one move at a time, and nobody both gives and takes. So the sum of the squares
-    of what the members hold falls with every copy made, in whatever order they are, and no move undoes another.
+    A slice goes from who holds the most to who holds the fewest and at least two less, or one less where its hosts come
+    to stand in more domains; they never come to stand in fewer. A slice has one move at a time, and nobody both gives
+    and takes. So with every copy made, in whatever order, the sum of the squares of what the members hold falls, or
+    stays and fewer hosts share a domain: no move undoes another.
 
     Args:
         ownership: No copy is missing.
@@ -288,7 +289,10 @@ class _Evening:
         self._moves: list[Repair] = []
         self._held = Counter(dict.fromkeys(ownership.members, 0))
         self._slices: dict[Member, list[SliceId]] = {member: [] for member in ownership.members}
+        self._crowded: set[SliceId] = set()  # with hosts that share a domain
         for index, row in enumerate(ownership.hosts):
+            if len(ownership.slicing.domains_of(row)) < len(row):
+                self._crowded.add(SliceId(index))
             self._held.update(row)
             for host in row:
                 self._slices[host].append(SliceId(index))
@@ -299,7 +303,7 @@ class _Evening:
     def moves_with(self, under_way: Iterable[Repair]) -> list[Repair]:
         """All moves: those under way that are still of use go on."""
         for move in under_way:
-            if move.receiver in self._slices and self._held[move.donor] - self._held[move.receiver] >= 2:
+            if move.receiver in self._slices and any(self._allowed([move.slice], move.donor, move.receiver)):
                 self._plan(move)
         while (found := self._next()) is not None:
             self._plan(found)
@@ -316,21 +320,23 @@ class _Evening:
         moved = {move.slice for move in self._moves}
         able_to_take = sorted((count, member) for member, count in self._held.items() if member not in givers)
         for most, giver in sorted((-count, member) for member, count in self._held.items() if member not in takers):
+            free = [number for number in self._slices[giver] if number not in moved]
+            crowded = [number for number in free if number in self._crowded]
             for fewest, taker in able_to_take:
-                if -most - fewest < 2:
-                    break
-                free = [number for number in self._slices[giver] if number not in moved]
-                chosen = min(self._allowed(free, giver, taker), default=None)
+                numbers = free if -most - fewest > 1 else crowded
+                if not numbers or -most - fewest < 1:
+                    break  # whoever is next holds no fewer
+                chosen = min(self._allowed(numbers, giver, taker), default=None)
                 if chosen is not None:
-                    return Repair(chosen[1], giver, taker)
+                    return Repair(chosen[-1], giver, taker)
         return None
 
-    def _allowed(self, numbers: Iterable[SliceId], giver: Member, taker: Member) -> Iterator[tuple[int, SliceId]]:
-        """The slices that may go from one to the other, those that the placement gives back first."""
-        ownership = self._ownership
+    def _allowed(self, numbers: Iterable[SliceId], giver: Member, taker: Member) -> Iterator[tuple[int, int, SliceId]]:
+        """The slices that may go from one to the other, first those whose hosts share a domain or are elsewhere."""
+        ownership, surplus = self._ownership, self._held[giver] - self._held[taker]
         domains_of = ownership.slicing.domains_of
         for number in numbers:
             row, placed = ownership.hosts[number], ownership.placed[number]
-            others = [host for host in row if host != giver]
-            if taker not in row and len(domains_of([*others, taker])) >= len(domains_of(row)):
-                yield (giver.group in placed) - (taker.group in placed), number
+            num_more = len(domains_of([taker, *(host for host in row if host != giver)])) - len(domains_of(row))
+            if taker not in row and num_more >= 0 and surplus >= (1 if num_more else 2):
+                yield -num_more, (giver.group in placed) - (taker.group in placed), number

@@ -166,7 +166,7 @@ def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
 
 
 def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
-    """Of 10,000 steps less than two bytes each; benchmarks/telemetry.py tells 100,000 to every sink."""
+    """But eight bytes a step, by which goodput goes back with a restart; benchmarks/telemetry.py tells 100,000."""
     telemetry = Telemetry(CONFIG, [JsonlSink(tmp_path)])
     tracemalloc.start()
     try:
@@ -178,7 +178,7 @@ def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     telemetry.close()
-    assert sizes[1] - sizes[0] < 20_000
+    assert sizes[1] - sizes[0] < 9 * 12_000 + 20_000
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:

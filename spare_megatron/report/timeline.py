@@ -1,14 +1,14 @@
 """What all ranks did around an event, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
 Format: Google, "Trace Event Format": complete events (X), metadata (M), flows (s, f) and instants (i), times in
-microseconds.
+microseconds. They are whole ones: Perfetto drops a span that reaches beyond the one around it by a rounding error.
 """
 
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import EntryRecord, LossRecord
@@ -17,6 +17,16 @@ from spare_megatron.journal.spans import RankSpans, Span
 Event = dict[str, Any]
 
 _MICRO = 1e6
+_FIRST_THREAD, _MOST_RANKS = 10_000_000, 10_000
+
+
+class _Placed(NamedTuple):
+    """A span in the time of the trace, in microseconds."""
+
+    part: RankSpans
+    span: Span
+    began_us: int
+    ended_us: int
 
 
 def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None = None) -> dict[str, Any]:
@@ -35,13 +45,17 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
     if not chosen:
         which = "" if steps is None else f" of steps {steps.start} to {steps.stop - 1}"
         raise ValueError(f"nothing was kept{which}; what was: steps {_ranges(ranks) or 'none'}")
-    placed = [(part, span, span.began_s + offsets_s[part.machine]) for part, span in chosen]
-    origin_s = min(began_s for _, _, began_s in placed)
-    events = [_complete(part, span, began_s - origin_s) for part, span, began_s in placed]
+    origin_s = min(span.began_s + offsets_s[part.machine] for part, span in chosen)
+    shift_us = {machine: _micro(offset_s - origin_s) for machine, offset_s in offsets_s.items()}
+    placed = [
+        _Placed(part, span, *(_micro(at_s) + shift_us[part.machine] for at_s in (span.began_s, span.ended_s)))
+        for part, span in chosen
+    ]
+    placed.sort(key=lambda one: (one.began_us, -one.ended_us))  # what is around a span comes before it
+    events = [_complete(one) for one in placed]
     events += _names(part for part, _ in chosen)
-    events += _flows(placed, origin_s)
-    end_s = max(began_s + span.ended_s - span.began_s for _, span, began_s in placed)
-    events += _losses(journal, origin_s, end_s)
+    events += _flows(placed)
+    events += _losses(journal, origin_s, max(one.ended_us for one in placed))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -68,7 +82,17 @@ def clock_offsets(ranks: Iterable[RankSpans], journal: Journal) -> dict[str, flo
     return offsets_s
 
 
-def _complete(part: RankSpans, span: Span, began_s: float) -> Event:
+def _place(group: int, rank: int) -> dict[str, int]:
+    """Process and thread. To Perfetto threads are the same if their numbers are, and 0 is none."""
+    return {"pid": group + 1, "tid": _FIRST_THREAD + group * _MOST_RANKS + rank}
+
+
+def _micro(seconds: float) -> int:
+    return round(seconds * _MICRO)
+
+
+def _complete(placed: _Placed) -> Event:
+    part, span = placed.part, placed.span
     arguments: dict[str, Any] = {"step": span.step}
     if span.microbatch is not None:
         arguments |= {"shard": span.microbatch[0], "microbatch": span.microbatch[1]}
@@ -77,10 +101,9 @@ def _complete(part: RankSpans, span: Span, began_s: float) -> Event:
     return {
         "name": span.name,
         "ph": "X",
-        "pid": part.group,
-        "tid": part.rank,
-        "ts": began_s * _MICRO,
-        "dur": (span.ended_s - span.began_s) * _MICRO,
+        **_place(part.group, part.rank),
+        "ts": placed.began_us,
+        "dur": placed.ended_us - placed.began_us,
         "args": arguments,
     }
 
@@ -88,45 +111,42 @@ def _complete(part: RankSpans, span: Span, began_s: float) -> Event:
 def _names(parts: Iterable[RankSpans]) -> Iterator[Event]:
     for group, rank, stage in sorted({(part.group, part.rank, part.stage) for part in parts}):
         if rank == 0:
-            yield {"name": "process_name", "ph": "M", "pid": group, "args": {"name": f"group {group}"}}
+            yield {"name": "process_name", "ph": "M", **_place(group, rank), "args": {"name": f"group {group}"}}
         name = {"name": f"rank {rank}, stage {stage}"}
-        yield {"name": "thread_name", "ph": "M", "pid": group, "tid": rank, "args": name}
+        yield {"name": "thread_name", "ph": "M", **_place(group, rank), "args": name}
 
 
-def _flows(placed: Sequence[tuple[RankSpans, Span, float]], origin_s: float) -> Iterator[Event]:
+def _flows(placed: Sequence[_Placed]) -> Iterator[Event]:
     """Arrows from the pass of a microbatch through a stage to the one that needs what it gave."""
-    passes: dict[tuple[Any, ...], list[tuple[int, RankSpans, float, float]]] = defaultdict(list)
-    for part, span, began_s in placed:
+    passes: dict[tuple[Any, ...], list[_Placed]] = defaultdict(list)
+    for one in placed:
+        part, span = one.part, one.span
         if span.microbatch is not None:
-            key = (part.group, part.incarnation, span.step, span.name, span.microbatch)
-            ended_s = began_s + span.ended_s - span.began_s
-            passes[key].append((part.stage, part, began_s - origin_s, ended_s - origin_s))
+            passes[part.group, part.incarnation, span.step, span.name, span.microbatch].append(one)
     number = 0
     for found in passes.values():
-        ordered = sorted(found, key=lambda item: item[2])
-        for (stage, part, _, ended_s), (other, next_part, next_s, _) in itertools.pairwise(ordered):
-            if stage == other:
+        for before, after in itertools.pairwise(sorted(found, key=lambda one: one.began_us)):
+            if before.part.stage == after.part.stage:
                 continue
             number += 1
             flow = {"name": "stage to stage", "cat": "flow", "id": number}
             # Inside the spans, or the arrows bind to nothing.
-            yield flow | {"ph": "s", "pid": part.group, "tid": part.rank, "ts": min(ended_s, next_s) * _MICRO - 1}
-            place = {"pid": next_part.group, "tid": next_part.rank}
-            yield flow | place | {"ph": "f", "bp": "e", "ts": next_s * _MICRO + 1}
+            left_us = min(before.ended_us, after.began_us) - 1
+            yield flow | _place(before.part.group, before.part.rank) | {"ph": "s", "ts": left_us}
+            yield flow | _place(after.part.group, after.part.rank) | {"ph": "f", "bp": "e", "ts": after.began_us + 1}
 
 
-def _losses(journal: Journal, origin_s: float, end_s: float) -> Iterator[Event]:
+def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[Event]:
     """A mark across all ranks where the loss of a group was written, with what its ranks were about."""
     for line in journal.lines:
         record = line.record
-        if isinstance(record, LossRecord) and origin_s <= line.at_s <= end_s:
+        if isinstance(record, LossRecord) and 0 <= _micro(line.at_s - origin_s) <= end_us:
             yield {
                 "name": f"group {record.group} lost: rank {record.rank}: {record.cause}",
                 "ph": "i",
                 "s": "g",
-                "pid": record.group,
-                "tid": max(record.rank, 0),
-                "ts": (line.at_s - origin_s) * _MICRO,
+                **_place(record.group, max(record.rank, 0)),
+                "ts": _micro(line.at_s - origin_s),
                 "args": {"pending": record.pending},
             }
 

@@ -1,7 +1,9 @@
 """Spans of ranks: kept in a ring, written around events, shown as a trace with the clocks of machines aligned."""
 
+import itertools
 import multiprocessing
 import random
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +149,40 @@ def test_passes_of_a_microbatch_are_joined_from_stage_to_stage() -> None:
     backward = [part(0, stage, span("backward", 16.0 - stage, 16.9 - stage)) for stage in range(3)]
     trace = trace_of([*forward, *backward], Journal(lines=()))
     starts = {event["id"]: event for event in events(trace, "s")}
-    joined = [(starts[event["id"]]["tid"], event["tid"]) for event in events(trace, "f")]
+    stage_of = {event["tid"]: int(event["args"]["name"][-1]) for event in events(trace, "M") if "stage" in str(event)}
+    joined = [(stage_of[starts[event["id"]]["tid"]], stage_of[event["tid"]]) for event in events(trace, "f")]
     assert joined == [(0, 1), (1, 2), (2, 1), (1, 0)]
     for event in events(trace, "f"):
         assert starts[event["id"]]["ts"] < event["ts"]
     assert min(event["ts"] for event in events(trace, "X")) == 0.0
+
+
+def test_every_rank_is_a_thread_of_its_own_and_spans_lie_whole_inside_others() -> None:
+    """Perfetto drops what is otherwise. Of a run whose group 1 had rank 1 it showed both ranks as one thread."""
+    rng = random.Random(1)
+    parts = []
+    for group, stage in itertools.product(range(3), range(2)):
+        spans, now_s = [], 54321.0
+        for _ in range(200):
+            began_s = now_s
+            passes_end_s = began_s + rng.random() * 1e-3
+            spans.append(span("forward", round(began_s, 6), round(passes_end_s, 6)))
+            now_s = passes_end_s + rng.choice([0.0, 1e-7, 1e-4])
+            spans.append(span("join", round(began_s, 6), round(now_s, 6), place=None))
+        parts.append(part(group, stage, *spans, machine="ab"[stage], wall_s=1.76e9 + 0.123456789 * stage))
+    complete = events(trace_of(parts, Journal(lines=())), "X")
+    threads: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for event in complete:
+        threads[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(threads) == 6
+    assert not set(threads) & {event["pid"] for event in complete} | {0}.intersection(threads)
+    for found in threads.values():
+        around: list[tuple[int, int]] = []
+        for began, ended in found:  # in the order of the file
+            while around and around[-1][1] <= began:
+                around.pop()
+            assert not around or (around[-1][0] <= began and ended <= around[-1][1])
+            around.append((began, ended))
 
 
 def test_clocks_of_machines_are_aligned_by_the_entries_that_all_read() -> None:

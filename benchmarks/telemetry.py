@@ -1,0 +1,181 @@
+"""What telemetry costs a step: every sink and the spans of all ranks, on and off in turn within one run.
+
+Blocks of steps with it and without it follow each other as on, off, off, on, so that what drifts is in both. The steps
+at the beginning of a block are left out: sinks may still be at what came before. Also: what 100,000 steps leave in the
+memory of the process that tells them to the sinks.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.origin import origin
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import UpdateRecord
+from spare_megatron.metrics.sink import DetachedSink, Sink, Value
+from spare_megatron.runtime import rank, run, spans
+from spare_megatron.runtime.reports import MetricsLost, StepCommitted
+from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.telemetry import Telemetry, open_sinks
+
+BLOCK_STEPS, SETTLING_STEPS = 16, 4
+MOST_WAITING = 1000
+SINKS = ("tensorboard", "wandb")
+
+
+def is_on(step: int) -> bool:
+    return step // BLOCK_STEPS % 4 in (0, 3)
+
+
+class _Gated:
+    """A sink that is told of the steps with telemetry alone."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        if is_on(int(values["step"])):
+            self._sink.write(values)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def run_gated_rank(spec: RankSpec, reports: Connection) -> None:
+    """Runs in a rank's process: no span is written in the other steps."""
+    add = spans.SpanRecorder._add
+
+    def gated(recorder: spans.SpanRecorder, *arguments: Any) -> None:
+        if is_on(recorder.step):
+            add(recorder, *arguments)
+
+    spans.SpanRecorder._add = gated  # type: ignore[method-assign]
+    rank.run_rank(spec, reports)
+
+
+def step_ratios(config: RunConfig) -> dict[str, Any]:
+    """Medians of the steps of neighbouring blocks, with telemetry over without."""
+    run.open_sinks = lambda *arguments: [_Gated(sink) for sink in open_sinks(*arguments)]
+    lost: list[object] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        began_s = time.monotonic()
+        summary = run.start_run(config, folder, lost.append, rank_main=run_gated_rank)
+        wall_s = time.monotonic() - began_s
+        assert summary.verdict == "valid", summary.reasons
+        assert not [event for event in lost if isinstance(event, MetricsLost)], "a sink is missing in the figures"
+        told = [
+            (line.record.step, line.at_s)
+            for line in read_journal(folder).lines
+            if isinstance(line.record, UpdateRecord) and line.record.group == 0
+        ]
+    step_s = {step: at_s - before_s for (_, before_s), (step, at_s) in pairwise(sorted(told))}
+    ratios = []
+    for first in range(2 * BLOCK_STEPS, config.train.steps - 2 * BLOCK_STEPS + 1, 2 * BLOCK_STEPS):  # two warm up
+        pair_s = {is_on(begin): _typical(step_s, begin) for begin in (first, first + BLOCK_STEPS)}
+        ratios.append(pair_s[True] / pair_s[False])
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    return {
+        "ratio": statistics.fmean(ratios),
+        "ratio_ci95": 1.96 * error,
+        "ratio_median": statistics.median(ratios),
+        "pairs": len(ratios),
+        "step_s": statistics.median(step_s.values()),
+        "wall_s": wall_s,
+    }
+
+
+def _typical(step_s: Mapping[int, float], first: int) -> float:
+    return statistics.median(step_s[step] for step in range(first + SETTLING_STEPS, first + BLOCK_STEPS))
+
+
+def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
+    """Resident memory of a process that tells so many steps to every sink: after a tenth of them, and what came on top.
+
+    It waits for the sinks, so that nothing is dropped.
+    """
+    process, lost = psutil.Process(), []
+    with tempfile.TemporaryDirectory() as scratch:
+        sinks = open_sinks(config, Path(scratch), lost.append)
+        telemetry = Telemetry(config, sinks)
+        began_s, before = time.monotonic(), 0
+        for step in range(num_steps):
+            telemetry.take(_committed(step))
+            while any(isinstance(sink, DetachedSink) and sink._waiting.qsize() > MOST_WAITING for sink in sinks):
+                time.sleep(0.001)
+            if step == num_steps // 10:
+                before = process.memory_info().rss
+        grown = process.memory_info().rss - before
+        spent_s = time.monotonic() - began_s
+        telemetry.close()
+    return {"memory_bytes": before, "memory_growth_bytes": grown, "told_s": spent_s, "lost": [str(one) for one in lost]}
+
+
+def _committed(step: int) -> StepCommitted:
+    return StepCommitted(
+        group=GroupId(0),
+        step=step,
+        loss=5.0,
+        grad_norm=1.5,
+        learning_rate=1e-3,
+        num_alive=4,
+        makespan=4,
+        step_s=0.5,
+        split_s={Operation.COMPUTE: 0.3, Operation.VOTE: 0.05, Operation.UPDATE: 0.01},
+        head=step,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "configs/run/demo_cpu.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
+    parser.add_argument("--steps", type=int, default=1600, help="steps of the run")
+    parser.add_argument("--told-steps", type=int, default=100_000, help="steps for the memory; 0 leaves it out")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    os.environ["WANDB_MODE"] = "offline"
+    there = [name for name in SINKS if find_spec(name) is not None]
+    wanted = {"tensorboard": "metrics.tensorboard=true", "wandb": 'metrics.wandb_project="telemetry"'}
+    overrides = [
+        "faults.trace=[]",
+        'metrics.run_id="telemetry"',
+        f"train.steps={options.steps}",
+        *(wanted[name] for name in there),
+        *options.set,
+    ]
+    config = load_run_config(options.config, overrides).config
+    with contextlib.redirect_stdout(sys.stderr):
+        result: dict[str, Any] = {"sinks": ["jsonl", "spans", *there], **step_ratios(config)}
+        if options.told_steps:
+            result |= memory_growth(config, options.told_steps)
+    if options.json:
+        print(json.dumps(result | origin()))
+        return
+    print(f"sinks: {', '.join(result['sinks'])}")
+    print(f"step with over without: {result['ratio']:.4f} +- {result['ratio_ci95']:.4f} ({result['pairs']} pairs)")
+    if options.told_steps:
+        print(f"memory: {result['memory_bytes'] / 1e6:.0f} MB, and {result['memory_growth_bytes'] / 1e6:.1f} MB more")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,23 +1,28 @@
 """Processes of a run killed from outside, and traces drawn at random."""
 
+import json
 import multiprocessing
 import os
 import signal
 import time
+from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.spans import RankSpans, read_spans_of
 from spare_megatron.runtime.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.telemetry import split_of_step
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch, watched_rank
 from tests.integration.whole_run import assert_masked, complete_run, kill, read_run, tiny_config
@@ -78,7 +83,9 @@ def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(text_corpus: P
     assert [event.group for event in killer.events if isinstance(event, GroupLost)] == [1]
     assert {r.group for r in run.journal.of(UpdateRecord) if r.step == 59} == {0, 2}
     assert_exact(run, [0, 30, 59])
-    assert_timeline(read_spans_of(tmp_path / "run"), lost=1, num_microbatches=config.spare.microbatches_per_shard)
+    parts = read_spans_of(tmp_path / "run")
+    assert_timeline(parts, lost=1, num_microbatches=config.spare.microbatches_per_shard)
+    assert_spans_add_up(parts, tmp_path / "run" / "metrics.jsonl")
 
 
 def assert_timeline(parts: list[RankSpans], lost: int, num_microbatches: int) -> None:
@@ -92,6 +99,26 @@ def assert_timeline(parts: list[RankSpans], lost: int, num_microbatches: int) ->
             passes = [span.microbatch for span in spans if (span.name, span.step) == (name, before)]
             assert sorted(passes) == [(0, index) for index in range(num_microbatches)]
         assert all(earlier.ended_s <= later.ended_s for earlier, later in pairwise(spans))
+
+
+def assert_spans_add_up(parts: list[RankSpans], metrics: Path) -> None:
+    """The spans of the leader that told of a step are what it told, in the median over steps within 2% of the step."""
+    sums: dict[tuple[int, int], dict[Operation, float]] = defaultdict(lambda: defaultdict(float))
+    for part in parts:
+        for span in part.spans if part.rank == 0 else ():
+            if span.name in set(Operation):
+                sums[span.step, part.group][Operation(span.name)] += span.ended_s - span.began_s
+    apart = []
+    for line in metrics.read_text().splitlines():
+        told = json.loads(line)
+        found = [split_of_step(by_name) for (step, _), by_name in sums.items() if step == told["step"]]
+        off_s = [
+            sum(abs(split[name] - told[f"perf/{name}_s"]) for name in ("transfer", "reduce", "vote", "optimizer"))
+            for split in found
+        ]
+        apart += [min(off_s) / told["perf/step_s"]] if off_s else []
+    assert len(apart) >= 3
+    assert median(apart) < 0.02
 
 
 def test_a_run_whose_control_store_dies_ends_at_once_and_says_so(text_corpus: Path, tmp_path: Path) -> None:

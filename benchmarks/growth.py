@@ -167,10 +167,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     curves = {}
     for name in FIGURES:
         points = {num_groups: spread([figures[name] for figures in runs]) for num_groups, runs in found.items()}
-        curves[name] = {
-            "points": points,
-            "law": fit(list(points), [point["median"] for point in points.values()]) if len(points) > 1 else None,
-        }
+        medians = [point["median"] for point in points.values()]
+        # Processor time is counted in hundredths of a second, and so may be none of a short run.
+        has_law = len(points) > 1 and min(medians) > 0
+        curves[name] = {"points": points, "law": fit(list(points), medians) if has_law else None}
     return {"groups": options.groups, "runs": options.runs, "steps": options.steps, "curves": curves, **origin()}
 
 

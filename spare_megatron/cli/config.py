@@ -30,7 +30,6 @@ def show(preset: Preset, overrides: Overrides = None, as_json: AsJson = False) -
     from spare_megatron.config.loader import load_run_config
     from spare_megatron.config.resolved import settings
     from spare_megatron.config.validate import problems
-    from spare_megatron.planner.endurance import endured_losses
 
     with explained_errors("config show"):
         loaded = load_run_config(preset, overrides or ())
@@ -39,7 +38,7 @@ def show(preset: Preset, overrides: Overrides = None, as_json: AsJson = False) -
         if found:
             raise ValueError(refusal(found))
         facts = implications(config)
-        endured = endured_losses(config.layout.num_groups, config.spare.redundancy)
+        endured = _endured_losses(config)
     if as_json:
         table = {
             key: {"value": value, "origin": loaded.provenance.get(key, "default")} for key, value in settings(config)
@@ -79,6 +78,15 @@ def check(
     for text in doubts:
         typer.echo(f"warning: {text}")
     typer.echo(f"{preset} can run {'on a fitting machine' if elsewhere else 'here'}")
+
+
+def _endured_losses(config: "RunConfig") -> float:
+    """Expected losses before a wipe-out of shards; where every group reads all data, the last group is enough."""
+    from spare_megatron.planner.endurance import endured_losses
+
+    if config.data.access == "shared":
+        return config.layout.num_groups - 1
+    return endured_losses(config.layout.num_groups, config.spare.redundancy)
 
 
 def refusal(found: list[str]) -> str:

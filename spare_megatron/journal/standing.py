@@ -84,7 +84,7 @@ class Standing:
         self.num_events = 0
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
         self._lives: dict[int, int] = {}  # the highest number of a group's lives that has begun
-        self._fenced: set[int] = set()
+        self._fenced: set[tuple[int, int]] = set()  # groups, and which life of theirs
         self._last_lost: dict[int, int] = {}  # of a group's lives
         self._brought: dict[int, tuple[int, int, int, int]] = {}  # life, step, first and most microbatches
         self._updated_at_s: dict[int, float] = {}
@@ -187,7 +187,7 @@ class Standing:
             if entry["entry"] == "commit" and entry.get("save", False):
                 self._saved_at_s = at_s
             if entry["entry"] == "fence":
-                self._fenced.add(entry["group"])
+                self._fenced.add((entry["group"], entry.get("incarnation", 0)))
             self._note(event_of_entry(entry, self.folding.members - members, at_s))
             self._head += 1
 

@@ -37,6 +37,7 @@ class Summary:
     restarts: int | None = None
     """Restarts from a checkpoint after a wipe-out."""
     groups_lost: int | None = None
+    """Times that a group was lost."""
     groups_rejoined: int | None = None
     """Times that a group which was lost has voted again."""
     microbatches_recomputed: int | None = None
@@ -60,7 +61,7 @@ def summarize(journal: Journal) -> Summary:
     updates, params, ends = journal.of(UpdateRecord), journal.of(ParamsRecord), journal.of(EndRecord)
     recoveries = find_recoveries(journal)
     entries = {record.index: record.entry for record in journal.of(EntryRecord)}
-    fenced = {entry["group"] for entry in entries.values() if entry["entry"] == "fence"}
+    fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries.values() if entry["entry"] == "fence"}
     num_commits = sum(entry["entry"] == "commit" for entry in entries.values())
     last = max(updates, key=lambda record: record.attempt, default=None)
     last_params = max(params, key=lambda record: (record.num_restarts, record.step), default=None)

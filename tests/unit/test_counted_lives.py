@@ -1,0 +1,46 @@
+"""How often groups were lost: each of their lives counts."""
+
+from typing import Any
+
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.records import EntryRecord, Line, RunRecord
+from spare_megatron.journal.standing import Standing
+from spare_megatron.journal.summary import summarize
+
+RUN = RunRecord(
+    name="lives",
+    num_groups=3,
+    ranks_per_group=1,
+    redundancy=3,
+    microbatches_per_shard=1,
+    num_steps=9,
+    placement="golomb",
+    granularity="microbatch",
+    reduce_mode="fast",
+    faults=[],
+)
+
+
+def fence(group: int, **life: int) -> dict[str, Any]:
+    return {"entry": "fence", "group": group, "reason": "", "error": "", **life}
+
+
+def test_a_group_that_comes_back_and_is_lost_again_is_lost_twice() -> None:
+    """Groups that rejoined were counted by their lives, and those that were lost by their numbers: 1 lost, 2 rejoined."""
+    join = {"entry": "join", "group": 1}
+    entries = [
+        fence(1, incarnation=0),
+        {**join, "incarnation": 1},
+        fence(1, incarnation=1),
+        fence(1, incarnation=1),  # two saw it
+        {**join, "incarnation": 2},
+        fence(2),
+    ]
+    told = [EntryRecord(group=0, index=index, entry=entry) for index, entry in enumerate(entries)]
+    lines = [Line(source="told", at_s=float(at_s), record=record) for at_s, record in enumerate((RUN, *told))]
+    standing = Standing()
+    for line in lines:
+        standing.take(line)
+    standing.settle(is_whole=True)
+    assert standing.damage == []
+    assert dict(standing.figures())["groups_lost"] == summarize(Journal(lines=tuple(lines))).groups_lost == 3

@@ -106,7 +106,8 @@ def _activations_bytes(config: RunConfig) -> int:
 
     Korthikanti et al., arXiv 2205.05198, without the scores of attention, which are never stored: a layer keeps
     s b h (10 + 24/t) bytes in 16 bits, 34 s b h / t with sequence parallelism, 2 s b h when it is computed again. Of
-    the 24, 16 are those of a feed-forward layer of width 4 h. The first of p stages keeps those of p microbatches.
+    the 24, 16 are those of a feed-forward layer of width 4 h. The first of p stages keeps those of p microbatches,
+    which after losses a group has even where its own shard has fewer.
     """
     model, layout, megatron = config.model, config.layout, config.megatron
     tensor = layout.tensor_parallel
@@ -121,9 +122,10 @@ def _activations_bytes(config: RunConfig) -> int:
     tokens = config.train.micro_batch_size * model.seq_length / layout.context_parallel
     stages = layout.pipeline_parallel
     layers = model.num_layers / stages
-    in_flight = float(min(stages, config.spare.microbatches_per_shard))
+    num_shards = layout.num_groups if config.data.access == "shared" else config.spare.redundancy
+    in_flight = float(min(stages, num_shards * config.spare.microbatches_per_shard))
     if layout.virtual_pipeline > 1:
-        in_flight *= 1 + (stages - 1) / (stages * layout.virtual_pipeline)
+        in_flight = stages + (stages - 1) / layout.virtual_pipeline  # it is padded to a multiple of the stages
     logits = tokens * 4 * model.vocab_size / tensor
     first = layers * in_flight * tokens * per_token
     last = layers * tokens * per_token + logits

@@ -26,7 +26,7 @@ def fence(group: int, **life: int) -> dict[str, Any]:
 
 
 def test_a_group_that_comes_back_and_is_lost_again_is_lost_twice() -> None:
-    """Groups that rejoined were counted by their lives, and those that were lost by their numbers: 1 lost, 2 rejoined."""
+    """Groups that rejoined were counted by their lives, and those that were lost by number: 1 lost, 2 rejoined."""
     join = {"entry": "join", "group": 1}
     entries = [
         fence(1, incarnation=0),

@@ -1,0 +1,65 @@
+"""What a configuration comes to after losses, too."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.config.implications import rank_memory
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.planner.endurance import endured_losses
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+EIGHT_STAGES = ("layout.num_groups=4", "layout.tensor_parallel=1", "layout.pipeline_parallel=8", "model.num_layers=16")
+FEW_LOGITS = "model.vocab_size=128"  # so that the first stage is the fullest
+
+
+def activations(*overrides: str) -> int:
+    loaded = load_run_config(CONFIGS / "run/gpt_1p3b_node.toml", [*EIGHT_STAGES, FEW_LOGITS, *overrides])
+    return rank_memory(loaded.config).activations_bytes
+
+
+def most_in_flight(num_stages: int, num_microbatches: int) -> int:
+    """Forward passes of the first stage whose backward pass has yet to come, at the most: 1F1B, pass by pass."""
+    warm_up = min(num_stages - 1, num_microbatches)
+    steady = num_microbatches - warm_up
+    passes = [1] * warm_up + [1, -1] * steady + [-1] * warm_up
+    assert sum(passes) == 0
+    return max(sum(passes[: end + 1]) for end in range(len(passes)))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "redundancy", "access", "most_of_a_group"),
+    [(2, 3, "stacked", 6), (2, 4, "stacked", 8), (8, 4, "stacked", 32), (2, 1, "shared", 8), (1, 2, "shared", 4)],
+)
+def test_activations_are_those_of_all_that_a_group_computes_after_losses(
+    microbatches: int, redundancy: int, access: str, most_of_a_group: int
+) -> None:
+    """A survivor was told to need what it needs while nobody is lost: 2 of the 6 microbatches that came to it."""
+    work = f"spare.microbatches_per_shard={microbatches}", f"spare.redundancy={redundancy}", f"data.access={access}"
+    of_two = activations("spare.microbatches_per_shard=2", "spare.redundancy=1", "data.access=stacked")
+    assert activations(*work) == most_in_flight(8, most_of_a_group) / 2 * of_two
+
+
+def test_interleaved_schedules_are_told_with_the_work_that_pads_them() -> None:
+    """One microbatch is padded to as many as there are stages."""
+    interleaved = ("layout.virtual_pipeline=2", "spare.redundancy=1", "data.access=stacked")
+    padded = activations("spare.microbatches_per_shard=1", *interleaved)
+    assert padded == activations("spare.microbatches_per_shard=8", *interleaved)
+
+
+@pytest.mark.parametrize("preset", ["gpt_7b_h100", "gpt_7b_node"])
+def test_where_every_group_reads_all_data_one_group_is_enough(preset: str) -> None:
+    path = CONFIGS / f"run/{preset}.toml"
+    config = load_run_config(path, []).config
+    result = CliRunner().invoke(app, ["config", "show", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)["endured_losses"]
+    num_groups = config.layout.num_groups
+    if preset == "gpt_7b_h100":
+        assert config.data.access == "shared"
+        assert told == num_groups - 1
+    else:
+        assert told == endured_losses(num_groups, config.spare.redundancy)

@@ -48,9 +48,13 @@ def report(
 
 
 def config_of(run_dir: Path) -> str:
-    """The resolved configuration as text; empty where there is none."""
-    config = run_dir / "config.toml"
-    return config.read_text() if config.exists() else ""
+    """The resolved configuration as text, without what it exports; empty where there is none to be read."""
+    from spare_megatron.config.exports import without_exports
+
+    try:
+        return without_exports((run_dir / "config.toml").read_text())
+    except (FileNotFoundError, PermissionError):  # a simulated run has none, and somebody else's may be his alone
+        return ""
 
 
 def verdict_of(run_dir: Path, standing: "Standing") -> str:

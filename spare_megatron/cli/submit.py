@@ -205,6 +205,7 @@ def _check_writable(setting: str, folder: Path) -> None:
 
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
     """Writes the job's folder and submits it; returns the job's number. A job that Slurm refuses leaves nothing."""
+    from spare_megatron.config.exports import write_with_exports
     from spare_megatron.slurm.commands import Unanswered, note_job, require, submit
     from spare_megatron.slurm.job import SCRIPT
 
@@ -215,7 +216,7 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
     homes = _homes(folder, len(varied))
     for config, home in zip(configs, homes, strict=True):
         _write_config(config, home)
-    (folder / SCRIPT).write_text(script)
+    write_with_exports(folder / SCRIPT, script, configs[0])
     try:
         job_id = submit(folder / SCRIPT)
     except Unanswered as error:
@@ -235,6 +236,7 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
 
 
 def _write_config(config: "RunConfig", home: Path) -> None:
+    from spare_megatron.config.exports import write_with_exports
     from spare_megatron.config.resolved import dump_run_config
     from spare_megatron.slurm.job import CHECKPOINTS, CONFIG
 
@@ -242,4 +244,4 @@ def _write_config(config: "RunConfig", home: Path) -> None:
         checkpoint = dataclasses.replace(config.checkpoint, folder=str(home / CHECKPOINTS))
         config = dataclasses.replace(config, checkpoint=checkpoint)
     home.mkdir(parents=True, exist_ok=True)
-    (home / CONFIG).write_text(dump_run_config(config))
+    write_with_exports(home / CONFIG, dump_run_config(config), config)

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron import __version__
+from spare_megatron.config.exports import write_with_exports
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
@@ -107,7 +108,7 @@ def _run(
     faults: tuple[Fault, ...],
     make_driver: Callable[..., Driver],
 ) -> Summary:
-    (run_dir / "config.toml").write_text(dump_run_config(config))
+    write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
     (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
     journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
     journal.write(_run_record(config, faults))

@@ -31,6 +31,9 @@ from spare_megatron.runtime.reports import (
 _QUIET_STEPS = 101
 """Of so many of the last steps with all groups the median is what a step takes when nothing happens."""
 
+_UNTOLD = ("slurm", "control")
+"""Sections of the configuration that stay here: where it trains says nothing of the training, and may be secret."""
+
 
 def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost], None]) -> list[Sink]:
     """Everything that is to take the metrics of a run."""
@@ -40,7 +43,8 @@ def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost
         on_event(MetricsLost(reason=reason))
 
     def open_wandb() -> Sink:
-        return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, dataclasses.asdict(config))
+        told = {name: value for name, value in dataclasses.asdict(config).items() if name not in _UNTOLD}
+        return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, told)
 
     sinks: list[Sink] = [JsonlSink(run_dir)]
     if metrics.tensorboard:

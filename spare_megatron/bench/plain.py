@@ -19,7 +19,7 @@ from spare_megatron.runtime.processes import (
     fork_server,
     start_child,
     start_embedded_store,
-    stop_child,
+    stop_children,
 )
 
 
@@ -43,8 +43,7 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
         ends = [_hear(rank) for rank in ranks]
         pids = [child.process.pid for child in ranks if child.process.pid is not None]
         memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
-        for child in ranks:
-            stop_child(child)
+        stop_children(ranks)
         return ends[0], memory
     finally:
         for child in [*ranks, store]:

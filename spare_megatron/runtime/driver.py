@@ -32,7 +32,7 @@ from spare_megatron.runtime.processes import (
     start_child,
     start_hub,
     start_store,
-    stop_child,
+    stop_children,
 )
 from spare_megatron.runtime.readiness import ALL_GROUPS_READY
 from spare_megatron.runtime.reports import (
@@ -141,11 +141,10 @@ class Driver:
             # The embedded store first: without it, ranks that see others being ended can fence nobody.
             if store is not None:
                 end_child(store)
-            for node, child in self._nodes.items():
-                if self._are_lost([node]) and self._main_of(node) is supervise:
-                    end_child(child)  # it may be stopped
-                else:
-                    stop_child(child)
+            lost = {node for node in self._nodes if self._are_lost([node]) and self._main_of(node) is supervise}
+            for node in lost:
+                end_child(self._nodes[node])  # it may be stopped
+            stop_children([child for node, child in self._nodes.items() if node not in lost])
             if hub is not None:
                 end_child(hub)
             self._journal.write(end)

@@ -29,6 +29,8 @@ _POLL_S = 0.2
 _LOOK_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
 """How long a node may take for an answer."""
 _NUM_TIMES = 8
+_MOST_ROUNDS = 64
+"""Of writing, one after the other, about a second each."""
 _END_S = 5.0
 
 Start = Callable[[int, Path], subprocess.Popen[bytes]]
@@ -171,14 +173,12 @@ class _Examination:
         return min(readings, key=lambda clock: clock.error_s, default=None)
 
     def _write(self, nodes: Sequence[int]) -> dict[int, Rate]:
-        """As many nodes at once as write a checkpoint together."""
+        """As many nodes at once as write a checkpoint together: all of them, or of very many some that stand apart."""
         at_once = nodes_per_group(self._config)
+        rounds = [nodes[first : first + at_once] for first in range(0, len(nodes), at_once)]
         rates: dict[int, Rate] = {}
-        for first in range(0, len(nodes), at_once):
-            orders = {
-                node: _Write(file=self._checkpoints / f"{self._token}-{node}")
-                for node in nodes[first : first + at_once]
-            }
+        for together in rounds[:: -(-len(rounds) // _MOST_ROUNDS) or 1]:
+            orders = {node: _Write(file=self._checkpoints / f"{self._token}-{node}") for node in together}
             rates |= self._nodes.ask(orders, _WRITE_S)
         return rates
 

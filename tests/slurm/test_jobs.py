@@ -35,7 +35,7 @@ def test_the_demo_as_a_job_loses_two_groups_and_proves_itself(
     preset, folder = CONFIGS / "run/demo_cpu.toml", tmp_path / "job"
     spare("submit", "--config", str(preset), "--run-dir", str(folder), *words, "--wait")
     job = Job(folder=folder)
-    assert "4 nodes, 0 problems" in job.log
+    assert "5 nodes, 0 problems" in job.log  # the spare one, too
     assert job.state == "COMPLETED"
     assert spare("check", str(job.run())).startswith("valid: 60 steps")
     assert job.summary()["groups_lost"] == 2

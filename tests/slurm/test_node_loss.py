@@ -17,7 +17,7 @@ LAST = 3
 
 
 @pytest.mark.slow
-@pytest.mark.slurm
+@pytest.mark.timeout(600)
 def test_a_job_commits_the_step_it_lost_a_node_in_takes_a_spare_one_and_outlives_its_first(
     start_cluster: Callable[[int], Cluster], submit: Callable[..., Job]
 ) -> None:

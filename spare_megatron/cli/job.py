@@ -24,6 +24,8 @@ def logs(
             raise ValueError(f"{folder} is that of a job array: name one of {', '.join(tasks)} in it")
         if group is None:
             files = [folder / LOG]
+            if not files[0].exists():
+                raise ValueError(f"{files[0]} is not there: the job has not started; see `spare status {folder}`")
         else:
             newest = max(folder.glob("attempt-*"), default=folder)
             files = sorted(newest.glob(f"logs/group-{group:04d}-rank-*.log"))

@@ -129,6 +129,7 @@ def test_a_job_is_shown_by_its_folder_and_cancelled(arguments: list[str], fake_s
     assert "job 17: PENDING, reason Resources" in spare("status", folder)
     shown = json.loads(spare("status", folder, "--json"))
     assert (shown["job_id"], shown["state"], shown["runs"]) == (17, "PENDING", {})
+    assert "slurm.log is not there: the job has not started" in spare("logs", folder, expected=2)
     (tmp_path / "job/slurm.log").write_text("one\ntwo\nthree\n")
     assert spare("logs", folder, "--lines", "2") == "two\nthree\n"
     assert "no log of group 1" in spare("logs", folder, "1", expected=2)

@@ -93,6 +93,11 @@ class Job:
         """What Slurm sends before the time limit."""
         slurm("scancel", "--signal=USR1", str(self.number))
 
+    def limit_time(self) -> None:
+        """From now on Slurm lets it run for two or three minutes."""
+        hours, minutes, _ = map(int, job_fields(self.number)["RunTime"].split(":"))
+        slurm("scontrol", "update", f"JobId={self.number}", f"TimeLimit={60 * hours + minutes + 3}")
+
     def start_now(self) -> None:
         """Slurm keeps a job that is back in the queue waiting for two minutes."""
         slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now")

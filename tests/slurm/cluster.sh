@@ -87,7 +87,11 @@ CONF
     slurmctld -c -f "$SLURM_CONF"
     for i in $(seq "$num_nodes"); do boot "n$i"; done
     for _ in $(seq 300); do
-        [ "$(timeout 5 sinfo -h -p test -t idle -o %D 2>/dev/null || true)" = "$num_nodes" ] && exit 0
+        if [ "$(timeout 5 sinfo -h -p test -t idle -o %D 2>/dev/null || true)" = "$num_nodes" ]; then
+            timeout 60 srun --nodes="$num_nodes" true && exit 0
+            echo "the nodes are up, and run nothing: see $dir/log" >&2
+            exit 1
+        fi
         sleep 0.1
     done
     echo "the nodes have not come up: see $dir/log" >&2

@@ -25,7 +25,7 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
     """List checkpoints, the newest first, by what their manifests say."""
-    from spare_megatron.runtime.checkpoints import DamagedCheckpoint, read_manifest
+    from spare_megatron.runtime.verification import DamagedCheckpoint, read_manifest
 
     entries: list[dict[str, Any]] = []
     for checkpoint in _checkpoints("list", path):
@@ -50,14 +50,14 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
 
     Exit codes: 0 all are whole, 1 one is damaged, 2 there is none.
     """
-    from spare_megatron.runtime import checkpoints
+    from spare_megatron.runtime import verification
 
     damage: dict[str, str] = {}
     for checkpoint in _checkpoints("verify", path):
         try:
-            checkpoints.verify(checkpoint)
+            verification.verify(checkpoint)
             damage[str(checkpoint)] = ""
-        except checkpoints.DamagedCheckpoint as error:
+        except verification.DamagedCheckpoint as error:
             damage[str(checkpoint)] = str(error)
     if as_json:
         typer.echo(json.dumps(damage))
@@ -70,7 +70,7 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
 @app.command()
 def show(path: _PATH, as_json: _JSON = False) -> None:
     """Show what the newest checkpoint of a path holds, by its manifest."""
-    from spare_megatron.runtime.checkpoints import DamagedCheckpoint, read_manifest
+    from spare_megatron.runtime.verification import DamagedCheckpoint, read_manifest
 
     newest = _checkpoints("show", path)[0]
     with explained_errors("checkpoint show"):

@@ -9,7 +9,7 @@ an earlier one. All groups run the same controller over the same log and so come
     entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce the rest again
     entry Finish    -> FinishRun
     entry Restart   -> LoadCheckpoint, BuildCommunicator, then the step after the checkpoint
-    WaitingRead     -> AppendEntry(Restart or GiveUp) once enough groups wait after a wipe-out
+    WaitingRead     -> ReadFiles, WithdrawOffers; AppendEntry(Restart or GiveUp) once enough is known after a wipe-out
     VotesRead       -> AppendEntry(Commit, Retry, or Fence of a group that differs) once every survivor has voted
 
 A fence alone decides nothing about the step. Every survivor votes exactly once on each attempt, and only when

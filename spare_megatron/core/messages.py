@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
+from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, ReadFiles, WaitingRead, WithdrawOffers
 from spare_megatron.core.saves import SaveCheckpoint, SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy
@@ -365,6 +365,8 @@ Action = (
     | SaveCheckpoint
     | TakeSnapshot
     | LoadCheckpoint
+    | ReadFiles
+    | WithdrawOffers
     | AdmitGroups
     | FinishRun
     | StopWipeOut

@@ -1,8 +1,9 @@
 """When training starts again after a wipe-out, with whom, and from where; and when it does not.
 
-All ranks of the run have ended by then, or hold nothing. Every group that is started again says which checkpoints it
-finds valid, and which snapshots are whole in the memory of its nodes; whoever sees that enough groups wait writes the
-entry.
+All ranks of the run have ended by then, or hold nothing. Every group that is started again says which checkpoints lack
+nothing at a glance, and which snapshots are whole in the memory of its nodes. The newest checkpoint that comes into
+question is read by all of them together (`core.reading`) before it counts; whoever sees that enough groups wait, and
+that all of it is whole, writes the entry.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from spare_megatron.core.messages import AppendEntry, Restart, StopWipeOut
 from spare_megatron.core.placement import Placement
-from spare_megatron.core.restart_messages import GiveUp, Waiting, WaitingRead
+from spare_megatron.core.reading import Evidence
+from spare_megatron.core.restart_messages import GiveUp, Offer, ReadFiles, Waiting, WaitingRead, WithdrawOffers
 from spare_megatron.core.snapshots import SnapshotPolicy, Snapshots, WholeSnapshot
 from spare_megatron.core.topology import GroupId, Member, ShardId
 
@@ -23,7 +25,8 @@ class RestartLimits:
         max_restarts: Restarts within the window after which the next wipe-out ends the run.
         window_s: Length of the window, on the clock of the log. A run that commits nothing between two wipe-outs
             stands still on it, so that these always fall into one window.
-        wait_s: Longest wait for groups that have not come back; the others then start without them.
+        wait_s: Longest wait for groups that have not come back, or get no further with what they read; the others then
+            start without them.
     """
 
     max_restarts: int
@@ -81,8 +84,8 @@ class Restarts:
 
     def decide(
         self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int
-    ) -> tuple[()] | tuple[AppendEntry]:
-        """What follows from who waits.
+    ) -> tuple[()] | tuple[AppendEntry | ReadFiles | WithdrawOffers]:
+        """What follows from who waits, for the group that asks.
 
         Args:
             event: Who has ever said that it waits.
@@ -95,100 +98,166 @@ class Restarts:
         if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
             return ()
         waiting = [
-            replace(item, steps=tuple(step for step in item.steps if step in saved))
+            replace(item, offers=tuple(offer for offer in item.offers if offer.step in saved))
             for item in event.waiting
             if item.member.incarnation > over.get(item.member.group, -1)
         ]
-        entry = decide_restart(
+        snapshot = self.snapshots.newest_whole(
+            (held for item in waiting for held in item.held), (held for item in waiting for held in item.slices)
+        )
+        search = Search(self._placement, waiting, event.waited_s, self._limits, snapshot)
+        reasons = search.refused_by(event.group)
+        if reasons:
+            return (WithdrawOffers(reasons=reasons),)
+        decision = decide_restart(
             self.wipe_out.step,
-            self._placement,
-            waiting,
-            event.waited_s,
+            search,
             sum(restarted_s > at_s - self._limits.window_s for restarted_s in self._restarted_at_s),
-            self._limits,
             last_resort=self._last_resort,
             first_step=self._first_step,
-            snapshot=self.snapshots.newest_whole(
-                (held for item in waiting for held in item.held), (held for item in waiting for held in item.slices)
-            ),
         )
-        return () if entry is None else (AppendEntry(index=head, entry=entry),)
+        if isinstance(decision, Offer):
+            return (ReadFiles(offer=decision, numbers=search.evidence(decision).to_read(event.group)),)
+        return () if decision is None else (AppendEntry(index=head, entry=decision),)
 
 
-def decide_restart(
-    step: int,
-    placement: Placement,
-    waiting: Sequence[Waiting],
-    waited_s: float,
-    num_recent: int,
-    limits: RestartLimits,
-    *,
-    last_resort: bool = False,
-    first_step: int = 0,
-    snapshot: WholeSnapshot | None = None,
-) -> Restart | GiveUp | None:
-    """The entry that ends a wipe-out; None while it is better to wait for more groups.
-
-    The newest checkpoint counts that all who wait find valid: every one of them has to load it. Where there is none,
-    the newest counts that groups with hosts of all shards find valid, and the others are left out: one group whose
-    storage fails must not send all back to the beginning. They begin there only if nobody finds anything. A snapshot
-    that is not older is there sooner. Who cannot look for checkpoints is waited for, too, where there is no snapshot:
-    training from the beginning for want of a folder that is back soon would cost much.
+class Search:
+    """What those who wait have, and how far it is known to be whole.
 
     Args:
-        step: The step that was wiped out.
         placement: Who hosts what.
         waiting: Groups in lives that have not taken part, each group once.
         waited_s: Seconds for which whoever asks has waited.
+        limits: When to go on without groups.
+        snapshot: The newest that those who wait have whole.
+
+    Attributes:
+        able: Who may take part.
+        is_early: Others may be about to come.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        waiting: Sequence[Waiting],
+        waited_s: float,
+        limits: RestartLimits,
+        snapshot: WholeSnapshot | None = None,
+    ) -> None:
+        self.placement, self.limits, self.snapshot = placement, limits, snapshot
+        self.waiting = [_with_failure(item, limits) for item in waiting]
+        self.able = [item for item in self.waiting if not item.failure or snapshot is not None]
+        self.groups = frozenset(item.member.group for item in self.able)
+        self.is_over = waited_s >= limits.wait_s
+        self.is_early = len(self.groups) < placement.num_groups and not self.is_over
+        self._evidence: dict[Offer, Evidence] = {}
+
+    def evidence(self, offer: Offer) -> Evidence:
+        """What has been read of a checkpoint, and who has to read the rest: of those who offer it, and may yet come."""
+        if offer not in self._evidence:
+            groups = {item.member.group for item in self.able if offer in item.offers}
+            readers = map(GroupId, range(self.placement.num_groups)) if self.is_early else groups
+            self._evidence[offer] = Evidence(offer, self.waiting, sorted(readers))
+        return self._evidence[offer]
+
+    def refused_by(self, group: GroupId) -> dict[Offer, str]:
+        """What the group offers and must not load, and why."""
+        offers = [offer for item in self.able if item.member.group == group for offer in item.offers]
+        found = {offer: self.evidence(offer).against(group) for offer in offers}
+        return {offer: reason for offer, reason in found.items() if reason}
+
+
+def decide_restart(
+    step: int, search: Search, num_recent: int, *, last_resort: bool = False, first_step: int = 0
+) -> Restart | GiveUp | Offer | None:
+    """The entry that ends a wipe-out; or the checkpoint that has to be read before; None while it is better to wait.
+
+    The newest checkpoint counts that lacks nothing for all who wait: every one of them has to load it. Where there is
+    none, the newest counts that lacks nothing for groups with hosts of all shards, and the others are left out: one
+    group whose storage fails must not send all back to the beginning. They begin there only if nobody finds anything.
+    All files have to be read by somebody. While somebody offers what is known to be damaged, earlier ones may not have
+    been named: that is waited for. A snapshot that is not older is there sooner. Who cannot look for checkpoints, or
+    gets no further with reading, is waited for, too, where there is no snapshot: training from the beginning for want
+    of a folder that is back soon would cost much.
+
+    Args:
+        step: The step that was wiped out.
+        search: What those who wait have.
         num_recent: Restarts within the window.
-        limits: When to give up.
         last_resort: Every group can compute every shard.
         first_step: Committed steps with which the run begins: there is always that.
-        snapshot: The newest that those who wait have whole.
 
     >>> from spare_megatron.core.placement import make_placement
     >>> from spare_megatron.core.topology import Member
     >>> ring, limits = make_placement("golomb", 2, 1), RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
-    >>> both = [Waiting(member=Member(0, 1), steps=(8, 4)), Waiting(member=Member(1, 1), steps=(4,))]
-    >>> decide_restart(9, ring, both, 0.0, 0, limits)
+    >>> new, old = Offer(step=8), Offer(step=4)  # without any files
+    >>> both = [Waiting(member=Member(0, 1), offers=(new, old)), Waiting(member=Member(1, 1), offers=(old,))]
+    >>> decide_restart(9, Search(ring, both, 0.0, limits), 0)
     Restart(step=4, members=(Member(group=0, incarnation=1), Member(group=1, incarnation=1)), snapshot=None)
-    >>> decide_restart(9, ring, both[:1], 4.9, 0, limits) is None
+    >>> decide_restart(9, Search(ring, both[:1], 4.9, limits), 0) is None
     True
     """
+    placement, limits, able = search.placement, search.limits, search.able
     if num_recent >= limits.max_restarts:
         return GiveUp(step=step, reason=_too_many(num_recent, limits))
-    able = [item for item in waiting if not item.failure or snapshot is not None]
-    groups = frozenset(item.member.group for item in able)
-    if len(groups) < placement.num_groups and waited_s < limits.wait_s:
+    uncovered = () if last_resort else placement.uncovered(search.groups)
+    if not search.is_early and (uncovered or not able):
+        return GiveUp(step=step, reason=_not_back(search, uncovered))
+    offers = [{offer for offer in item.offers if offer.step > first_step} for item in able]
+    newest = max(set.intersection(*offers), default=None) if offers else None
+    snapshot = search.snapshot
+    newest_step = first_step if newest is None else newest.step
+    if snapshot is not None and snapshot.step >= newest_step:
+        entry = Restart(step=snapshot.step, members=_members(able), snapshot=snapshot.attempt)
+        return None if search.is_early else entry
+    if any(search.refused_by(group) for group in search.groups):
         return None
-    uncovered = () if last_resort else placement.uncovered(groups)
-    if uncovered or not groups:
-        return GiveUp(step=step, reason=_not_back(placement, groups, uncovered, waiting, limits))
-    common = set.intersection(*(set(item.steps) for item in able)) | {first_step}
-    newest = max(common)
-    if snapshot is not None and snapshot.step >= newest:
-        return Restart(step=snapshot.step, members=_members(able), snapshot=snapshot.attempt)
-    if newest > first_step or not any(step > first_step for item in able for step in item.steps):
-        return Restart(step=newest, members=_members(able))
-    if waited_s < limits.wait_s:
+    if newest is not None and not search.evidence(newest).is_whole:
+        return newest
+    if search.is_early:
         return None
-    covering = None if last_resort else placement
-    return _newest_of_some(able, first_step, covering) or GiveUp(step=step, reason=_nothing_in_common(able))
+    if newest is not None or not any(offers):
+        return Restart(step=newest_step, members=_members(able))
+    found = _newest_of_some(search, first_step, is_everywhere=last_resort) if search.is_over else None
+    # Whoever came last may offer what the others have found damaged, and not yet name what they do.
+    found = found or _newest_unread(search, set.union(*offers))
+    return found or (GiveUp(step=step, reason=_nothing_in_common(able)) if search.is_over else None)
 
 
-def _newest_of_some(able: Sequence[Waiting], first_step: int, placement: Placement | None) -> Restart | None:
-    """From the newest checkpoint that groups with hosts of all shards find, without the others; None if there is none.
+def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> Restart | Offer | None:
+    """From the newest checkpoint that lacks nothing for groups with hosts of all shards, without the others.
 
     Args:
-        able: Who waits.
+        search: What those who wait have.
         first_step: Only later steps count.
-        placement: Who hosts what; None if every group can compute every shard.
+        is_everywhere: Every group can compute every shard.
+
+    Returns:
+        None if there is none; the checkpoint if it has to be read.
     """
-    for newest in sorted({step for item in able for step in item.steps if step > first_step}, reverse=True):
-        holders = [item for item in able if newest in item.steps]
-        if placement is None or not placement.uncovered(frozenset(item.member.group for item in holders)):
-            return Restart(step=newest, members=_members(holders))
+    for newest in sorted({offer for item in search.able for offer in item.offers}, reverse=True):
+        holders = [item for item in search.able if newest in item.offers]
+        groups = frozenset(item.member.group for item in holders)
+        if newest.step > first_step and (is_everywhere or not search.placement.uncovered(groups)):
+            is_whole = search.evidence(newest).is_whole
+            return Restart(step=newest.step, members=_members(holders)) if is_whole else newest
     return None
+
+
+def _newest_unread(search: Search, offers: Collection[Offer]) -> Offer | None:
+    """The newest of these checkpoints of which files have yet to be read."""
+    return next((offer for offer in sorted(offers, reverse=True) if not search.evidence(offer).is_whole), None)
+
+
+def _with_failure(item: Waiting, limits: RestartLimits) -> Waiting:
+    """Who has got no further with reading for too long cannot look for checkpoints."""
+    if not item.is_reading or item.silent_s < limits.wait_s:
+        return item
+    reason = (
+        f"group {item.member.group} has got no further with reading checkpoints for "
+        f"checkpoint.restart_wait_s={limits.wait_s:g}"
+    )
+    return replace(item, failure=item.failure or reason)
 
 
 def _members(waiting: Sequence[Waiting]) -> tuple[Member, ...]:
@@ -196,24 +265,18 @@ def _members(waiting: Sequence[Waiting]) -> tuple[Member, ...]:
 
 
 def _nothing_in_common(waiting: Sequence[Waiting]) -> str:
-    by_group = sorted((int(item.member.group), item.steps) for item in waiting)
-    found = "; ".join(f"group {group} {list(steps) or 'none'}" for group, steps in by_group)
+    by_group = sorted((int(item.member.group), [offer.step for offer in item.offers]) for item in waiting)
+    found = "; ".join(f"group {group} {steps or 'none'}" for group, steps in by_group)
     return f"no checkpoint is valid for groups with hosts of all shards; each finds those after these steps: {found}"
 
 
-def _not_back(
-    placement: Placement,
-    groups: frozenset[GroupId],
-    uncovered: Sequence[ShardId],
-    waiting: Sequence[Waiting],
-    limits: RestartLimits,
-) -> str:
-    absent = sorted(set(range(placement.num_groups)) - groups)
+def _not_back(search: Search, uncovered: Sequence[ShardId]) -> str:
+    absent = sorted(set(range(search.placement.num_groups)) - search.groups)
     reason = (
-        f"groups {absent} have not come back within checkpoint.restart_wait_s={limits.wait_s:g}, and no other "
+        f"groups {absent} have not come back within checkpoint.restart_wait_s={search.limits.wait_s:g}, and no other "
         f"group hosts shards {[int(shard) for shard in uncovered]}"
     )
-    failures = dict.fromkeys(item.failure for item in waiting if item.failure)
+    failures = dict.fromkeys(item.failure for item in search.waiting if item.failure)
     return reason + "".join(f"; {failure}" for failure in failures)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Entry, Fence, VotesRead, decode_entry, encode_entry
 from spare_megatron.core.relays import Blocks
-from spare_megatron.core.restart_messages import Waiting
+from spare_megatron.core.restart_messages import Offer, Reading, Waiting
 from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import decode_vote
@@ -248,38 +248,15 @@ class GroupAgreement:
         if self.is_leader:
             self._log.announce(self.member)
 
-    def announce_restart(
-        self,
-        steps: Sequence[int],
-        held: Sequence[Held] = (),
-        slices: Sequence[HeldSlice] = (),
-        failure: str = "",
-    ) -> None:
-        """Leader: says that the group waits for training to start again, and what there is to start from.
-
-        Args:
-            steps: Of the checkpoints that it finds valid.
-            held: Snapshots of its rank positions that are whole on its nodes.
-            slices: The same of slices, those of all of its ranks.
-            failure: Why it could not look for checkpoints.
-        """
-        self._log.announce_restart(self.member, json.dumps([steps, held, slices, failure]))
+    def announce_restart(self, waiting: Waiting) -> None:
+        """Leader: says that the group waits for training to start again, and what there is to start from."""
+        what = [waiting.offers, waiting.held, waiting.slices, waiting.failure, waiting.readings, waiting.is_reading]
+        self._log.announce_restart(waiting.member, json.dumps(what))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[Waiting, ...]:
         """Those of the groups that have ever said so, asked of the store by this rank alone."""
-        waiting: list[Waiting] = []
-        for (group, incarnation), text in self._log.waiting_to_restart(groups):
-            steps, held, slices, failure = json.loads(text)
-            waiting.append(
-                Waiting(
-                    member=Member(GroupId(group), incarnation),
-                    steps=tuple(steps),
-                    held=tuple(Held(*one) for one in held),
-                    slices=tuple(HeldSlice(*one) for one in slices),
-                    failure=failure,
-                )
-            )
-        return tuple(waiting)
+        found = self._log.waiting_to_restart(groups)
+        return tuple(_waiting(Member(GroupId(group), incarnation), text) for (group, incarnation), text in found)
 
     def is_lost(self, other: Member, from_index: int) -> bool:
         """Whether an entry from this index on fences the other, asked of the store by this rank alone."""
@@ -360,11 +337,18 @@ class GroupAgreement:
             raise GroupBroken(f"a rank of group {self.member.group} is gone: {error}") from error
 
 
-def _waiting(member: tuple[int, int], text: str) -> Waiting:
-    group, incarnation = member
-    steps, _, failure = text.partition(";")
+def _waiting(member: Member, text: str) -> Waiting:
+    """What `announce_restart` has said."""
+    offers, held, slices, failure, readings, is_reading = json.loads(text)
     return Waiting(
-        member=Member(GroupId(group), incarnation),
-        steps=tuple(int(step) for step in steps.split(",") if step),
+        member=member,
+        offers=tuple(Offer(*one) for one in offers),
+        held=tuple(Held(*one) for one in held),
+        slices=tuple(HeldSlice(*one) for one in slices),
         failure=failure,
+        readings=tuple(
+            Reading(Offer(*offer), tuple(whole), tuple(damaged), reason, num_bytes)
+            for offer, whole, damaged, reason, num_bytes in readings
+        ),
+        is_reading=is_reading,
     )

@@ -3,7 +3,6 @@
 That is a commit which admits it beside the others or, after a wipe-out, the restart.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -11,7 +10,6 @@ from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
     AdmitGroups,
-    AppendEntry,
     Commit,
     Entry,
     EntryRead,
@@ -21,21 +19,15 @@ from spare_megatron.core.messages import (
     entry_fields,
 )
 from spare_megatron.core.phases import Phase
-from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
-from spare_megatron.core.snapshots import Held, HeldSlice
+from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement
 from spare_megatron.runtime.fold import Stop
 from spare_megatron.runtime.probe import RankProbe
+from spare_megatron.runtime.restart_search import RestartSearch
 from spare_megatron.runtime.start_over import StartOver
-
-_POLL_S = 0.05
-_POLL_S_PER_GROUP = 0.001
-"""All groups ask the store for what all groups say."""
-_SEARCH_AGAIN_S = 1.0
-"""A folder of checkpoints that cannot be read may be back."""
 
 
 class CatchUp:
@@ -68,17 +60,11 @@ class CatchUp:
         self._agreement = agreement
         self._journal = journal
         self._start_over = start_over
-        self._groups = groups
+        self._search = RestartSearch(controller, agreement, start_over, groups)
         self._may_restart = may_restart
         self._probe = probe
         self._announced = announced
         self._has_announced: bool | None = None  # whether as one that waits for a restart
-        self._waits_since_s = 0.0
-        self._searched_at_s = 0.0
-        self._steps: tuple[int, ...] = ()
-        self._held: tuple[Held, ...] = ()
-        self._slices: tuple[HeldSlice, ...] = ()
-        self._failure = ""  # why there was no looking for checkpoints
         self._unwritten: list[EntryRecord] = []  # from the last commit on
 
     def run(self) -> deque[Action] | Stop:
@@ -98,8 +84,10 @@ class CatchUp:
             is_wiped_out = controller.restarts.wipe_out is not None
             if self._has_announced != is_wiped_out and agreement.is_at_end(controller.head):
                 self._announce(is_wiped_out)
-            if is_wiped_out:
-                self._decide_restart(controller.head)
+            # The others wait for the leader, which may have much to read, never longer than one of its turns.
+            while is_wiped_out and agreement.is_at_end(controller.head):
+                if agreement.is_leader:
+                    self._search.seek(controller.head)
             # Told one by one, what all ranks of the group wait for would add up to most of the return.
             for entry in agreement.read_entries(controller.head):
                 first = self._fold(entry)
@@ -136,46 +124,17 @@ class CatchUp:
     def _announce(self, is_wiped_out: bool) -> None:
         if is_wiped_out:
             self._probe.between_steps(self._controller.step, Phase.LOAD_SEARCH)
-            self._waits_since_s = time.monotonic()
             if self._agreement.is_leader:
-                self._search()
-            self._held, self._slices = self._start_over.held()
-            self._tell()
+                self._search.begin()
+            held, slices = self._start_over.held()
+            if self._agreement.is_leader:
+                self._search.tell(held, slices)
             self._probe(Phase.LOAD_WAIT)
         else:
             self._probe.between_steps(self._controller.step, Phase.JOIN_WAIT)
             self._agreement.announce()
         self._has_announced = is_wiped_out
         self._announced(is_wiped_out)
-
-    def _search(self) -> None:
-        """On the leader, looks which checkpoints are whole."""
-        self._steps, self._failure = (), ""
-        try:
-            self._steps = self._start_over.valid_steps()
-        except OSError as error:
-            self._failure = str(error)
-        self._searched_at_s = time.monotonic()
-
-    def _tell(self) -> None:
-        """On the leader, says what there is to start again from, or why that cannot be told."""
-        if self._agreement.is_leader:
-            self._agreement.announce_restart(self._steps, self._held, self._slices, self._failure)
-
-    def _decide_restart(self, index: int) -> None:
-        """On the leader, writes the entry that ends the wipe-out as soon as it may, unless another is written."""
-        pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(self._groups))
-        while self._agreement.is_leader and not self._agreement.is_written(index):
-            if self._failure and time.monotonic() - self._searched_at_s > _SEARCH_AGAIN_S:
-                self._search()
-                self._tell()
-            waiting = self._agreement.waiting_to_restart(self._groups)
-            event = WaitingRead(waiting=waiting, waited_s=time.monotonic() - self._waits_since_s)
-            for action in self._controller.handle(event, now_s=self._start_over.now_s()):
-                assert isinstance(action, AppendEntry), "nothing else follows from who waits"
-                self._agreement.append(action.index, action.entry)
-                return
-            time.sleep(pause_s)
 
     def _note(self, index: int, entry: Entry, was_wiped_out: bool) -> None:
         """On the leader, journals what the groups of before may not have lived to: from their last commit on."""

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: how they become visible whole or not at all, and how it is told that they are whole.
+"""Checkpoints in a folder: how they become visible whole or not at all. `verification` tells whether they still are.
 
 A checkpoint is written into a folder of its own whose name ends in `.tmp`. Its manifest has the size and the SHA-256
 of every file, and goes last. When all of it is on the disk the folder takes its final name by one rename. So a name
@@ -28,14 +28,9 @@ from spare_megatron.runtime.lock import LOCK
 FOLDER = "checkpoints"
 """In a run's directory, unless `checkpoint.folder` says otherwise."""
 MANIFEST = "manifest.json"
-_FORMAT = 1
+FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"step-\d{8,}\.group-(\d+)-life-(\d+)\.tmp")
-_CHUNK_BYTES = 1 << 20
-
-
-class DamagedCheckpoint(Exception):
-    """A checkpoint is not what was written; the text names the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +86,6 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """A checkpoint that cannot be used, and why."""
-
-    path: Path
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """The newest usable checkpoint of a folder, if there is one, and the newer ones that are not."""
-
-    found: Checkpoint | None
-    rejected: tuple[Rejected, ...]
 
 
 def manifest_of(
@@ -269,15 +248,16 @@ def _rename(path: Path, new: Path) -> None:
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    content = {"format": _FORMAT, **asdict(manifest)}
+    content = {"format": FORMAT, **asdict(manifest)}
     with (folder / MANIFEST).open("w") as file:
-        json.dump({**content, "sha256": _digest(content)}, file, indent=1)
+        json.dump({**content, "sha256": digest_of(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def digest_of(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest's fields."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -288,79 +268,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-# ------------------------------------------------------------------------------------------------------------ read
-
-
-def read_manifest(path: Path) -> Manifest:
-    """What a checkpoint says of itself.
-
-    Raises:
-        DamagedCheckpoint: There is no manifest, or it is not what was written.
-    """
-    file = path / MANIFEST
-    try:
-        content = json.loads(file.read_bytes())
-        digest = content.pop("sha256")
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is missing") from error
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} cannot be read: {error}") from error
-    if digest != _digest(content):
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} does not fit its own SHA-256: it has changed")
-    if content.pop("format") != _FORMAT:
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is of a format that this version does not know")
-    files = {name: StoredFile(**fields) for name, fields in content.pop("files").items()}
-    manifest = Manifest(**content, files=files)
-    if checkpoint_path(path.parent, manifest.step).name != path.name:
-        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is that of step {manifest.step}")
-    return manifest
-
-
-def verify(path: Path) -> Checkpoint:
-    """The checkpoint, every byte of which is what was written.
-
-    Raises:
-        DamagedCheckpoint: A file is missing, cut short or changed.
-    """
-    manifest = read_manifest(path)
-    for name, file in sorted(manifest.files.items()):
-        verify_file(path / name, file)
-    return Checkpoint(path=path, manifest=manifest)
-
-
-def verify_file(path: Path, stored: StoredFile) -> None:
-    """Reads the file from the disk, not from memory where the system allows to tell.
-
-    Raises:
-        DamagedCheckpoint: It is not what was written.
-    """
-    where = f"{path.parent.name}: {path.name}"
-    digest, num_bytes = hashlib.sha256(), 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                num_bytes += len(chunk)
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{where} is missing") from error
-    except OSError as error:
-        raise DamagedCheckpoint(f"{where} cannot be read: {error}") from error
-    if num_bytes != stored.num_bytes:
-        raise DamagedCheckpoint(f"{where} has {num_bytes} bytes, and {stored.num_bytes} were written")
-    if digest.hexdigest() != stored.sha256:
-        raise DamagedCheckpoint(f"{where} does not fit its SHA-256: its content has changed")
-
-
-def newest_valid(folder: Path) -> Search:
-    """The newest checkpoint of a folder that can be used, which is read from its first to its last byte."""
-    rejected: list[Rejected] = []
-    for step in visible_steps(folder):
-        path = checkpoint_path(folder, step)
-        try:
-            return Search(found=verify(path), rejected=tuple(rejected))
-        except DamagedCheckpoint as error:
-            rejected.append(Rejected(path=path, reason=str(error)))
-    return Search(found=None, rejected=tuple(rejected))

@@ -7,17 +7,8 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences
-from spare_megatron.runtime.checkpoints import (
-    Checkpoint,
-    DamagedCheckpoint,
-    Rejected,
-    below,
-    checkpoint_path,
-    newest_valid,
-    step_of,
-    verify,
-    visible_steps,
-)
+from spare_megatron.runtime.checkpoints import Checkpoint, below, checkpoint_path, step_of, visible_steps
+from spare_megatron.runtime.verification import DamagedCheckpoint, Rejected, newest_valid, verify
 
 _ID_BYTES = 4
 

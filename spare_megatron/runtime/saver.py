@@ -32,7 +32,6 @@ from spare_megatron.mcore.checkpoint import GroupState, Written, join_slices
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.checkpoints import (
-    DamagedCheckpoint,
     StoredFile,
     aside_path,
     clear_leftovers,
@@ -40,12 +39,12 @@ from spare_megatron.runtime.checkpoints import (
     manifest_of,
     publish,
     require_folder,
-    verify_file,
     visible_steps,
 )
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.save_board import SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.runtime.slice_saver import SliceSaver
+from spare_megatron.runtime.verification import DamagedCheckpoint, verify_file
 
 T = TypeVar("T")
 
@@ -258,7 +257,7 @@ class Saver:
         written = state.write(folder, self._ranks, lambda: self._probe(Phase.SAVE_WRITE), slices)
         files = _stored(written)
         for name, file in files.items():
-            verify_file(folder / name, file)
+            verify_file(folder, name, file)
         return files
 
     def _write_slices(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:

@@ -1,33 +1,34 @@
 """What a rank begins with, or starts again with after a wipe-out, and since when training stands still."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
-from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.restart_messages import LoadCheckpoint, Offer
 from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.checkpoint_reader import CheckpointReader
 from spare_megatron.runtime.checkpoints import (
-    DamagedCheckpoint,
+    Checkpoint,
     checkpoint_path,
     folder_of,
     require_folder,
     step_of,
-    verify,
     visible_steps,
 )
 from spare_megatron.runtime.join import JoinFailed
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.snapshot_loader import SnapshotLoader
+from spare_megatron.runtime.verification import DamagedCheckpoint, glance, offer_of
 
 _NUM_OFFERED = 3
-"""Checkpoints that a group names, the newest valid ones: another may have looked before the last was visible."""
+"""Checkpoints that a group names: another may have looked before the last was visible."""
 
 
 class StartOver:
@@ -43,6 +44,7 @@ class StartOver:
         probe: Told of the moments of a load.
 
     Attributes:
+        reader: Reads checkpoints that might be loaded.
         rejected: Checkpoints and snapshots that cannot be used, and why, as of the last look.
     """
 
@@ -64,6 +66,9 @@ class StartOver:
         self._snapshots = snapshots
         self._load_s = 0.0
         self._probe = probe
+        self.reader = CheckpointReader()
+        self._offered: dict[Offer, Checkpoint] = {}
+        self._withdrawn: dict[Offer, str] = {}
         self.rejected: tuple[str, ...] = ()
 
     def now_s(self) -> float:
@@ -73,37 +78,52 @@ class StartOver:
     def wiped_out(self) -> None:
         """The rank has read of a wipe-out in the log."""
         self._wiped_out_at_s = self.now_s()
+        self._withdrawn = {}
 
     def left_out(self) -> None:
         """Training goes on without the rank, which comes too late."""
+        self.reader.stop()
         self._wiped_out_at_s = None
 
-    def valid_steps(self) -> tuple[int, ...]:
-        """Committed steps of the newest checkpoints that are whole, read from the first to the last byte.
+    def offers(self) -> tuple[Offer, ...]:
+        """The newest checkpoints that lack nothing at a glance, but for those that are withdrawn.
 
         Raises:
             OSError: The folder of the checkpoints cannot be read.
         """
         self._require_folder()
-        valid: list[int] = []
+        self._offered = {}
         rejected: list[str] = []
         for step in visible_steps(self._folder):
             try:
-                verify(checkpoint_path(self._folder, step))
+                checkpoint = glance(checkpoint_path(self._folder, step))
             except DamagedCheckpoint as error:
                 rejected.append(str(error))
                 continue
-            valid.append(step)
-            if len(valid) == _NUM_OFFERED:
+            offer = offer_of(checkpoint.manifest)
+            if offer in self._withdrawn:
+                rejected.append(self._withdrawn[offer])
+                continue
+            self._offered[offer] = checkpoint
+            if len(self._offered) == _NUM_OFFERED:
                 break
         self._require_folder()  # else what is missing is not damaged
         self.rejected = tuple(rejected)
-        return tuple(valid)
+        return tuple(self._offered)
+
+    def withdraw(self, reasons: Mapping[Offer, str]) -> None:
+        """These are not offered any more until the next wipe-out."""
+        self._withdrawn |= reasons
+
+    def read(self, offer: Offer, numbers: Collection[int]) -> None:
+        """Has files of a checkpoint read, if it is offered."""
+        if offer in self._offered:
+            self.reader.read(offer, self._offered[offer], numbers)
 
     def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...]]:
         """Snapshots of the group's ranks that are whole on its nodes, and of slices those of all of its ranks.
 
-        Collective over: all ranks of the group, after `valid_steps` where that is asked.
+        Collective over: all ranks of the group, after `offers` where that is asked.
         """
         if self._snapshots is None:
             return (), ()
@@ -132,6 +152,7 @@ class StartOver:
         Raises:
             JoinFailed: It is not there any more.
         """
+        self.reader.stop()
         began_s = time.monotonic()
         slices = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
         with self._loading(action.step + action.rework_steps):

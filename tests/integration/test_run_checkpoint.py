@@ -15,11 +15,12 @@ from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord
-from spare_megatron.runtime.checkpoints import aside_path, checkpoint_path, verify, visible_steps
+from spare_megatron.runtime.checkpoints import aside_path, checkpoint_path, visible_steps
 from spare_megatron.runtime.lock import Locked
 from spare_megatron.runtime.reports import RanksReady, RunEvent
 from spare_megatron.runtime.run import rank_main, start_run
 from spare_megatron.runtime.spec import RankMain, RankSpec
+from spare_megatron.runtime.verification import verify
 from tests.integration.whole_run import Run, complete_run, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

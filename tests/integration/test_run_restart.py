@@ -1,8 +1,10 @@
 """Runs that start again by themselves after a wipe-out."""
 
+import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,9 @@ from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfi
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
+from spare_megatron.runtime import checkpoint_reader
 from spare_megatron.runtime.checkpoints import checkpoint_path
-from spare_megatron.runtime.reports import GroupRestarted, RunEvent
+from spare_megatron.runtime.reports import GroupRestarted, RanksReady, RunEvent
 from spare_megatron.runtime.run import rank_main, start_run
 from spare_megatron.runtime.spec import RankSpec
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
@@ -59,15 +62,30 @@ def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_wi
 
 
 def damaging_rank(spec: RankSpec, reports: Connection) -> None:
-    """A rank; that of group 2 damages the newest checkpoint when it starts again."""
+    """A rank. When it starts again, nothing is read before all groups are up, and group 2 has flipped a bit."""
+    verify = checkpoint_reader.verify_file
+
+    def held_up(*arguments: Any) -> None:
+        end_s = time.monotonic() + 60.0
+        while not (spec.run_dir / "all_up").exists():
+            assert time.monotonic() < end_s, "whoever reads keeps its group from coming up"
+            time.sleep(0.01)
+        verify(*arguments)
+
     if spec.member == Member(GroupId(2), 1):
         [file, *_] = sorted(checkpoint_path(spec.run_dir / "checkpoints", 4).glob("*.distcp"))
-        file.write_bytes(file.read_bytes()[:-1])
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    checkpoint_reader.verify_file = held_up
     rank_main(spec, reports)
 
 
 def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(text_corpus: Path, tmp_path: Path) -> None:
-    """That after 4 steps is damaged, which the run says; what was committed after 2 steps is computed again."""
+    """That after 4 steps is damaged, which the run says; what was committed after 2 steps is computed again.
+
+    A group is up before anything is read, so that no timeout of a start ends it, however much there is to read.
+    """
     faults = [kill(Phase.FORWARD, 5, group) for group in (0, 1)]
     common = {"steps": STEPS + 1, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
     whole = complete_run(tiny_config(text_corpus, ONE_RANK, **common), tmp_path / "whole")
@@ -75,12 +93,21 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(text_cor
     saving = replace(config.checkpoint, interval_steps=2, asynchronous=False, keep_last=9)
     config = replace(config, checkpoint=saving)
     events: list[RunEvent] = []
-    start_run(config, tmp_path / "run", events.append, rank_main=damaging_rank)
+
+    def tell(event: RunEvent) -> None:
+        events.append(event)
+        if sum(isinstance(event, RanksReady) for event in events) == 6:
+            (tmp_path / "run" / "all_up").touch()
+
+    start_run(config, tmp_path / "run", tell, rank_main=damaging_rank)
     run = read_run(config, tmp_path / "run", events)
     assert_restarted(run, 1)
     assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
-    told = {text for event in events if isinstance(event, GroupRestarted) for text in event.rejected}
-    assert [text for text in told if "step-00000004" in text and "bytes" in text]
+    for event in events:
+        if isinstance(event, GroupRestarted):
+            [text] = event.rejected
+            assert text.startswith("step-00000004: ")
+            assert text.endswith("does not fit its SHA-256: its content has changed")
     assert same_bits(config, whole, run)
 
 

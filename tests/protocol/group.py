@@ -30,7 +30,7 @@ from spare_megatron.core.messages import (
     UpdateModel,
     VotesRead,
 )
-from spare_megatron.core.restart_messages import LoadCheckpoint, WaitingRead
+from spare_megatron.core.restart_messages import LoadCheckpoint, Offer, Waiting, WaitingRead
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Repair
@@ -281,13 +281,13 @@ class Group:
 
     def _await_restart(self) -> Steps:
         """Says that it waits, and decides on every change of who does; ends when an entry is written."""
-        steps = sorted(self._world.invariants.checkpoints)
-        yield from self._links.speak(lambda voice: voice.announce_restart(steps))
+        own = Waiting(member=self.member, offers=tuple(map(Offer, sorted(self._world.invariants.checkpoints))))
+        yield from self._links.speak(lambda voice: voice.announce_restart(own))
         self._world.wiped_out(self.member)
         while not self._world.is_written(self._links.head):
             waiting = yield from self._links.speak(lambda voice: voice.waiting_to_restart(self._world.groups))
             waited_s = math.inf if self._world.is_patience_over else 0.0
-            for action in self._handle(WaitingRead(waiting=waiting, waited_s=waited_s)):
+            for action in self._handle(WaitingRead(group=self.group, waiting=waiting, waited_s=waited_s)):
                 yield from self._execute(action)
             seen = (self._world.num_waiting, self._world.is_patience_over)
             yield Until(

@@ -17,23 +17,20 @@ from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.checkpoints import (
     MANIFEST,
-    DamagedCheckpoint,
     StoredFile,
     aside_path,
     checkpoint_path,
     clear_leftovers,
     drop,
     manifest_of,
-    newest_valid,
     publish,
-    read_manifest,
     require_folder,
     step_of,
-    verify,
     visible_steps,
 )
 from spare_megatron.runtime.loading import resolve_load, resumed
 from spare_megatron.runtime.lock import locked
+from spare_megatron.runtime.verification import DamagedCheckpoint, newest_valid, read_manifest, verify
 
 CONFIG = RunConfig()
 STACKED = replace(CONFIG, optimizer=replace(CONFIG.optimizer, sharding="stacked", redundancy=1))

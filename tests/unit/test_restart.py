@@ -1,9 +1,14 @@
 """With whom training starts again after a wipe-out, and from where."""
 
-from spare_megatron.core.messages import Restart, StopWipeOut
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from spare_megatron.core.messages import AppendEntry, Restart, StopWipeOut
 from spare_megatron.core.placement import make_placement
-from spare_megatron.core.restart import RestartLimits, Restarts, decide_restart
-from spare_megatron.core.restart_messages import GiveUp, Waiting, WaitingRead
+from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
+from spare_megatron.core.restart_messages import GiveUp, Offer, ReadFiles, Reading, Waiting, WaitingRead, WithdrawOffers
 from spare_megatron.core.topology import GroupId, Member
 
 RING = make_placement("golomb", 3, 2)
@@ -12,11 +17,12 @@ GONE = "/shared/checkpoints is not the folder that the run began with"
 
 
 def waiting(group: int, *steps: int, failure: str = "") -> Waiting:
-    return Waiting(member=Member(GroupId(group), 1), steps=steps, failure=failure)
+    """A group with checkpoints of no files, of which there is nothing to read."""
+    return Waiting(member=Member(GroupId(group), 1), offers=tuple(map(Offer, steps)), failure=failure)
 
 
-def decide(*waits: Waiting, waited_s: float, first_step: int = 0) -> Restart | GiveUp | None:
-    return decide_restart(9, RING, waits, waited_s, 0, LIMITS, first_step=first_step)
+def decide(*waits: Waiting, waited_s: float, first_step: int = 0) -> Restart | GiveUp | Offer | None:
+    return decide_restart(9, Search(RING, waits, waited_s, LIMITS), 0, first_step=first_step)
 
 
 def restart(step: int, *groups: int) -> Restart:
@@ -71,6 +77,158 @@ def test_what_this_training_has_not_saved_is_no_checkpoint_of_it() -> None:
     """A save may end after the wipe-out that undid its step."""
     restarts = Restarts(LIMITS, RING)
     restarts.wiped_out(StopWipeOut(step=9))
-    event = WaitingRead(waiting=tuple(waiting(group, 8, 6, 4) for group in range(3)), waited_s=0.0)
+    waits = tuple(waiting(group, 8, 6, 4) for group in range(3))
+    event = WaitingRead(group=GroupId(0), waiting=waits, waited_s=0.0)
     (append,) = restarts.decide(event, {0, 4, 6}, {}, 0.0, 7)
     assert append.entry == restart(6, 0, 1, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+NEW, OLD = Offer(step=6, num_files=4, digest="new"), Offer(step=4, num_files=4, digest="old")
+ALL = (0, 1, 2, 3)
+
+
+def reader(group: int, *readings: Reading, offers: tuple[Offer, ...] = (NEW, OLD), silent_s: float = 0.0) -> Waiting:
+    return Waiting(
+        member=Member(GroupId(group), 1),
+        offers=offers,
+        readings=readings,
+        is_reading=silent_s > 0.0,
+        silent_s=silent_s,
+    )
+
+
+def asked(group: int, *waits: Waiting, waited_s: float = 0.0) -> object:
+    """What follows for the group."""
+    restarts = Restarts(LIMITS, RING)
+    restarts.wiped_out(StopWipeOut(step=9))
+    event = WaitingRead(group=GroupId(group), waiting=waits, waited_s=waited_s)
+    actions = restarts.decide(event, range(10), {}, 0.0, 7)
+    return actions[0] if actions else None
+
+
+def files(group: int, *waits: Waiting, waited_s: float = 0.0) -> tuple[int, ...]:
+    found = asked(group, *waits, waited_s=waited_s)
+    assert isinstance(found, ReadFiles)
+    assert found.offer == NEW
+    return found.numbers
+
+
+def test_each_file_of_the_newest_checkpoint_is_read_by_one_group_before_anybody_loads_it() -> None:
+    waits = [reader(group) for group in range(3)]
+    assert [files(group, *waits) for group in range(3)] == [(0, 3), (1,), (2,)]
+    waits[1:] = [reader(1, Reading(NEW, whole=(1,))), reader(2, Reading(NEW, whole=(2,)))]
+    assert [files(group, *waits) for group in range(3)] == [(0, 3), (), ()]
+    waits[0] = reader(0, Reading(NEW, whole=(0, 3)))
+    assert decide(*waits, waited_s=0.0) == restart(6, 0, 1, 2)
+
+
+def test_reading_begins_before_all_are_there_and_who_does_not_come_is_stood_in_for() -> None:
+    waits = [reader(0), reader(1)]
+    assert [files(group, *waits) for group in range(2)] == [(0, 3), (1,)]
+    assert [files(group, *waits, waited_s=5.0) for group in range(2)] == [(0, 2), (1, 3)]
+
+
+def test_however_long_the_reading_takes_nobody_is_given_up_who_gets_on() -> None:
+    waits = [reader(group, Reading(NEW, num_bytes=group), silent_s=4.9) for group in range(3)]
+    assert [files(group, *waits, waited_s=1e6) for group in range(3)] == [(0, 3), (1,), (2,)]
+
+
+def test_who_gets_no_further_is_stood_in_for_and_left_out() -> None:
+    waits = [reader(0, Reading(NEW, whole=(0, 3))), reader(1, Reading(NEW, whole=(1,))), reader(2, silent_s=5.0)]
+    assert [files(group, *waits, waited_s=9.0) for group in range(2)] == [(2,), ()]
+    waits[0] = reader(0, Reading(NEW, whole=(0, 2, 3)))
+    assert decide(*waits, waited_s=9.0) == restart(6, 0, 1)
+    stuck = decide(*(reader(group, silent_s=5.0) for group in range(3)), waited_s=9.0)
+    assert isinstance(stuck, GiveUp)
+    assert "group 0 has got no further with reading checkpoints for checkpoint.restart_wait_s=5" in stuck.reason
+
+
+def test_what_another_life_or_another_checkpoint_of_the_step_has_read_does_not_count() -> None:
+    other = Reading(Offer(step=6, num_files=4, digest="another"), whole=ALL)
+    waits = [reader(group, other) for group in range(3)]
+    assert [files(group, *waits) for group in range(3)] == [(0, 3), (1,), (2,)]
+
+
+def test_what_one_group_finds_damaged_is_read_by_the_next_and_then_by_nobody() -> None:
+    bad = Reading(NEW, damaged=(1,), reason="step-00000006: 1.distcp has changed")
+    waits = [reader(0, Reading(NEW, whole=(0, 3))), reader(1, bad), reader(2, Reading(NEW, whole=(2,)))]
+    assert [files(group, *waits) for group in range(3)] == [(), (), (1,)]
+    waits[2] = reader(2, Reading(NEW, whole=(2,), damaged=(1,), reason=bad.reason))
+    for group in range(3):
+        assert asked(group, *waits) == WithdrawOffers(reasons={NEW: bad.reason})
+    # Whoever has not withdrawn it may have older ones to name.
+    waits[:2] = [replace(item, offers=(OLD,)) for item in waits[:2]]
+    assert asked(0, *waits) is None
+    waits[2] = replace(waits[2], offers=(OLD,))
+    assert decide(*waits, waited_s=0.0) == OLD, "it is to be read now"
+
+
+def test_a_group_that_alone_finds_a_file_damaged_does_not_send_the_others_back() -> None:
+    bad = Reading(NEW, damaged=(1,), reason="step-00000006: 1.distcp cannot be read")
+    rest = Reading(NEW, whole=(0, 3)), Reading(NEW, whole=(1, 2))
+    waits = [reader(0, rest[0], offers=(NEW,)), reader(1, bad, offers=(NEW,)), reader(2, rest[1], offers=(NEW,))]
+    assert asked(0, *waits) is None
+    found = asked(1, *waits)
+    assert isinstance(found, WithdrawOffers)
+    assert found.reasons == {NEW: f"{bad.reason}; another group finds it whole"}
+    waits[1] = replace(waits[1], offers=())
+    assert decide(*waits, waited_s=4.9) is None
+    assert decide(*waits, waited_s=5.0) == restart(6, 0, 2)
+
+
+def test_the_last_group_alone_needs_no_second_witness() -> None:
+    bad = Reading(NEW, damaged=(2,), reason="gone")
+    ring = make_placement("golomb", 1, 1)
+    search = Search(ring, [reader(0, bad)], 0.0, LIMITS)
+    assert search.refused_by(GroupId(0)) == {NEW: "gone"}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed: int) -> None:
+    """Each group acts on what it hears, the others have not heard of it yet; some die and come back with nothing read.
+
+    The storage is known here: which files are damaged, and whose way to it is bad. From it follows the outcome.
+    """
+    random = Random(seed)
+    offers = [Offer(step, random.randint(1, 6), f"of {step}") for step in (2, 4, 6, 8)]
+    damaged = {offer: {n for n in range(offer.num_files) if random.random() < 0.2} for offer in offers[1:]}
+    read: dict[int, dict[Offer, tuple[set[int], set[int]]]] = {group: {} for group in range(3)}
+    withdrawn: dict[int, set[Offer]] = {group: set() for group in range(3)}
+    lives = [1, 1, 1]
+    restarts = Restarts(LIMITS, RING)
+    restarts.wiped_out(StopWipeOut(step=9))
+
+    def say(group: int) -> Waiting:
+        return Waiting(
+            member=Member(GroupId(group), lives[group]),
+            offers=tuple(offer for offer in reversed(offers) if offer not in withdrawn[group])[:2],
+            readings=tuple(
+                Reading(offer, tuple(whole), tuple(bad), "bad" if bad else "")
+                for offer, (whole, bad) in read[group].items()
+            ),
+        )
+
+    said = {group: say(group) for group in range(3)}
+    for _ in range(2000):
+        group = random.randrange(3)
+        if random.random() < 0.02 and sum(lives) < 8:
+            lives[group], read[group], withdrawn[group] = lives[group] + 1, {}, set()
+        said[group] = say(group)
+        event = WaitingRead(group=GroupId(group), waiting=tuple(said.values()), waited_s=0.0)
+        for action in restarts.decide(event, range(10), {GroupId(g): life - 1 for g, life in enumerate(lives)}, 0.0, 7):
+            match action:
+                case ReadFiles(offer=offer, numbers=numbers) if numbers:
+                    number = random.choice(numbers)
+                    found = read[group].setdefault(offer, (set(), set()))
+                    found[number in damaged.get(offer, ())].add(number)
+                case WithdrawOffers(reasons=reasons):
+                    withdrawn[group] |= set(reasons)
+                case AppendEntry(entry=entry):
+                    expected = max(offer.step for offer in offers if not damaged.get(offer))
+                    assert entry == Restart(
+                        step=expected, members=tuple(Member(GroupId(g), life) for g, life in enumerate(lives))
+                    )
+                    return
+    pytest.fail("training never starts again")

@@ -9,8 +9,8 @@ import pytest
 
 from spare_megatron.core.messages import AppendEntry, StopWipeOut
 from spare_megatron.core.placement import make_placement
-from spare_megatron.core.restart import RestartLimits, Restarts, decide_restart
-from spare_megatron.core.restart_messages import Waiting, WaitingRead
+from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
+from spare_megatron.core.restart_messages import Offer, Waiting, WaitingRead
 from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.snapshots import (
     Held,
@@ -261,11 +261,12 @@ def test_none_is_taken_where_none_is_wanted_or_due() -> None:
 
 def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_both_are_alike() -> None:
     ring = make_placement("golomb", 2, 1)
-    waiting = [Waiting(member=Member(GroupId(group), 1), steps=(8, 4)) for group in (0, 1)]
+    waiting = [Waiting(member=Member(GroupId(group), 1), offers=(Offer(8), Offer(4))) for group in (0, 1)]
     for step, attempt in ((6, None), (8, 18), (10, 20)):
         snapshot = WholeSnapshot(step=step, attempt=step + 10)
-        entry = decide_restart(11, ring, waiting, 0.0, 0, LIMITS, snapshot=snapshot)
-        assert entry == decide_restart(11, ring, waiting, 0.0, 0, LIMITS, snapshot=None) if attempt is None else entry
+        entry = decide_restart(11, Search(ring, waiting, 0.0, LIMITS, snapshot), 0)
+        without = decide_restart(11, Search(ring, waiting, 0.0, LIMITS), 0)
+        assert entry == without if attempt is None else entry
         assert (entry.step, entry.snapshot) == (max(step, 8), attempt)  # type: ignore[union-attr]
 
 
@@ -273,11 +274,11 @@ def test_only_what_those_hold_counts_who_wait_in_a_new_life() -> None:
     restarts = Restarts(LIMITS, make_placement("golomb", 2, 2), policy_for(2))
     restarts.snapshots.after(2, 12, ids(0, 1))
     restarts.wiped_out(StopWipeOut(step=3))
-    waiting = tuple(Waiting(member=Member(GroupId(group), 1), steps=()) for group in (0, 1))
+    waiting = tuple(Waiting(member=Member(GroupId(group), 1), offers=()) for group in (0, 1))
     gone = replace(waiting[0], member=Member(GroupId(0), 0), held=(Held(12, 0, "a"),))
     over = {GroupId(0): 0, GroupId(1): 0}
     for others, expected in (((gone, waiting[1]), None), ((waiting[0], replace(waiting[1], held=gone.held)), 12)):
-        event = WaitingRead(waiting=others, waited_s=LIMITS.wait_s)
+        event = WaitingRead(group=GroupId(1), waiting=others, waited_s=LIMITS.wait_s)
         (append,) = restarts.decide(event, range(100), over, 0.0, 7)
         assert isinstance(append, AppendEntry)
         assert append.entry.snapshot == expected  # type: ignore[union-attr]
@@ -293,12 +294,14 @@ def test_a_restart_from_memory_needs_every_slice() -> None:
         waiting = tuple(
             Waiting(
                 member=Member(GroupId(group), 1),
-                steps=(),
+                offers=(),
                 held=held,
                 slices=(HeldSlice(12, SliceId(number), "s"),),
             )
             for group, number in itertools.zip_longest((0, 1), numbers, fillvalue=numbers[0])
         )
-        (append,) = restarts.decide(WaitingRead(waiting=waiting, waited_s=0.0), range(100), {}, 0.0, 7)
+        (append,) = restarts.decide(
+            WaitingRead(group=GroupId(0), waiting=waiting, waited_s=0.0), range(100), {}, 0.0, 7
+        )
         assert isinstance(append, AppendEntry)
         assert append.entry.snapshot == expected  # type: ignore[union-attr]

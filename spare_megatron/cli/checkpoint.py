@@ -25,11 +25,13 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
     """List checkpoints, the newest first, by what their manifests say."""
+    from spare_megatron.runtime.refusals import refusal_of
     from spare_megatron.runtime.verification import DamagedCheckpoint, read_manifest
 
     entries: list[dict[str, Any]] = []
     for checkpoint in _checkpoints("list", path):
         entry: dict[str, Any] = {"path": str(checkpoint), "step": None, "num_bytes": None, "damage": ""}
+        entry["refused"] = refusal_of(checkpoint)
         try:
             manifest = read_manifest(checkpoint)
             entry |= {"step": manifest.step, "num_bytes": manifest.num_bytes}
@@ -41,14 +43,14 @@ def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
         return
     for entry in entries:
         what = f"{entry['step']} steps  {entry['num_bytes'] / 1e6:.1f} MB" if not entry["damage"] else entry["damage"]
-        typer.echo(f"{entry['path']}  {what}")
+        typer.echo(f"{entry['path']}  {what}" + (f"  refused: {entry['refused']}" if entry["refused"] else ""))
 
 
 @app.command()
 def verify(path: _PATH, as_json: _JSON = False) -> None:
     """Read every file of checkpoints against its SHA-256.
 
-    Exit codes: 0 all are whole, 1 one is damaged, 2 there is none.
+    Exit codes: 0 all are whole, 1 one is damaged or was refused by the run that saved it, 2 there is none.
     """
     from spare_megatron.runtime import verification
 
@@ -70,6 +72,7 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
 @app.command()
 def show(path: _PATH, as_json: _JSON = False) -> None:
     """Show what the newest checkpoint of a path holds, by its manifest."""
+    from spare_megatron.runtime.refusals import refusal_of
     from spare_megatron.runtime.verification import DamagedCheckpoint, read_manifest
 
     newest = _checkpoints("show", path)[0]
@@ -79,9 +82,11 @@ def show(path: _PATH, as_json: _JSON = False) -> None:
         except DamagedCheckpoint as error:
             raise ValueError(str(error)) from error
     if as_json:
-        typer.echo(json.dumps({"path": str(newest), **asdict(manifest)}))
+        typer.echo(json.dumps({"path": str(newest), "refused": refusal_of(newest), **asdict(manifest)}))
         return
     typer.echo(str(newest))
+    if refusal_of(newest):
+        typer.echo(f"  {'refused':24}  {refusal_of(newest)}")
     for name, value in _lines(manifest):
         typer.echo(f"  {name:24}  {value}")
 

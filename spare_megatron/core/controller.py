@@ -191,30 +191,33 @@ class Controller:
         group = fence.group
         self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
         left = tuple(voter for voter in self.voters if not fence.hits(voter))
-        self._saves.lost(filter(fence.hits, self._attempted_by), self.step, is_wrong=fence.discard)
+        wrong = fence.reason if fence.discard else ""
+        refused = self._saves.lost(filter(fence.hits, self._attempted_by), self.step, wrong)
+        self.restarts.snapshots.lost(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
-            # Two who saw the same loss both wrote it, or who is lost was not taken in yet. The entry may stand where a
-            # decision was to stand.
-            return (ReadVotes(attempt=self.attempt, voters=self._attempted_by), ReadEntry(index=self.head))
+            # Two who saw it both wrote it, or nobody took part who is lost. It may stand where a decision was to stand.
+            return (*refused, ReadVotes(attempt=self.attempt, voters=self._attempted_by), ReadEntry(index=self.head))
         if fence.error and fence.error == self._last_error:
             # Whoever computes that microbatch next would meet it too, until no group is left.
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
-            return (StopHalted(step=self.step, reason=reason),)
+            return (*refused, StopHalted(step=self.step, reason=reason))
         self._last_error = fence.error or self._last_error
         self._change_voters(left)
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not left:
             shards = tuple(ShardId(int(group)) for group in self._everybody)
-            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards))
+            return (*refused, *self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards)))
         try:
-            repairs = self._own(self.ownership and self.ownership.for_members(left))
+            actions = (*refused, *self._own(self.ownership and self.ownership.for_members(left)))
         except StateWipeOut as wipe_out:
-            stop = StopWipeOut(step=self.step, slices=wipe_out.slices, cause=fence.reason if fence.discard else "")
-            return self.restarts.wiped_out(stop)
+            return (
+                *refused,
+                *self.restarts.wiped_out(StopWipeOut(step=self.step, slices=wipe_out.slices, cause=wrong)),
+            )
         return (
             self._build_communicator(),
-            *repairs,
+            *actions,
             ReadVotes(attempt=self.attempt, voters=self._attempted_by),
             ReadEntry(index=self.head),
         )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, ReadFiles, WaitingRead, WithdrawOffers
-from spare_megatron.core.saves import SaveCheckpoint, SaveEnd
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint, SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.snapshots import TakeSnapshot
@@ -363,6 +363,7 @@ Action = (
     | GatherParams
     | StartRepairs
     | SaveCheckpoint
+    | RefuseCheckpoint
     | TakeSnapshot
     | LoadCheckpoint
     | ReadFiles

@@ -55,6 +55,23 @@ class SaveCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseCheckpoint:
+    """An action: see to it that nobody begins with this checkpoint, for it holds state that was found to be wrong.
+
+    Attributes:
+        step: Committed steps that it holds.
+        member: Who has saved it, or is about to.
+        epoch: Number of the set of groups then.
+        reason: What was wrong.
+    """
+
+    step: int
+    member: Member
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
     """When checkpoints are due.
 
@@ -96,15 +113,16 @@ class Saves:
         self._under_way: tuple[int, Member] | None = None
         self._gone: set[Member] = set()  # since the last save was begun
         self._lost_since_commit: set[Member] = set()
-        self._is_in_doubt = False  # state was found wrong since the last commit
-        self._writers: dict[int, frozenset[Member]] = {first_step: frozenset()}
+        self._doubt = ""  # what was found wrong since the last commit
+        self._first_step = first_step
+        self._taken: dict[int, SaveCheckpoint] = {}  # but for those that are refused, or undone
         life_s = self._policy.group_life_s
         self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
 
     @property
     def saved(self) -> frozenset[int]:
         """Committed steps of which this training may have checkpoints that are sound, those it began with included."""
-        return frozenset(self._writers)
+        return frozenset((self._first_step, *self._taken))
 
     def is_due(self, step: int, at_s: float, members: Sequence[GroupId], *, is_last: bool) -> bool:
         """Whether the commit after which this many steps are committed takes a checkpoint.
@@ -127,7 +145,7 @@ class Saves:
 
     def committed(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
         """A step is committed, and with it saves are told to have ended."""
-        self._lost_since_commit, self._is_in_doubt = set(), False
+        self._lost_since_commit, self._doubt = set(), ""
         if self._experience is not None:
             self._experience.committed(at_s, num_members)
         for end in ends:
@@ -148,7 +166,7 @@ class Saves:
         self._last_at_s = at_s
         self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
 
-    def lost(self, members: Iterable[Member], step: int, *, is_wrong: bool = False) -> None:
+    def lost(self, members: Iterable[Member], step: int, wrong: str = "") -> tuple[RefuseCheckpoint, ...]:
         """These are lost. What one of them was saving is due again at once, but where steps are stated.
 
         Once state is found wrong, what any group that is lost in the same step wrote of it into a checkpoint counts as
@@ -157,16 +175,21 @@ class Saves:
         Args:
             members: Who is lost; again if more is known of it.
             step: Committed steps.
-            is_wrong: Their state after as many steps was found to be wrong.
+            wrong: What was found to be wrong with their state after as many steps; empty if nothing was.
         """
-        gone = set(members) - self._lost_since_commit
+        named = set(members)
+        gone = named - self._lost_since_commit
         self._gone |= gone
         self._lost_since_commit |= gone
-        self._is_in_doubt |= is_wrong
-        if self._is_in_doubt and self._lost_since_commit & self._writers.get(step, frozenset()):
-            del self._writers[step]
         if self._experience is not None:
             self._experience.lost(member.group for member in gone)
+        if wrong and not self._doubt:
+            self._doubt = f"group {min(named).group}: {wrong}" if named else wrong
+        save = self._taken.get(step)
+        if not self._doubt or save is None or not self._lost_since_commit & {save.member}.union(*save.hosts):
+            return ()
+        del self._taken[step]
+        return (RefuseCheckpoint(step=step, member=save.member, epoch=save.epoch, reason=self._doubt),)
 
     def admitted(self, members: Iterable[Member]) -> None:
         """These take part again."""
@@ -175,10 +198,10 @@ class Saves:
 
     def restarted(self, step: int, at_s: float) -> None:
         """Training begins again after this many committed steps: later ones are undone."""
-        self._writers = {saved: writers for saved, writers in self._writers.items() if saved <= step}
+        self._taken = {saved: action for saved, action in self._taken.items() if saved <= step}
         self._begin(step, at_s)
         self._under_way = None
-        self._lost_since_commit, self._is_in_doubt = set(), False
+        self._lost_since_commit, self._doubt = set(), ""
         if self._experience is not None:
             self._experience.restarted()
 
@@ -200,8 +223,7 @@ class Saves:
         member = voters[self._num_saves % len(voters)]
         self._num_saves += 1
         self._under_way = (step, member)
-        self._writers[step] = frozenset({member}.union(*(slices.hosts if slices else ())))
-        return SaveCheckpoint(
+        action = SaveCheckpoint(
             step=step,
             member=member,
             voters=voters,
@@ -211,6 +233,8 @@ class Saves:
             owners=slices.owners if slices else (),
             is_last=is_last,
         )
+        self._taken[step] = action
+        return action
 
     def _begin(self, step: int, at_s: float) -> None:
         self._last_at_s, self._last_step, self._share = at_s, step, 1.0

@@ -115,7 +115,8 @@ class Snapshots:
 
     def __init__(self, policy: SnapshotPolicy | None) -> None:
         self._policy = policy
-        self._taken: tuple[WholeSnapshot, ...] = ()  # the last ones that no restart undid
+        self._taken: tuple[WholeSnapshot, ...] = ()  # the last ones that are neither undone nor wrong
+        self._holders: dict[int, frozenset[GroupId]] = {}  # of each of these, by its attempt
 
     def after(
         self, step: int, attempt: int, groups: Sequence[GroupId], ownership: Ownership | None = None
@@ -133,15 +134,28 @@ class Snapshots:
             return ()
         previous = self._taken[-1].attempt if self._taken else -1
         self._taken = (*self._taken[1 - _NUM_REMEMBERED :], WholeSnapshot(step, attempt))
-        return (
-            TakeSnapshot(
-                step=step,
-                attempt=attempt,
-                previous=previous,
-                settled_by=step + policy.every_steps - 1,
-                holders=holders_of_snapshot(policy, groups),
-                slice_holders=() if ownership is None else holders_of_slices(policy, ownership.hosts),
-            ),
+        action = TakeSnapshot(
+            step=step,
+            attempt=attempt,
+            previous=previous,
+            settled_by=step + policy.every_steps - 1,
+            holders=holders_of_snapshot(policy, groups),
+            slice_holders=() if ownership is None else holders_of_slices(policy, ownership.hosts),
+        )
+        self._holders = {one.attempt: self._holders.get(one.attempt, frozenset()) for one in self._taken}
+        self._holders[attempt] = frozenset().union(*action.holders, *action.slice_holders)
+        return (action,)
+
+    def lost(self, group: GroupId, wrong_after: int | None) -> None:
+        """The group is lost.
+
+        Args:
+            group: The group.
+            wrong_after: Committed steps after which its state was found to be wrong; None if it was not. What it
+                keeps of a snapshot of just these steps is wrong, too.
+        """
+        self._taken = tuple(
+            one for one in self._taken if one.step != wrong_after or group not in self._holders[one.attempt]
         )
 
     def restarted(self, step: int) -> None:

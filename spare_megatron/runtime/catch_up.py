@@ -20,6 +20,7 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.saves import RefuseCheckpoint
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
@@ -111,6 +112,8 @@ class CatchUp:
             match action:
                 case StopWipeOut(reason="") if self._may_restart:
                     self._start_over.wiped_out()
+                case RefuseCheckpoint() if self._agreement.is_leader:
+                    self._start_over.refuse(action)
                 case AdmitGroups(members=members) if self._agreement.member in members:
                     return deque(list(actions)[number:])
                 case LoadCheckpoint() if self._agreement.member in self._controller.voters:

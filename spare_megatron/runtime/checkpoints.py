@@ -231,15 +231,23 @@ def publish(aside: Path, manifest: Manifest, probe: Callable[[Phase], None]) -> 
     return Checkpoint(path=path, manifest=manifest)
 
 
+def forestall(folder: Path, step: int, member: Member) -> None:
+    """What the member is still writing of a checkpoint never becomes visible."""
+    _remove(aside_path(folder, step, member))
+
+
 def drop(folder: Path, steps: Iterable[int]) -> None:
     """Removes checkpoints. None of them is ever visible in part."""
     for step in sorted(steps):
-        path = checkpoint_path(folder, step)
-        aside = path.with_name(f"{path.name}.dropped.tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        with suppress(FileNotFoundError):  # another group drops what it has superseded
-            _rename(path, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(checkpoint_path(folder, step))
+
+
+def _remove(path: Path) -> None:
+    aside = path.with_name(f"{path.name}.dropped.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(FileNotFoundError):  # another group drops what it has superseded
+        _rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _rename(path: Path, new: Path) -> None:

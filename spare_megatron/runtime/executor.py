@@ -104,7 +104,7 @@ class GroupExecutor:
         self._report = report
         self._probe = probe
         self._digests = digests
-        self._saves = saves
+        self.saves = saves
         self._clock = RecoveryClock(self._group)
         self._step: _Step | None = None
         self._head = 0
@@ -278,7 +278,7 @@ class GroupExecutor:
         self._reduction.commit()
         self._write_recoveries()
         self._probe(Phase.AFTER_COMMIT)
-        self._saves.await_copies(step + 1)
+        self.saves.await_copies(step + 1)
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.loss_sum)
         self._digests.committed()
@@ -300,7 +300,7 @@ class GroupExecutor:
                 compute_s=[round(spent_s, 6) for spent_s in self._reduction.compute_s],
             )
         )
-        self._saves.tell()
+        self.saves.tell()
         if not self.lacks_params:
             self._hold_params(step + 1)
         self._report_if_leader(
@@ -327,11 +327,11 @@ class GroupExecutor:
             self._digests.is_wanted = True
         elif not self._digests.value.params:
             self._digests.check(action.step, self.num_restarts)
-        self._saves.save(action, self._head, has_params=not self.lacks_params)
+        self.saves.save(action, self._head, has_params=not self.lacks_params)
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Begins a snapshot of the present state, where this rank is to keep it."""
-        self._saves.take_snapshot(action, has_params=not self.lacks_params)
+        self.saves.take_snapshot(action, has_params=not self.lacks_params)
 
     # ---------------------------------------------------------------------------------------------------- slices
 
@@ -352,7 +352,7 @@ class GroupExecutor:
         self._gather.run(action, self._connected, self._head)
         if lacked and not self.lacks_params:
             self._hold_params(action.step)
-            self._saves.go_on(action.step)
+            self.saves.go_on(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
         """Has missing copies made, and lets go of slices that this group is not to hold any more."""
@@ -376,8 +376,8 @@ class GroupExecutor:
         self._write_recoveries()
         if not self._digests.value.params and not self.lacks_params:
             self._digests.check(step, self.num_restarts)
-        self._saves.finish()
-        self._saves.tell()
+        self.saves.finish()
+        self.saves.tell()
 
     # --------------------------------------------------------------------------------------------------- helpers
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict
 
-from spare_megatron.core.saves import SaveCheckpoint, SaveEnd
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint, SaveEnd
 from spare_megatron.core.snapshots import TakeSnapshot
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import CadenceRecord
@@ -64,6 +64,11 @@ class GroupSaves:
             self._saver.go_on(step)
         if self._snapshotter is not None:
             self._snapshotter.go_on()
+
+    def refuse(self, action: RefuseCheckpoint) -> None:
+        """Has a checkpoint marked that holds wrong state."""
+        assert self._saver is not None, "only a run that takes checkpoints refuses one"
+        self._saver.refuse(action)
 
     def take_snapshot(self, action: TakeSnapshot, *, has_params: bool) -> None:
         """Begins a snapshot of the present state, where this rank is to keep it.

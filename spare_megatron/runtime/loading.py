@@ -28,7 +28,7 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
     Args:
         config: A configuration without problems.
         folder: Where the run's own checkpoints go.
-        reject: Told of every newer checkpoint that is damaged.
+        reject: Told of every newer checkpoint that is damaged or refused.
 
     Raises:
         ValueError: There is none that this run can go on from; or the folder has later ones, which the run would
@@ -71,7 +71,7 @@ def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
         try:
             return verify(path)
         except DamagedCheckpoint as error:
-            raise ValueError(f"checkpoint.load={path} is damaged: {error}; choose an earlier one") from error
+            raise ValueError(f"checkpoint.load={path} cannot be used: {error}; choose an earlier one") from error
     search = newest_valid(below(path))
     rejected.extend(search.rejected)
     if search.found is None:

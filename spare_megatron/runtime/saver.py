@@ -25,7 +25,7 @@ from spare_megatron.control.store import ControlStore, StoreLost
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.retention import superseded
-from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
 from spare_megatron.mcore.checkpoint import GroupState, Written, join_slices
@@ -34,6 +34,7 @@ from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.checkpoints import (
     StoredFile,
     aside_path,
+    checkpoint_path,
     clear_leftovers,
     drop,
     manifest_of,
@@ -42,6 +43,7 @@ from spare_megatron.runtime.checkpoints import (
     visible_steps,
 )
 from spare_megatron.runtime.probe import RankProbe
+from spare_megatron.runtime.refusals import refusal_of, refuse
 from spare_megatron.runtime.save_board import SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.runtime.slice_saver import SliceSaver
 from spare_megatron.runtime.verification import DamagedCheckpoint, verify_file
@@ -109,6 +111,7 @@ class Saver:
         self._store: ControlStore | None = None  # of that thread
         self._save: _Save | None = None  # whose copy is being made
         self._under_way: deque[tuple[_Save, Future[None]]] = deque()
+        self._refusing: list[Future[None]] = []
         self._finished: list[_Save] = []
         self._postponed: tuple[SaveCheckpoint, int] | None = None
 
@@ -163,6 +166,11 @@ class Saver:
             assert action.step == step, "nothing is updated while parameters are lacking"
             self.save(action, head, has_params=True)
 
+    def refuse(self, action: RefuseCheckpoint) -> None:
+        """On the first rank, has a checkpoint marked that another group has saved."""
+        if self._is_first:
+            self._refusing.append(self._thread.submit(refuse, self._folder, action))
+
     def await_copy(self) -> None:
         """Returns when the state may change."""
         if self._copied.is_set():
@@ -180,7 +188,8 @@ class Saver:
             save = _Save(action=action, head=head, is_saver=True, reason="the parameters have not come together")
             self._refuse(save)
         with self._probe.during(Operation.SAVE):
-            wait([writing for _, writing in self._under_way], self._config.checkpoint.timeout_s)
+            under_way = [*self._refusing, *(writing for _, writing in self._under_way)]
+            wait(under_way, self._config.checkpoint.timeout_s)
 
     def take_finished(self) -> list[CheckpointRecord]:
         """How saves have ended since this was asked last."""
@@ -288,7 +297,9 @@ class Saver:
         self._probe(Phase.SAVE_DROP)
         policy = self._config.checkpoint
         # Later ones are from before a restart, or of a group that was faster: they say nothing of what is superseded.
-        steps = [step for step in visible_steps(self._folder) if step <= manifest.step]
+        earlier = [step for step in visible_steps(self._folder) if step <= manifest.step]
+        # What is refused supersedes nothing, and stays for whoever wants to know what went wrong.
+        steps = [step for step in earlier if not refusal_of(checkpoint_path(self._folder, step))]
         try:
             drop(self._folder, superseded(steps, policy.keep_last, policy.keep_every_steps))
         except OSError as error:

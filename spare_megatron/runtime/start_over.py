@@ -9,6 +9,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint, Offer
+from spare_megatron.core.saves import RefuseCheckpoint
 from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.journal.records import RestartRecord
@@ -24,6 +25,7 @@ from spare_megatron.runtime.checkpoints import (
 )
 from spare_megatron.runtime.join import JoinFailed
 from spare_megatron.runtime.probe import RankProbe
+from spare_megatron.runtime.refusals import refuse
 from spare_megatron.runtime.snapshot_loader import SnapshotLoader
 from spare_megatron.runtime.verification import DamagedCheckpoint, glance, offer_of
 
@@ -79,6 +81,10 @@ class StartOver:
         """The rank has read of a wipe-out in the log."""
         self._wiped_out_at_s = self.now_s()
         self._withdrawn = {}
+
+    def refuse(self, action: RefuseCheckpoint) -> None:
+        """Marks a checkpoint that holds wrong state: those who found it out may not have lived to do so."""
+        refuse(self._folder, action)
 
     def left_out(self) -> None:
         """Training goes on without the rank, which comes too late."""

@@ -20,7 +20,7 @@ from spare_megatron.core.messages import (
     UpdateModel,
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.snapshots import TakeSnapshot
 from spare_megatron.runtime.executor import GroupExecutor
@@ -79,6 +79,8 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             executor.update_model(step, attempt)
         case SaveCheckpoint():
             executor.save_checkpoint(action)
+        case RefuseCheckpoint():
+            executor.saves.refuse(action)
         case TakeSnapshot():
             executor.take_snapshot(action)
         case GatherParams():

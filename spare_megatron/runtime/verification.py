@@ -18,12 +18,13 @@ from spare_megatron.runtime.checkpoints import (
     digest_of,
     visible_steps,
 )
+from spare_megatron.runtime.refusals import refusal_of
 
 _CHUNK_BYTES = 1 << 20
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is not what was written; the text names the file."""
+    """A checkpoint is not what was written, and the text names the file; or it is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,11 @@ def glance(path: Path) -> Checkpoint:
     """The checkpoint, which lacks nothing as far as that shows without reading it.
 
     Raises:
-        DamagedCheckpoint: A file is missing, or is not as long as it was.
+        DamagedCheckpoint: A file is missing, or is not as long as it was; or the checkpoint is refused.
     """
+    refusal = refusal_of(path)
+    if refusal:
+        raise DamagedCheckpoint(f"{path.name} is refused: {refusal}")
     manifest = read_manifest(path)
     for name, file in sorted(manifest.files.items()):
         try:
@@ -93,7 +97,7 @@ def verify(path: Path) -> Checkpoint:
     """The checkpoint, every byte of which is what was written.
 
     Raises:
-        DamagedCheckpoint: A file is missing, cut short or changed.
+        DamagedCheckpoint: A file is missing, cut short or changed; or the checkpoint is refused.
     """
     checkpoint = glance(path)
     for name, file in sorted(checkpoint.manifest.files.items()):

@@ -114,7 +114,10 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(text_cor
 def test_training_does_not_start_again_from_what_a_group_with_wrong_parameters_has_saved(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    """Its files are whole. That its state was wrong is known from the comparison that comes with every checkpoint."""
+    """Its files are whole. That its state was wrong is known from the comparison that comes with every checkpoint.
+
+    It is marked beside its manifest, so that no other run begins with it either, until it is saved anew.
+    """
     flip = FaultConfig(phase=Phase.AFTER_COMMIT, step=3, group=1, rank=0, kind="param_flip", bit=10)
     faults = [flip, kill(Phase.FORWARD, 5, 0), kill(Phase.FORWARD, 5, 2)]
     layout = LayoutConfig(num_groups=4)
@@ -127,8 +130,9 @@ def test_training_does_not_start_again_from_what_a_group_with_wrong_parameters_h
     assert_restarted(run, 1)
     fences = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
     assert (fences[0]["group"], fences[0]["discard"]) == (1, True)
-    assert checkpoint_path(tmp_path / "run/checkpoints", 4).exists()
     assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 3)}
+    told = {text for event in run.events if isinstance(event, GroupRestarted) for text in event.rejected}
+    assert told == {f"step-00000004 is refused: group 1: {fences[0]['reason']}"}
     assert same_bits(config, whole, run)
 
 

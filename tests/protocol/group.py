@@ -31,7 +31,7 @@ from spare_megatron.core.messages import (
     VotesRead,
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint, Offer, Waiting, WaitingRead
-from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import StepPlan
@@ -161,7 +161,9 @@ class Group:
                 if not self._lacks_params:
                     self._has_params(step)
                     if member == self.member:
-                        self._world.invariants.saved(self.name, step, self._params)
+                        self._world.invariants.saved(self.member, step, self._params)
+            case RefuseCheckpoint(step=step, member=member):
+                self._world.invariants.refused(self.name, step, member)
             case LoadCheckpoint(step=step, hosts=hosts):
                 yield None
                 self._load(step, [index for index, row in enumerate(hosts) if self.member in row])

@@ -39,6 +39,7 @@ from spare_megatron.core.placement import Placement
 from spare_megatron.core.restart_messages import GiveUp
 from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.topology import Member
 from spare_megatron.core.votes import SliceDigest, Vote
 from tests.protocol.communicators import Sums
 from tests.protocol.slices import WRONG, SliceObserver
@@ -83,6 +84,7 @@ class Invariants:
         self._commits: dict[int, tuple[int, frozenset[Life]]] = {}  # by attempt: step, members
         self._generation = 0  # restarts
         self.checkpoints = {0: AT_FIRST}  # by committed steps
+        self._savers: dict[int, Member] = {}
         self._was_wiped_out = self._is_given_up = False
         self._votes: dict[tuple[Life, int], Vote] = {}
         self._params: dict[tuple[int, int], str] = {}  # by restarts and step
@@ -312,10 +314,17 @@ class Invariants:
         if "{}.{}".format(*donor) in self._corrupted:
             self._corrupted.add(process)
 
-    def saved(self, process: str, step: int, params: str) -> None:
-        """A process has saved its parameters; that corrupted ones are saved is not simulated."""
+    def saved(self, member: Member, step: int, params: str) -> None:
+        """A process has saved its parameters; that corrupted ones are started again from is not simulated."""
         if not params.startswith(WRONG):
             self.checkpoints[step] = params
+            self._savers[step] = member
+
+    def refused(self, process: str, step: int, member: Member) -> None:
+        """What the member has saved after so many steps is not to be used."""
+        self.counts["refused checkpoint"] += 1
+        if not self.slices.exist and self._savers.get(step) == member:
+            raise Violation(f"{process} refuses what {member} has saved after {step} steps, and it is right")
 
     def has_params(self, process: str, generation: int, step: int, params: str) -> None:
         """A process has these parameters after this many steps, since that many restarts."""

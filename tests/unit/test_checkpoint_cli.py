@@ -6,7 +6,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from tests.unit.test_checkpoints import MEMBERS, STACKED, cut_short, save
+from spare_megatron.runtime.refusals import refuse
+from tests.unit.test_checkpoints import MEMBERS, REFUSED, STACKED, WRONG, cut_short, save
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
@@ -55,6 +56,18 @@ def test_slices_of_the_optimizer_state_are_shown_with_their_writers(tmp_path: Pa
     assert "optimizer state           replicated" in invoke("show", tmp_path)[1]
     save(tmp_path, 10, config=STACKED, writers=MEMBERS[:2])
     assert "stacked: 3 slices on 1 groups each, written by groups 0, 1" in invoke("show", tmp_path)[1]
+
+
+def test_a_refused_checkpoint_is_said_to_be_so(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    refuse(tmp_path, WRONG)
+    assert json.loads(invoke("list", tmp_path, "--json")[1])[0]["refused"] == WRONG.reason
+    assert f"refused: {WRONG.reason}" in invoke("list", tmp_path)[1]
+    assert json.loads(invoke("show", path, "--json")[1])["refused"] == WRONG.reason
+    assert WRONG.reason in invoke("show", path)[1]
+    code, output = invoke("verify", path)
+    assert code == 1
+    assert REFUSED in output
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences, terms_of
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.retention import superseded
-from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.checkpoints import (
     MANIFEST,
@@ -30,6 +30,7 @@ from spare_megatron.runtime.checkpoints import (
 )
 from spare_megatron.runtime.loading import resolve_load, resumed
 from spare_megatron.runtime.lock import locked
+from spare_megatron.runtime.refusals import REFUSAL, refusal_of, refuse
 from spare_megatron.runtime.verification import DamagedCheckpoint, newest_valid, read_manifest, verify
 
 CONFIG = RunConfig()
@@ -229,8 +230,53 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tm
 def test_a_checkpoint_that_is_named_and_damaged_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     cut_short(path / "0.distcp")
-    with pytest.raises(ValueError, match=r"checkpoint\.load=.* is damaged: step-00000010: 0\.distcp has 1999 bytes"):
+    with pytest.raises(ValueError, match=r"load=.* cannot be used: step-00000010: 0\.distcp has 1999 bytes"):
         resolve_load(load_config(path), tmp_path / "new", pytest.fail)
+
+
+WRONG = RefuseCheckpoint(step=10, member=MEMBERS[0], epoch=1, reason="group 0: its parameters differ")
+REFUSED = "step-00000010 is refused: group 0: its parameters differ"
+
+
+def test_a_refused_checkpoint_stays_and_the_one_before_takes_its_place(tmp_path: Path) -> None:
+    for step in (5, 10):
+        save(tmp_path, step)
+    refuse(tmp_path, WRONG)
+    refuse(tmp_path, replace(WRONG, reason="told twice"))
+    assert visible_steps(tmp_path) == [10, 5]
+    with pytest.raises(DamagedCheckpoint, match=REFUSED):
+        verify(checkpoint_path(tmp_path, 10))
+    told = []
+    config = load_config(tmp_path, interval_steps=5)
+    assert resolve_load(config, tmp_path, told.append).checkpoint.load.endswith("step-00000005")
+    assert [item.reason for item in told] == [REFUSED]
+    with pytest.raises(ValueError, match=f"cannot be used: {REFUSED}; choose an earlier one"):
+        resolve_load(load_config(checkpoint_path(tmp_path, 10)), tmp_path, pytest.fail)
+    assert not refusal_of(save(tmp_path, 10)), "one that is saved again is another"
+
+
+@pytest.mark.parametrize("other", [{"epoch": 2}, {"member": MEMBERS[1]}, {"member": Member(GroupId(0), 1)}])
+def test_what_another_has_saved_of_the_same_step_is_not_refused(tmp_path: Path, other: dict[str, object]) -> None:
+    path = save(tmp_path, 10)
+    refuse(tmp_path, replace(WRONG, **other))
+    verify(path)
+
+
+def test_what_is_refused_before_it_is_visible_never_becomes_so(tmp_path: Path) -> None:
+    with pytest.raises(Died):
+        save(tmp_path, 10, dies_at=Phase.SAVE_RENAME)
+    refuse(tmp_path, replace(WRONG, member=MEMBERS[1]))
+    assert len(list(tmp_path.iterdir())) == 1
+    refuse(tmp_path, WRONG)
+    assert list(tmp_path.iterdir()) == []
+    refuse(tmp_path / "gone", WRONG)
+
+
+def test_a_mark_that_cannot_be_read_still_refuses(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    (path / REFUSAL).write_text("{")
+    with pytest.raises(DamagedCheckpoint, match=r"step-00000010 is refused: refused\.json cannot be read"):
+        verify(path)
 
 
 def test_a_run_that_is_resumed_begins_with_the_newest_checkpoint_or_as_the_first_did(tmp_path: Path) -> None:

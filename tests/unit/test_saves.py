@@ -7,7 +7,7 @@ import pytest
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.experience import PRIOR_RESTART_S, PRIOR_SAVE_S, Experience
 from spare_megatron.core.placement import make_placement
-from spare_megatron.core.saves import SaveEnd, SavePolicy, Saves
+from spare_megatron.core.saves import RefuseCheckpoint, SaveEnd, SavePolicy, Saves
 from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.survival import time_to_wipe_out_s
 from spare_megatron.core.topology import GroupId, Member
@@ -79,7 +79,7 @@ def test_a_restart_undoes_the_saves_of_later_steps() -> None:
 def test_a_checkpoint_by_a_group_whose_state_is_found_wrong_is_not_used() -> None:
     saves = saves_of(interval_s=80.0)
     writers = [saves.take(step, float(step), EVERYBODY, 0).member for step in (4, 8)]
-    saves.lost([writers[0]], 8, is_wrong=True)
+    assert saves.lost([writers[0]], 8, "it differs") == ()
     assert saves.saved == {0, 4, 8}, "another wrote it, and its own of before was compared then"
     saves.committed(9.0, 3, [])
     saves.lost([writers[1]], 9)
@@ -94,14 +94,16 @@ def test_nor_is_one_by_a_group_that_was_lost_before_it_could_be_compared(*, is_k
     losses = [([writer], False), ([other], True)]
     for lost, is_wrong in losses if is_killed_first else reversed(losses):
         assert saves.saved == {0, 8}
-        saves.lost(lost, 8, is_wrong=is_wrong)
+        refused = saves.lost(lost, 8, "it differs" if is_wrong else "")
     assert saves.saved == {0}
+    assert refused == (RefuseCheckpoint(step=8, member=writer, epoch=0, reason=f"group {other.group}: it differs"),)
+    assert saves.lost([writer], 8, "it differs") == (), "that is said once"
 
 
 def test_with_slices_any_of_their_hosts_may_have_written_what_is_wrong() -> None:
     saves = saves_of(interval_s=80.0)
     saves.take(4, 4.0, EVERYBODY, 0, first_ownership(Slicing(num_groups=4, redundancy=2), EVERYBODY))
-    saves.lost([EVERYBODY[3]], 4, is_wrong=True)
+    saves.lost([EVERYBODY[3]], 4, "it differs")
     assert saves.saved == {0}
 
 

@@ -241,6 +241,21 @@ def test_a_group_has_of_slices_what_all_of_its_ranks_have() -> None:
     assert held_by_group([second, first])[0].sha256 != whole[0].sha256
 
 
+def test_a_snapshot_that_a_group_with_wrong_state_keeps_is_none() -> None:
+    """Its copies stand alone where the others' nodes are lost. Of a step that was compared before, they are right."""
+    held = [Held(14, 0, "b"), Held(18, 0, "c")]
+    snapshots = taken_after(range(1, 9), policy_for(4))
+    assert snapshots.newest_whole(held) == WholeSnapshot(step=8, attempt=18)
+    (action,) = taken_after(range(1, 8), policy_for(4)).after(8, 18, ids(0, 1, 2, 3))
+    keeping = sorted(action.holders[0])
+    (other, *_) = set(ids(0, 1, 2, 3)) - set(keeping)
+    for group, wrong_after in ((keeping[0], None), (keeping[0], 7), (other, 8)):
+        snapshots.lost(group, wrong_after)
+        assert snapshots.newest_whole(held) == WholeSnapshot(step=8, attempt=18)
+    snapshots.lost(keeping[0], 8)
+    assert snapshots.newest_whole(held) == WholeSnapshot(step=4, attempt=14)
+
+
 def test_a_snapshot_of_what_a_restart_has_undone_is_none() -> None:
     snapshots = taken_after(range(1, 9), policy_for(4))
     snapshots.restarted(4)

@@ -191,7 +191,7 @@ class CheckpointConfig:
     restart_window_s: float = 3600.0
     """Seconds of training within which max_restarts counts."""
     restart_wait_s: float = 60.0
-    """Longest wait at a restart for groups that do not come back, or read no further; the others then start if they can."""
+    """Longest wait at a restart for groups that stay away or get no further; the others then start if they can."""
 
     @property
     def is_wanted(self) -> bool:

@@ -210,11 +210,8 @@ class Controller:
             return (*refused, *self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards)))
         try:
             actions = (*refused, *self._own(self.ownership and self.ownership.for_members(left)))
-        except StateWipeOut as wipe_out:
-            return (
-                *refused,
-                *self.restarts.wiped_out(StopWipeOut(step=self.step, slices=wipe_out.slices, cause=wrong)),
-            )
+        except StateWipeOut as lost:
+            return (*refused, *self.restarts.wiped_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong)))
         return (
             self._build_communicator(),
             *actions,

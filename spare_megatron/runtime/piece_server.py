@@ -4,6 +4,7 @@ import contextlib
 import secrets
 import socket
 import threading
+import time
 from typing import Protocol
 
 from spare_megatron.core.pieces import Piece
@@ -20,6 +21,8 @@ from spare_megatron.runtime.piece_wire import (
 
 _MOST_CONNECTIONS = 64
 """Served at a time; more are turned away. A rank is the donor of a few."""
+_PAUSE_S = 0.05
+"""After a client that could not be let in: descriptors may be there again."""
 _IDLE_S = 60.0
 """A client that asks for nothing for so long is gone."""
 
@@ -75,10 +78,12 @@ class PieceServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except ConnectionError:
-                continue  # the client has left already
-            except OSError:
-                return  # closed
+            except OSError:  # the client has left already, there are no descriptors left, or it is closed
+                with self._lock:
+                    if self._is_closed:
+                        return
+                time.sleep(_PAUSE_S)
+                continue
             with self._lock:
                 if self._is_closed or len(self._connections) == _MOST_CONNECTIONS:
                     connection.close()

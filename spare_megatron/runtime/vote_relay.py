@@ -56,9 +56,12 @@ class VoteRelay:
         end_s = time.monotonic() + timeout_s
         while True:
             # Who is not waited for may have come nevertheless.
-            left_s = 0.0 if votes.missing <= self._absent else max(end_s - time.monotonic(), 0.0)
+            until_end_s = max(end_s - time.monotonic(), 0.0)
+            left_s = 0.0 if votes.missing <= self._absent else until_end_s
             if not self._serve(votes, min(left_s, _LOOK_S)) and (not left_s or is_decided()):
                 break
+            if not until_end_s:
+                break  # though there is more: without descriptors left a listener stays ready for good
         self._absent |= votes.missing
         closed = pack(Message(Kind.CLOSED, votes.attempt), self.address.token)
         for connection, client in list(self._clients.items()):

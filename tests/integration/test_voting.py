@@ -1,10 +1,11 @@
 """Votes by way of relays over real sockets, all leaders in one thread: what is sent waits in the sockets."""
 
+import contextlib
 import os
 import resource
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,29 @@ def collected(relay: VoteRelay, attempt: int, timeout_s: float = LONG_S) -> set[
     return set(votes.votes)
 
 
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Nothing can be opened in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.closing(socket.socket()) as lowest:
+        limit = lowest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 # ---------------------------------------------------------------------------------------------- a relay and its block
+
+
+def test_a_relay_without_descriptors_left_waits_no_longer_than_it_may(relay: VoteRelay) -> None:
+    """Whoever knocks cannot be let in, and goes on knocking."""
+    with socket.socket() as stranger, no_descriptors_left():
+        with pytest.raises(OSError, match="Too many open files"):
+            socket.socket()
+        stranger.connect((relay.address.host, relay.address.port))
+        assert collected(relay, 1, SHORT_S) == {FIRST}
 
 
 def test_a_relay_has_the_votes_of_its_block_and_the_block_hears_of_the_entry(relay: VoteRelay) -> None:

@@ -1,18 +1,21 @@
 """Pieces of a state between two ranks: the transport by itself, on the loopback."""
 
 import hashlib
+import resource
 import secrets
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spare_megatron.core.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piece, TokenBucket, pieces_of
+from spare_megatron.runtime import piece_server
 from spare_megatron.runtime.piece_client import PieceClient
 from spare_megatron.runtime.piece_server import PieceServer
 from spare_megatron.runtime.piece_wire import NONCE_BYTES, Address, NotOffered, TransferBroken, WrongStep, receive
@@ -99,6 +102,27 @@ def test_a_state_comes_whole_and_several_clients_are_served_at_once(source: Stat
         thread.join(TIMEOUT_S)
     assert {hashlib.sha256(content).digest() for content in got.values()} == {hashlib.sha256(state.content).digest()}
     assert len(got) == 4
+
+
+def test_a_server_that_had_no_descriptors_left_serves_again(
+    source: StateSource, server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Bytes(100)
+    source.offer(STEP, {"state": state})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    failed = threading.Event()
+    monkeypatch.setattr(piece_server, "time", SimpleNamespace(sleep=lambda _: failed.set()))
+    with closing(socket.socket()) as client, closing(socket.socket()) as lowest:
+        limit = lowest.fileno()
+        lowest.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            client.connect((server.address.host, server.address.port))
+            assert failed.wait(TIMEOUT_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with closing(PieceClient(server.address, TIMEOUT_S)) as other:
+        assert other.fetch("state", STEP, Piece(0, 100)) == state.content
 
 
 def test_another_step_and_what_is_not_there_are_refused_and_told_so(source: StateSource, server: PieceServer) -> None:

@@ -62,7 +62,7 @@ def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_nodes_prove_the_r
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("scancel", SCANCEL)):
         (bin_dir / name).write_text(text)
         (bin_dir / name).chmod(0o755)
-    environment = {"PATH": f"{bin_dir}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environment = {"PATH": f"{bin_dir}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SPARE_REQUEUES": "0"}
     preset = write_preset(text_corpus, tmp_path, etcd_cluster, "srun")
     command = ("train", "--config", str(preset), "--run-dir", str(run_dir))
     with supervisors_ended(bin_dir, run_dir), started(tmp_path, *command, **environment) as driver:

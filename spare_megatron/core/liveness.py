@@ -50,6 +50,8 @@ class Operation(StrEnum):
     """Giving the state to a group that comes back, or taking it."""
     LOAD = "load"
     """Reading a checkpoint."""
+    STORAGE = "storage"
+    """Reading samples, or handing a line of the journal to the system: both may lie on storage that pauses for all."""
     CHECK = "check"
     """Hashing the parameters, or packing the whole state: alone, and the longer the larger the model."""
     SAVE = "save"
@@ -76,7 +78,7 @@ timeout."""
 _POLLING = frozenset({Operation.JOIN})
 """Operations that make progress all the time, whoever they wait for."""
 
-_ALONE = frozenset({Operation.COMPUTE, Operation.CHECK})
+_ALONE = frozenset({Operation.COMPUTE, Operation.STORAGE, Operation.CHECK})
 """Operations that need nobody else, tensor parallelism apart."""
 
 
@@ -108,7 +110,8 @@ class Liveness:
 
     Args:
         interval_s: The heartbeat interval.
-        first_limit_s: How long an operation may take that has not been done before, if it does not poll.
+        first_limit_s: How long an operation may take that has not been done before, if it does not poll, and one of
+            storage whenever it is done: a pause of storage that all groups share must not end all of them.
         load_limit_s: How long reading a checkpoint may take.
     """
 
@@ -120,17 +123,20 @@ class Liveness:
         self._progress = _Counter()
         self._looked_at_s: float | None = None
 
-    def look(self, pulse: Pulse, now_s: float, *, group_starved_s: float) -> str:
+    def look(self, pulse: Pulse, now_s: float, *, group_starved_s: float, is_held_up: bool = False) -> str:
         """Why the rank has to be given up, for people; empty while it need not be.
 
         Args:
             pulse: What it shows now.
             now_s: The watcher's monotonic clock.
             group_starved_s: That of all ranks of its group that the watcher sees, added up since some time.
+            is_held_up: Another rank of its group is at storage. It may wait for that one in any operation.
         """
         if self._looked_at_s is not None and now_s - self._looked_at_s > self._interval_s:
             # The watcher itself was away. What it missed is no evidence.
             self._beats, self._progress = _Counter(), _Counter()
+        if is_held_up and pulse.operation is not Operation.STORAGE:
+            self._progress = _Counter()  # anew: it goes on a little later than the one that it waits for
         self._looked_at_s = now_s
         silent_s = self._beats.see(pulse.beats, now_s, pulse.starved_s)
         stuck_s = self._progress.see(pulse.progress, now_s, group_starved_s)
@@ -145,6 +151,8 @@ class Liveness:
     def _stall_limit_s(self, pulse: Pulse) -> float:
         if pulse.operation is Operation.LOAD:
             return self._load_limit_s
+        if pulse.operation is Operation.STORAGE:
+            return self._first_limit_s
         if pulse.slowest_s == 0.0:
             is_quick = pulse.operation in _POLLING
             return min(_STALL_FACTOR * self._interval_s, self._first_limit_s) if is_quick else self._first_limit_s

@@ -4,11 +4,13 @@ A line is handed to the operating system in one write before the writer goes on,
 SIGKILL. Only the last line of a killed writer can be torn.
 """
 
+import contextlib
 import errno
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +19,9 @@ from spare_megatron.journal.records import Line, Record, decode_line, encode_lin
 
 R = TypeVar("R", bound=Record)
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_OWN_ERRORS = (errno.EBADF, errno.EFAULT, errno.EINVAL)
+"""What says that the write was wrong. All others may be storage that is full, fails, or is away for a while."""
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _MOST_HELD_BYTES = 64 << 20
 _PATIENCE_S = 5.0
 _RETRY_S = 0.05
@@ -26,14 +30,15 @@ _RETRY_S = 0.05
 class AppendingFile:
     """A file that is only appended to, in whole writes, and outlasts a full disk.
 
-    What a full or failing disk does not take is kept in memory and written with the next text that it does take. Any
-    thread may append: a fault that strikes the one that saves is written beside what the main thread writes.
+    What storage that is full, fails or is away does not take is kept in memory and written with the next text that it
+    does take. Any thread may append: a fault that strikes the one that saves is written beside what the main thread
+    writes.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, _FLAGS, 0o644)
         self._held = b""
         self._lock = threading.RLock()
 
@@ -49,12 +54,21 @@ class AppendingFile:
                 while self._held:
                     self._held = self._held[os.write(self._fd, self._held) :]
             except OSError as error:
-                if error.errno not in _DISK_ERRORS or len(self._held) > _MOST_HELD_BYTES:
+                if error.errno in _OWN_ERRORS or len(self._held) > _MOST_HELD_BYTES:
                     raise
+                if error.errno == errno.ESTALE:
+                    self._open_again()
 
     def fileno(self) -> int:
         """Its descriptor."""
         return self._fd
+
+    def _open_again(self) -> None:
+        """A file server that was started again may not know the descriptor any more, but the path."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, _FLAGS, 0o644)
+            os.dup2(fd, self._fd, inheritable=False)
+            os.close(fd)
 
     def close(self) -> None:
         """Closes the file when the disk has taken everything, which it is given some seconds for.
@@ -72,15 +86,31 @@ class AppendingFile:
 
 
 class JournalWriter(AppendingFile):
-    """Appends the records of one writer."""
+    """Appends the records of one writer.
 
-    def __init__(self, run_dir: Path, source: str, now_s: Callable[[], float] = lambda: time.time()) -> None:
+    Args:
+        run_dir: The run's directory.
+        source: The writer's name.
+        now_s: The wall clock.
+        writing: Entered around each write, which takes as long as storage pauses.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        source: str,
+        now_s: Callable[[], float] = lambda: time.time(),
+        writing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         super().__init__(run_dir / "journal" / f"{source}.jsonl")
+        self._writing = writing
         self._source = source
         self._now_s = now_s
 
     def write(self, record: Record) -> None:
-        self.append(encode_line(Line(source=self._source, at_s=self._now_s(), record=record)) + "\n")
+        text = encode_line(Line(source=self._source, at_s=self._now_s(), record=record)) + "\n"
+        with self._writing():
+            self.append(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import SliceId
@@ -287,7 +288,8 @@ class GroupTrainer:
         """What a chunk needs of a microbatch: nothing between the ends of the model."""
         if not (chunk.is_first or chunk.is_last):
             return {}
-        batch = self.corpus.microbatch(self._step, microbatch)
+        with self._probe.during(Operation.STORAGE):
+            batch = self.corpus.microbatch(self._step, microbatch)
         if self._device.type != "cpu":
             batch = {key: values.to(self._device, non_blocking=True) for key, values in batch.items()}
         return get_batch_on_this_cp_rank(batch, self.process_groups.cp)

@@ -65,6 +65,7 @@ class Beacon:
     def __init__(self, page: Page, passes: PassTimes) -> None:
         self._page = page
         self.spans = SpanRecorder(page.ring, passes)
+        self._thread = threading.get_ident()
         self._index = 0
         self._at_s = time.monotonic()
         self._num_steps = 0
@@ -100,6 +101,11 @@ class Beacon:
                 yield
         finally:
             self._note(before)
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Storage is pending inside the block, if it is the main thread that writes there."""
+        is_main = threading.get_ident() == self._thread
+        return self.during(Operation.STORAGE) if is_main else contextlib.nullcontext()
 
     def take_split(self) -> dict[Operation, float]:
         """Seconds that the main thread has spent in each operation since this was last asked, without those inside."""

@@ -118,10 +118,10 @@ class _Rank:
         self._reports = reports
         self._store = open_store(spec.store)
         self._log = DecisionLog(self._store)
-        self._journal = JournalWriter(spec.run_dir, spec.name)
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
         self._beacon = Beacon(spec.page, pass_times_on(spec.device))
+        self._journal = JournalWriter(spec.run_dir, spec.name, writing=self._beacon.writing)
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
-from spare_megatron.core.liveness import Liveness, Pulse, first_to_stop
+from spare_megatron.core.liveness import Liveness, Operation, Pulse, first_to_stop
 from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.reports import RankKey
@@ -58,17 +58,24 @@ class RankWatch:
         """
         pulses = {key: self._ranks.pulse(key) for key in self._liveness}
         self._add_starvation(pulses)
-        causes = {
-            key: cause
-            for key in pulses
-            if (cause := self._liveness[key].look(pulses[key], now_s, group_starved_s=self._group_starved_s[key[0]]))
-        }
+        causes = {key: cause for key in pulses if (cause := self._look(key, pulses, now_s))}
         for (group, rank), cause in causes.items():
             if group not in known:
                 peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
                 culprit = rank if "heartbeat" in cause else first_to_stop(peers)
                 pulse = peers[culprit]
                 yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
+
+    def _look(self, key: RankKey, pulses: Mapping[RankKey, Pulse], now_s: float) -> str:
+        group = key[0]
+        is_held_up = any(
+            pulses[peer].operation is Operation.STORAGE
+            for peer in self._ranks.of(group)
+            if peer != key and peer in pulses
+        )
+        return self._liveness[key].look(
+            pulses[key], now_s, group_starved_s=self._group_starved_s[group], is_held_up=is_held_up
+        )
 
     def _add_starvation(self, pulses: Mapping[RankKey, Pulse]) -> None:
         for key, pulse in pulses.items():

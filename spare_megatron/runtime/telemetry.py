@@ -156,7 +156,7 @@ def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
         "reduce": (Operation.REDUCE,),
         "vote": (Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY),
         "optimizer": (Operation.UPDATE,),
-        "stall": (Operation.SAVE, Operation.JOIN, Operation.CHECK),
+        "stall": (Operation.SAVE, Operation.JOIN, Operation.CHECK, Operation.STORAGE),
     }
     return {name: sum(split_s.get(operation, 0.0) for operation in parts) for name, parts in named.items()}
 

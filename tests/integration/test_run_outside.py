@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
 from spare_megatron.journal.records import LossRecord, UpdateRecord
-from spare_megatron.journal.spans import RankSpans, read_spans_of
+from spare_megatron.journal.spans import RankSpans, Span, read_spans_of
 from spare_megatron.runtime.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
 from spare_megatron.runtime.telemetry import split_of_step
@@ -101,6 +102,19 @@ def assert_timeline(parts: list[RankSpans], lost: int, num_microbatches: int) ->
         assert all(earlier.ended_s <= later.ended_s for earlier, later in pairwise(spans))
 
 
+def around(inside: Span, spans: Sequence[Span]) -> Span | None:
+    """The shortest operation that the span lies in."""
+    outer = [
+        span
+        for span in spans
+        if span.step == inside.step
+        and span.name in set(Operation) - {Operation.STORAGE}
+        and span.began_s <= inside.began_s
+        and inside.ended_s <= span.ended_s
+    ]
+    return min(outer, key=lambda span: span.ended_s - span.began_s, default=None)
+
+
 def assert_spans_add_up(parts: list[RankSpans], metrics: Path) -> None:
     """The spans of the leader that told of a step are what it told, in the median over steps within 2% of the step."""
     sums: dict[tuple[int, int], dict[Operation, float]] = defaultdict(lambda: defaultdict(float))
@@ -108,6 +122,8 @@ def assert_spans_add_up(parts: list[RankSpans], metrics: Path) -> None:
         for span in part.spans if part.rank == 0 else ():
             if span.name in set(Operation):
                 sums[span.step, part.group][Operation(span.name)] += span.ended_s - span.began_s
+                if span.name == Operation.STORAGE and (outer := around(span, part.spans)):
+                    sums[span.step, part.group][Operation(outer.name)] -= span.ended_s - span.began_s
     apart = []
     for line in metrics.read_text().splitlines():
         told = json.loads(line)

@@ -1,7 +1,8 @@
-"""The folder of checkpoints is moved away or closed in the middle of a run, and comes back or does not."""
+"""Storage that pauses for all groups at once; a folder of checkpoints that is lost, and comes back or does not."""
 
 import ctypes
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,8 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.faults.injection import Injector
-from spare_megatron.journal.records import CheckpointRecord, RestartRecord
+from spare_megatron.journal.files import AppendingFile
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, RestartRecord
 from spare_megatron.runtime import rank
 from spare_megatron.runtime.checkpoints import checkpoint_path, visible_steps
 from spare_megatron.runtime.reports import RunEvent
@@ -26,6 +28,8 @@ from tests.integration.whole_run import Run, kill, losses_of, read_run, tiny_con
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 4
+PAUSE_S = 3.0
+"""Twice the longest time that a rank may stand still in what it usually does at once."""
 _CAPABILITIES_VERSION_3 = 0x20080522
 
 Tamper = Callable[[Path], None]
@@ -79,6 +83,20 @@ def _heed_permissions() -> None:
     """Root may do anything by its capabilities alone."""
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None, use_errno=True).capset(header, none) == 0
+
+
+def pausing_rank(spec: RankSpec, reports: Connection) -> None:
+    """A rank whose storage pauses once, as it does for all others, when step 2 is to be written down."""
+    append = AppendingFile.append
+
+    def append_late(file: AppendingFile, text: str) -> None:
+        if '"record":"update"' in text and '"step":2' in text:
+            (spec.run_dir / f"paused-{spec.group}").touch()
+            time.sleep(PAUSE_S)
+        append(file, text)
+
+    AppendingFile.append = append_late  # type: ignore[method-assign]
+    rank.run_rank(spec, reports)
 
 
 def run_of(
@@ -147,3 +165,15 @@ def test_a_restart_without_the_folder_ends_the_run_and_says_why(text_corpus: Pat
     assert "put that back" in run.summary.outcome_reason
     assert run.summary.steps_committed == 3
     verify(checkpoint_path(tmp_path / "run" / "away", 2))
+
+
+def test_a_pause_of_the_storage_of_all_groups_is_waited_for(text_corpus: Path, tmp_path: Path) -> None:
+    """Every leader stands in the same write, for longer than a rank may stand still elsewhere."""
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS)
+    config = replace(config, control=replace(config.control, heartbeat_interval_s=1.0))
+    events: list[RunEvent] = []
+    start_run(config, tmp_path / "run", events.append, rank_main=pausing_rank)
+    run = read_run(config, tmp_path / "run", events)
+    assert {path.name for path in run.run_dir.glob("paused-*")} == {"paused-0", "paused-1", "paused-2"}
+    assert run.journal.of(LossRecord) == []
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary

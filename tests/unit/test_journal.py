@@ -1,5 +1,6 @@
 """Journal lines, files, and the figures drawn from them. Whole runs are checked in tests/integration."""
 
+import errno
 import json
 import os
 import threading
@@ -118,6 +119,51 @@ def test_what_two_threads_append_at_once_is_written_once(tmp_path: Path, monkeyp
     file.append("first\n")
     other.join()
     assert (tmp_path / "lines").read_text() == "first\nsecond\n"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EACCES])
+def test_what_storage_does_not_take_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    file, write, answers = AppendingFile(tmp_path / "lines"), os.write, [code, code]
+
+    def write_or_fail(fd: int, data: bytes) -> int:
+        if answers:
+            raise OSError(answers.pop(), "not now")
+        return write(fd, data)
+
+    monkeypatch.setattr("spare_megatron.journal.files.os.write", write_or_fail)
+    for text in ("first\n", "second\n", "third\n"):
+        file.append(text)
+    file.close()
+    assert (tmp_path / "lines").read_text() == "first\nsecond\nthird\n"
+
+
+def test_a_descriptor_that_the_file_server_has_forgotten_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, write, stale = AppendingFile(tmp_path / "lines"), os.write, tmp_path / "stale"
+    file.append("first\n")
+    (tmp_path / "lines").rename(stale)
+
+    def write_unless_stale(fd: int, data: bytes) -> int:
+        if os.path.samestat(os.fstat(fd), stale.stat()):
+            raise OSError(errno.ESTALE, "stale file handle")
+        return write(fd, data)
+
+    monkeypatch.setattr("spare_megatron.journal.files.os.write", write_unless_stale)
+    file.append("second\n")
+    file.append("third\n")
+    file.close()
+    assert stale.read_text() == "first\n"
+    assert (tmp_path / "lines").read_text() == "second\nthird\n"
+
+
+def test_a_write_that_is_wrong_in_itself_is_not_held_back(tmp_path: Path) -> None:
+    file = AppendingFile(tmp_path / "lines")
+    os.close(file.fileno())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.append("text")
 
 
 def test_a_directory_without_a_journal_is_named(tmp_path: Path) -> None:

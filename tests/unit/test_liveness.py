@@ -67,6 +67,13 @@ def test_a_hanging_rank_is_found_within_two_intervals_unless_it_waits_for_others
         assert found_at_s(operation, beats=True, progresses=False) is None
 
 
+def test_storage_may_pause_for_as_long_as_others_of_a_group_would_wait_however_fast_it_was() -> None:
+    found = found_at_s(Operation.STORAGE, beats=True, progresses=False, until_s=FIRST_LIMIT_S + 1.0)
+    assert found is not None
+    assert found[0] == FIRST_LIMIT_S
+    assert "no progress" in found[1]
+
+
 def test_ten_times_as_slow_as_lately_is_slow_and_not_lost() -> None:
     found = found_at_s(beats=True, progresses=False, slowest_s=1.0)
     assert found is not None

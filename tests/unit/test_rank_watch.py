@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,38 @@ def test_a_rank_whose_peer_has_no_processor_is_missed_later() -> None:
 
 def test_the_end_of_a_rank_that_starved_makes_no_other_late() -> None:
     assert found_at_s(starved=1.0, ends_at_s=5.0) == 6.25  # its share of the time up to its last look stays forgiven
+
+
+def at_storage(until_s: float, *, goes_on_s: float) -> tuple[float, int] | None:
+    """When which rank is found, if rank 0 is at storage up to some time, and rank 1 waits for it and some time more."""
+    ranks = FakeRanks()
+    ranks.pulses = {(GROUP, rank): shown(0, progress=0) for rank in (0, 1)}
+    watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
+    watch.begin(GROUP)
+    for number in range(400):
+        now_s = number * LOOK_S
+        is_there = now_s < until_s
+        operation = Operation.STORAGE if is_there else Operation.COMPUTE
+        leader = shown(number, progress=0 if is_there else number)
+        ranks.pulses[GROUP, 0] = replace(leader, operation=operation, progress_at_s=0.0 if is_there else now_s)
+        peer = shown(number, progress=0 if now_s < goes_on_s else number)
+        ranks.pulses[GROUP, 1] = replace(peer, operation=Operation.COMPUTE)
+        for _, rank, cause in watch.find_lost(now_s, ()):
+            assert "no progress" in cause
+            return now_s, rank
+    return None
+
+
+def test_nobody_is_found_who_waits_for_a_peer_at_storage_or_goes_on_a_little_after_it() -> None:
+    assert at_storage(30.0, goes_on_s=31.0) is None
+
+
+def test_who_hangs_when_its_peer_has_left_storage_is_found() -> None:
+    assert at_storage(30.0, goes_on_s=1e6) == (31.25, 1)  # 1.5 s after the last look that saw its peer there
+
+
+def test_a_rank_that_hangs_at_storage_is_found_though_its_peers_wait_for_it() -> None:
+    assert at_storage(1e6, goes_on_s=1e6) == (60.0, 0)
 
 
 class FakeKernel:

@@ -301,7 +301,7 @@ class _HashingFiles(torch_checkpoint.filesystem.FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         assert mode == "wb", f"nothing is read while a checkpoint is written, but {path} is opened as {mode}"
         try:
-            file = _HashingWriter(path, self._on_write)
+            file = HashingWriter(path, self._on_write)
             with file:
                 yield file
         except Exception as error:
@@ -321,10 +321,19 @@ def _cause(error: BaseException | None) -> OSError | None:
     return error
 
 
-class _HashingWriter(io.BufferedWriter):
-    """A file for writing from its beginning to its end."""
+class HashingWriter(io.BufferedWriter):
+    """A file for writing from its beginning to its end, which is on the disk when it is closed.
 
-    def __init__(self, path: str | os.PathLike[str], on_write: Callable[[], None]) -> None:
+    Args:
+        path: The file.
+        on_write: Called when the first bytes are on their way.
+
+    Attributes:
+        num_bytes: Written so far.
+        digest: The SHA-256 of these.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], on_write: Callable[[], None] = lambda: None) -> None:
         super().__init__(io.FileIO(path, "wb"))
         self.digest = hashlib.sha256()
         self.num_bytes = 0

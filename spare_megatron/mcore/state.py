@@ -4,12 +4,9 @@ What is taken over goes in two parts: a description, which has all but the tenso
 where they are and written where they belong, so that no second copy of the state is needed on either side.
 """
 
-import hashlib
-import io
 import json
 import mmap
-import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import torch
 
 from spare_megatron.core.topology import SliceId
+from spare_megatron.mcore.checkpoint import HashingWriter
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
@@ -119,29 +117,58 @@ def slice_state(optimizer: StackedOptimizer, number: SliceId) -> OutgoingState:
     return OutgoingState(description=b"", tensors=TensorBytes([] if state is None else [state]))  # none: it is empty
 
 
-def dump_state(chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> bytes:
-    """The same as bytes, behind their SHA-256; of a stacked optimizer with the slices whose whole state is here."""
+def save_state(path: Path, chunks: Sequence[Chunk], optimizer: Optimizer | StackedOptimizer) -> tuple[int, str]:
+    """Writes the same to a file; of a stacked optimizer with the slices whose whole state is here.
+
+    Returns:
+        Its bytes and their SHA-256.
+    """
     state: dict[str, Any] = {
         "chunks": [_tensors(chunk) for chunk in chunks],
         "optimizer": optimizer.state_dict(),
     }
     if isinstance(optimizer, StackedOptimizer):
         state["slices"] = optimizer.whole_slices()
-    file = io.BytesIO()
-    torch.save(state, file)
-    content = file.getvalue()
-    return hashlib.sha256(content).digest() + content
+    with HashingWriter(path) as file:
+        torch.save(state, file)
+    return file.num_bytes, file.digest.hexdigest()
 
 
-def save_state(folder: Path, name: str, data: bytes) -> None:
-    """Writes what `dump_state` gave to FOLDER/NAME.state, which is there whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f"{name}.tmp"
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(folder / f"{name}.state")
+def load_state(
+    paths: Sequence[Path],
+    chunks: Sequence[Chunk],
+    optimizer: Optimizer | StackedOptimizer,
+    slices: Collection[SliceId] = (),
+) -> None:
+    """Takes over what `save_state` has written on a rank like this one.
+
+    Args:
+        paths: The files; several where the optimizer's state is stacked, which have all slices together.
+        chunks: The rank's part of the model.
+        optimizer: Its optimizer, as new.
+        slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
+
+    Raises:
+        ForeignState: It is the state of another model.
+    """
+    is_stacked = isinstance(optimizer, StackedOptimizer)
+    # What is stacked is copied from files of which a rank needs parts; all else is taken over as it is read.
+    states = [torch.load(path, map_location="cpu", mmap=is_stacked, weights_only=True) for path in paths]
+    for chunk, saved in zip(chunks, states[0]["chunks"], strict=True):
+        tensors = _tensors(chunk)
+        if {name: _form(one) for name, one in tensors.items()} != {name: _form(one) for name, one in saved.items()}:
+            raise ForeignState("the parameters there have other names, shapes or formats")
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[name])
+    if not isinstance(optimizer, StackedOptimizer):
+        optimizer.load_state_dict(states[0]["optimizer"])
+        return
+    found: dict[int, torch.Tensor] = {number: one for state in states for number, one in state["slices"].items()}
+    hosted = {number: optimizer.empty_state(number) for number in slices}
+    for number, place in hosted.items():
+        if place.numel():
+            place.copy_(found[int(number)])
+    optimizer.restore(states[0]["optimizer"], hosted)
 
 
 def _tensors(chunk: Chunk) -> dict[str, torch.Tensor]:

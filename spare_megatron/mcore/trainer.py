@@ -35,8 +35,9 @@ from spare_megatron.mcore.state import (
     IncomingState,
     OutgoingState,
     StateCopy,
-    dump_state,
+    load_state,
     outgoing_state,
+    save_state,
     slice_state,
 )
 from spare_megatron.mcore.transformer import transformer_config
@@ -204,12 +205,21 @@ class GroupTrainer:
             learning_rate=learning_rate,
         )
 
-    def dump_state(self) -> bytes:
-        """The rank's whole state between two steps."""
-        return dump_state(self.chunks, self._optimizer)
+    def save_state(self, path: Path) -> tuple[int, str]:
+        """Writes the rank's whole state between two steps to a file; returns its bytes and their SHA-256."""
+        return save_state(path, self.chunks, self._optimizer)
+
+    def load_state(self, paths: Sequence[Path], slices: Collection[SliceId] = ()) -> None:
+        """Takes over what ranks of this position have written, all slices together; this one is as new.
+
+        Raises:
+            ForeignState: It is the state of another model.
+        """
+        load_state(paths, self.chunks, self._optimizer, slices)
+        self._probe(Phase.LOAD_READ)
 
     def outgoing_state(self) -> OutgoingState:
-        """The same for others to read, until the next update."""
+        """The rank's whole state for others to read, until the next update."""
         return outgoing_state(self.chunks, self._optimizer)
 
     def state_copy(self) -> StateCopy:

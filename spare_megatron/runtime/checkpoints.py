@@ -29,7 +29,10 @@ FOLDER = "checkpoints"
 """In a run's directory, unless `checkpoint.folder` says otherwise."""
 MANIFEST = "manifest.json"
 FORMAT = 1
+LAST_STATE = ".state"
+"""Ends the name of a folder where ranks have saved their state by themselves; `last_state` has more of it."""
 _NAME = re.compile(r"step-(\d{8,})")
+_LAST_STATE = re.compile(r"step-(\d{8,})\.state")
 _ASIDE = re.compile(r"step-\d{8,}\.group-(\d+)-life-(\d+)\.tmp")
 
 
@@ -150,7 +153,7 @@ def step_of(path: Path) -> int:
     Raises:
         ValueError: It is not the name of a checkpoint.
     """
-    match = _NAME.fullmatch(path.name)
+    match = _NAME.fullmatch(path.name) or _LAST_STATE.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named as a checkpoint is, step-NNNNNNNN")
     return int(match[1])
@@ -180,6 +183,13 @@ def visible_steps(folder: Path) -> list[int]:
     return sorted((int(m[1]) for m in map(_NAME.fullmatch, os.listdir(folder)) if m), reverse=True)
 
 
+def all_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a folder and what ranks have saved there by themselves, by steps, the newest first."""
+    last = [folder / name for name in (os.listdir(folder) if folder.is_dir() else ()) if _LAST_STATE.fullmatch(name)]
+    found = [checkpoint_path(folder, step) for step in visible_steps(folder)]
+    return sorted([*found, *last], key=step_of, reverse=True)
+
+
 def below(path: Path) -> Path:
     """The folder of checkpoints that a path stands for: a run's, where it is the directory of a run, or itself."""
     return path / FOLDER if (path / FOLDER).is_dir() else path
@@ -187,9 +197,9 @@ def below(path: Path) -> Path:
 
 def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoint at the path, or all of the folder that it stands for, the newest first."""
-    if path.is_dir() and _NAME.fullmatch(path.name):
+    if path.is_dir() and (_NAME.fullmatch(path.name) or _LAST_STATE.fullmatch(path.name)):
         return [path]
-    return [checkpoint_path(below(path), step) for step in visible_steps(below(path))]
+    return all_checkpoints(below(path))
 
 
 # ----------------------------------------------------------------------------------------------------------- write

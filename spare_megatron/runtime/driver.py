@@ -20,7 +20,9 @@ from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.runtime.agenda import Agenda
+from spare_megatron.runtime.checkpoints import FOLDER, all_checkpoints, folder_of, step_of
 from spare_megatron.runtime.fold import LogFollower, controller_setup
+from spare_megatron.runtime.last_state import NotACheckpoint, assemble, is_last_state
 from spare_megatron.runtime.network import network_of
 from spare_megatron.runtime.node import supervise
 from spare_megatron.runtime.orphans import outcome_of
@@ -311,15 +313,17 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------- end
 
     def _saved_state(self) -> str:
-        """Where a whole group has saved its state, for people."""
-        layout = self._config.parallel
-        for folder in sorted((self._run_dir / "state").glob("step-*"), reverse=True):
-            for group in range(layout.num_groups):
-                if len(list(folder.glob(f"group-{group:04d}-rank-*.state"))) == layout.ranks_per_group:
-                    what = "parameters and each group's slices of the optimizer state are"
-                    is_stacked = self._config.optimizer.sharding == "stacked"
-                    return f"; {what if is_stacked else 'the state is'} in {folder}"
-        return ""
+        """Where ranks have saved their state, and whether the next run can begin with it, for people."""
+        folders = {folder_of(self._config, self._run_dir), self._run_dir.absolute() / FOLDER}
+        found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_last_state(path)]
+        path = max(found, key=step_of, default=None)
+        if path is None:
+            return ""
+        try:
+            assemble(path)
+        except NotACheckpoint as error:
+            return f"; ranks have saved their state, which is of no use: {error}"
+        return f"; the state is in {path}, for checkpoint.load or --resume"
 
     def _end(self) -> EndRecord:
         if self._store_failure:

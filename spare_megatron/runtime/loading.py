@@ -7,7 +7,8 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences
-from spare_megatron.runtime.checkpoints import Checkpoint, below, checkpoint_path, step_of, visible_steps
+from spare_megatron.runtime.checkpoints import Checkpoint, all_checkpoints, below, step_of
+from spare_megatron.runtime.last_state import is_last_state, misfits
 from spare_megatron.runtime.verification import DamagedCheckpoint, Rejected, newest_valid, verify
 
 _ID_BYTES = 4
@@ -15,7 +16,7 @@ _ID_BYTES = 4
 
 def resumed(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration that begins with the newest valid checkpoint of the folder, if it holds any checkpoint."""
-    if not visible_steps(folder):
+    if not all_checkpoints(folder):
         return config
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=str(folder)))
 
@@ -48,9 +49,9 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
         run_id = checkpoint.manifest.run_id
     damaged = {item.path.absolute() for item in rejected}
     later = [
-        step
-        for step in visible_steps(folder)
-        if step > first_step and checkpoint_path(folder, step).absolute() not in damaged
+        step_of(path)
+        for path in all_checkpoints(folder)
+        if step_of(path) > first_step and path.absolute() not in damaged
     ]
     if config.checkpoint.is_wanted and later:
         raise ValueError(
@@ -85,5 +86,9 @@ def _check(config: RunConfig, checkpoint: Checkpoint) -> None:
     found = differences(manifest.terms, config)
     if found:
         raise ValueError("\n".join([f"{where} is of another training:", *(f"  - {text}" for text in found)]))
+    found = misfits(manifest, config) if is_last_state(checkpoint.path) else []
+    if found:
+        what = "is the state of single ranks, which loads only as it was saved; set these until the next checkpoint:"
+        raise ValueError("\n".join([f"{where} {what}", *(f"  - {text}" for text in found)]))
     if manifest.step >= config.train.steps:
         raise ValueError(f"{where} holds all of train.steps={config.train.steps}; there is nothing left to train")

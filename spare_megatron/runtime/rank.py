@@ -17,13 +17,13 @@ from spare_megatron.control.store import StoreLost
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import Action, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
-from spare_megatron.mcore.state import save_state
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement, GroupBroken
 from spare_megatron.runtime.beacon import Beacon
@@ -186,7 +186,7 @@ class _Rank:
         staging = Staging(self._trainer.gradients.new_staging)
         reduction = self._build_reduction(voting, communicator, staging, self._build_repairs(agreement))
         source = self._serve_state()
-        keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
+        keeping = self._keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
         self._start_over = keeping.start_over(self._store)
         return GroupExecutor(
             trainer=self._trainer,
@@ -366,10 +366,13 @@ class _Rank:
         if self._executor is None or not self._executor.num_steps or self._executor.lacks_params:
             return ExitCode.STORE_LOST
         # Where each group has only some slices of the optimizer state, all of them may be needed.
-        saving = self._controller.members[: None if self._trainer.stacked else _SAVING_GROUPS]
-        if self._spec.group in saving:
-            folder = self._spec.run_dir / "state" / f"step-{self._executor.num_steps:08d}"
-            save_state(folder, self._spec.name, self._trainer.dump_state())
+        controller, member = self._controller, self._spec.member
+        if member in controller.voters[: None if self._trainer.stacked else _SAVING_GROUPS]:
+            save = SaveCheckpoint(
+                step=self._executor.num_steps, member=member, voters=controller.voters, epoch=controller.epoch
+            )
+            hosts = controller.ownership.hosts if controller.ownership else ()
+            self._keeping.save_alone(replace(save, hosts=hosts))
         return ExitCode.STORE_LOST
 
     def _request_fault(self, fault: Fault) -> None:

@@ -24,6 +24,7 @@ from spare_megatron.runtime.checkpoints import (
     visible_steps,
 )
 from spare_megatron.runtime.join import JoinFailed
+from spare_megatron.runtime.last_state import assemble, files_for, is_last_state
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.refusals import refuse
 from spare_megatron.runtime.snapshot_loader import SnapshotLoader
@@ -39,6 +40,7 @@ class StartOver:
     Args:
         config: The run's configuration.
         run_dir: The run's directory.
+        rank: The rank inside its group.
         trainer: The rank's part of the model, as it is when its process begins.
         wiped_out_at_s: Monotonic time at which the rank's supervisor knew of the wipe-out; None if the rank's process
             was started before.
@@ -55,6 +57,7 @@ class StartOver:
         *,
         config: RunConfig,
         run_dir: Path,
+        rank: int,
         trainer: GroupTrainer,
         wiped_out_at_s: float | None,
         snapshots: SnapshotLoader | None,
@@ -63,6 +66,7 @@ class StartOver:
         self._folder = folder_of(config, run_dir)
         self._takes_checkpoints = config.checkpoint.is_wanted
         self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
+        self._rank = rank
         self._trainer = trainer
         self._wiped_out_at_s = wiped_out_at_s
         self._snapshots = snapshots
@@ -148,7 +152,7 @@ class StartOver:
         """
         if self._first is not None:
             with self._loading(step_of(self._first)):
-                self._trainer.load_checkpoint(self._first, slices)
+                self._load_first(self._first, slices)
 
     def load(self, action: LoadCheckpoint, member: Member) -> None:
         """Takes over the checkpoint or the snapshot, or what the run began with, and the slices the group is to host.
@@ -174,9 +178,16 @@ class StartOver:
         if path.exists():
             self._trainer.load_checkpoint(path, slices)
         elif self._first is not None and action.step == step_of(self._first):
-            self._trainer.load_checkpoint(self._first, slices)
+            self._load_first(self._first, slices)
         elif action.step > 0:  # at 0 a new process has it
             raise JoinFailed(f"the checkpoint {path} is gone")
+
+    def _load_first(self, path: Path, slices: Collection[SliceId]) -> None:
+        """What the run began with, be it a checkpoint or what ranks had saved by themselves."""
+        if is_last_state(path):
+            self._trainer.load_state(files_for(path, assemble(path).files, self._rank), slices)
+        else:
+            self._trainer.load_checkpoint(path, slices)
 
     @contextmanager
     def _loading(self, step: int) -> Iterator[None]:

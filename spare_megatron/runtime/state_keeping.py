@@ -1,20 +1,22 @@
 """How a rank's state outlives it: what keeps it, and what gets it back after a wipe-out."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import ControlStore
-from spare_megatron.core.saves import SaveEnd
+from spare_megatron.core.saves import SaveCheckpoint, SaveEnd
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupAgreement
-from spare_megatron.runtime.checkpoints import folder_of
+from spare_megatron.runtime.checkpoints import folder_of, manifest_of
 from spare_megatron.runtime.group_saves import GroupSaves
 from spare_megatron.runtime.keeper_client import KeeperClient
+from spare_megatron.runtime.last_state import SavedRank, describe, file_of, last_state_path
 from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.reports import CheckpointTold
 from spare_megatron.runtime.saver import Saver
@@ -67,11 +69,35 @@ class StateKeeping:
         return StartOver(
             config=self._spec.config,
             run_dir=self._spec.run_dir,
+            rank=self._spec.rank,
             trainer=self._trainer,
             wiped_out_at_s=self._spec.wiped_out_at_s,
             snapshots=None if self._keeper is None else self._loader(self._keeper, store),
             probe=self._probe,
         )
+
+    def save_alone(self, action: SaveCheckpoint) -> None:
+        """Has this rank save its state, with nobody's help and for nobody in particular.
+
+        Args:
+            action: What the state would be as a checkpoint of this group.
+        """
+        spec, trainer = self._spec, self._trainer
+        path = last_state_path(spec.config, spec.run_dir, action.step)
+        num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
+        optimizer = trainer.stacked
+        saved = SavedRank(
+            run_dir=str(spec.run_dir.absolute()),
+            group=spec.group,
+            rank=spec.rank,
+            num_ranks=spec.config.parallel.ranks_per_group,
+            num_bytes=num_bytes,
+            sha256=sha256,
+            params_sha256=trainer.params_sha256(),
+            slices={} if optimizer is None else {str(one): optimizer.state_sha256(one) for one in optimizer.hosted},
+            manifest=asdict(manifest_of(spec.config, action, self._agreement.head, {})),
+        )
+        describe(path, saved)
 
     def _saver(self) -> Saver:
         config = self._spec.config

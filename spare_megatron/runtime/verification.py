@@ -14,10 +14,11 @@ from spare_megatron.runtime.checkpoints import (
     Checkpoint,
     Manifest,
     StoredFile,
+    all_checkpoints,
     checkpoint_path,
     digest_of,
-    visible_steps,
 )
+from spare_megatron.runtime.last_state import NotACheckpoint, assemble, is_last_state
 from spare_megatron.runtime.refusals import refusal_of
 
 _CHUNK_BYTES = 1 << 20
@@ -47,8 +48,14 @@ def read_manifest(path: Path) -> Manifest:
     """What a checkpoint says of itself.
 
     Raises:
-        DamagedCheckpoint: There is no manifest, or it is not what was written.
+        DamagedCheckpoint: There is no manifest, or it is not what was written; or what ranks have saved by themselves
+            makes no checkpoint.
     """
+    if is_last_state(path):
+        try:
+            return assemble(path)
+        except NotACheckpoint as error:
+            raise DamagedCheckpoint(str(error)) from error
     file = path / MANIFEST
     try:
         content = json.loads(file.read_bytes())
@@ -146,8 +153,7 @@ def _require_size(folder: Path, name: str, num_bytes: int, stored: StoredFile) -
 def newest_valid(folder: Path) -> Search:
     """The newest checkpoint of a folder that can be used, which is read from its first to its last byte."""
     rejected: list[Rejected] = []
-    for step in visible_steps(folder):
-        path = checkpoint_path(folder, step)
+    for path in all_checkpoints(folder):
         try:
             return Search(found=verify(path), rejected=tuple(rejected))
         except DamagedCheckpoint as error:

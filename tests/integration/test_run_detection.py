@@ -1,7 +1,6 @@
 """Ranks, nodes and a store that stop without dying: found, or waited for, and nothing lost."""
 
 import dataclasses
-import hashlib
 import multiprocessing
 import os
 import time
@@ -22,10 +21,12 @@ from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.pipeline import Item, LossFunction
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.report.history import history_of
+from spare_megatron.runtime.checkpoints import all_checkpoints
 from spare_megatron.runtime.rank import run_rank
 from spare_megatron.runtime.reports import StoreAway, StoreBack
 from spare_megatron.runtime.run import start_run
 from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.verification import verify
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import HEARTBEAT_S, Run, assert_masked, complete_run, fenced_groups, tiny_config
@@ -196,11 +197,12 @@ def test_a_store_that_is_gone_for_good_ends_the_run(text_corpus: Path, tmp_path:
     assert summary.groups_lost == 0
     assert summary.verdict == "unknown"
     assert multiprocessing.active_children() == []
-    (folder,) = (tmp_path / "run" / "state").iterdir()
-    assert str(folder) in summary.outcome_reason
-    assert folder.name == f"step-{summary.steps_committed:08d}"
-    names = [f"group-{group:04d}-rank-{rank}.state" for group in (0, 1) for rank in (0, 1)]
-    assert sorted(file.name for file in folder.iterdir()) == names
-    for name in names:
-        data = (folder / name).read_bytes()
-        assert hashlib.sha256(data[32:]).digest() == data[:32]
+    (path,) = all_checkpoints(tmp_path / "run" / "checkpoints")
+    assert f"the state is in {path}, for checkpoint.load or --resume" in summary.outcome_reason
+    assert path.name == f"step-{summary.steps_committed:08d}.state"
+    names = [
+        f"group-{group:04d}-rank-{rank}{end}" for group in (0, 1) for rank in (0, 1) for end in (".json", ".state")
+    ]
+    assert sorted(file.name for file in path.iterdir()) == names
+    checkpoint = verify(path)
+    assert sorted(checkpoint.manifest.files) == names[1:4:2], "those of one group are enough"

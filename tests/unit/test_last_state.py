@@ -1,0 +1,194 @@
+"""What ranks have saved by themselves: when it is a checkpoint, and why not."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.messages import Commit, Restart, entry_fields
+from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EntryRecord, RunRecord
+from spare_megatron.runtime.checkpoints import checkpoint_path, manifest_of, step_of
+from spare_megatron.runtime.last_state import SavedRank, describe, file_of, files_for, last_state_path
+from spare_megatron.runtime.loading import resolve_load, resumed
+from spare_megatron.runtime.lock import locked
+from spare_megatron.runtime.verification import newest_valid, verify
+from tests.unit.test_checkpoint_cli import invoke
+from tests.unit.test_checkpoints import CONFIG, STACKED, flip_a_bit, load_config, save
+
+STEP, NUM_RANKS = 7, 2
+COMMITS = [Commit(step=step, attempt=step) for step in range(STEP)]
+RUN = RunRecord(
+    name="test",
+    num_groups=4,
+    ranks_per_group=NUM_RANKS,
+    redundancy=4,
+    microbatches_per_shard=1,
+    num_steps=9,
+    placement="golomb",
+    granularity="microbatch",
+    reduce_mode="fast",
+    faults=[],
+)
+
+
+def write_journal(run_dir: Path, entries: Sequence[Commit | Restart]) -> Path:
+    journal = JournalWriter(run_dir, "group-0000")
+    journal.write(RUN)
+    for index, entry in enumerate(entries):
+        journal.write(EntryRecord(group=0, index=index, entry=entry_fields(entry)))
+    journal.close()
+    return run_dir
+
+
+def save_rank(
+    path: Path,
+    run_dir: Path,
+    group: int,
+    rank: int,
+    *,
+    content: bytes = b"state",
+    slices: Mapping[str, str] | None = None,
+    config: RunConfig = CONFIG,
+) -> None:
+    """What the rank does when the store is gone, with slices where the optimizer's state is stacked."""
+    file = file_of(path, group, rank)
+    file.write_bytes(content)
+    member = Member(GroupId(group))
+    action = SaveCheckpoint(step=step_of(path), member=member, voters=(member,), epoch=0)
+    action = replace(action, hosts=((member,),) * 3 if slices else ())
+    sha256 = hashlib.sha256(content).hexdigest()
+    describe(
+        path,
+        SavedRank(
+            run_dir=str(run_dir),
+            group=group,
+            rank=rank,
+            num_ranks=NUM_RANKS,
+            num_bytes=len(content),
+            sha256=sha256,
+            params_sha256=sha256,
+            slices=slices or {},
+            manifest=asdict(manifest_of(config, action, STEP, {})),
+        ),
+    )
+
+
+def saved(tmp_path: Path, *groups: int, entries: Sequence[Commit | Restart] = COMMITS, **what: Any) -> Path:
+    """What these groups have saved in a folder with an earlier checkpoint."""
+    folder = tmp_path / "checkpoints"
+    save(folder, 5)
+    run_dir = write_journal(tmp_path, entries)
+    path = last_state_path(CONFIG, run_dir, STEP)
+    for group in groups:
+        for rank in range(NUM_RANKS):
+            save_rank(path, run_dir, group, rank, **what)
+    return path
+
+
+def refused(path: Path) -> str:
+    """Why the checkpoint before takes its place."""
+    search = newest_valid(path.parent)
+    assert search.found is not None
+    assert search.found.manifest.step == 5
+    [rejected] = search.rejected
+    assert rejected.path == path
+    return rejected.reason
+
+
+def test_what_all_ranks_of_a_group_have_saved_is_the_newest_checkpoint(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1, 2)
+    search = newest_valid(path.parent)
+    assert search.found is not None
+    assert (search.found.path, search.rejected) == (path, ())
+    manifest = search.found.manifest
+    assert (manifest.step, manifest.group, manifest.log_head) == (STEP, 1, STEP)
+    assert sorted(manifest.files) == [f"group-0001-rank-{rank}.state" for rank in range(NUM_RANKS)]
+    assert files_for(path, manifest.files, 1) == [path / "group-0001-rank-1.state"]
+    config = resolve_load(resumed(CONFIG, path.parent), path.parent, pytest.fail)
+    assert config.checkpoint.load == str(path)
+
+
+def test_it_is_listed_verified_and_shown_as_other_checkpoints_are(tmp_path: Path) -> None:
+    path = saved(tmp_path, 0)
+    assert invoke("verify", tmp_path)[0] == 0
+    assert f"{path}  {STEP} steps" in invoke("list", tmp_path)[1]
+    assert "committed steps           7" in invoke("show", path)[1]
+
+
+def test_ranks_that_are_missing_leave_none(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1)
+    (path / "group-0001-rank-1.json").unlink()
+    assert refused(path) == "step-00000007.state: no group has saved the state of all of its ranks"
+
+
+def test_groups_that_have_saved_different_state_leave_none(tmp_path: Path) -> None:
+    path = saved(tmp_path, 0, 1)
+    save_rank(path, tmp_path, 1, 1, content=b"other")
+    assert refused(path) == "step-00000007.state: groups [0, 1] have saved different optimizer state of rank 1"
+
+
+@pytest.mark.parametrize(
+    "entries", [COMMITS[:-1], [*COMMITS, Restart(step=4, members=())], []], ids=["not read", "undone", "nothing"]
+)
+def test_a_step_that_the_journal_does_not_prove_to_be_committed_leaves_none(
+    tmp_path: Path, entries: Sequence[Commit | Restart]
+) -> None:
+    assert "does not prove that step 6 was committed" in refused(saved(tmp_path, 0, entries=entries))
+
+
+def test_without_the_journal_nothing_is_proven(tmp_path: Path) -> None:
+    path = saved(tmp_path, 0)
+    (tmp_path / "journal").rename(tmp_path / "gone")
+    assert "nothing proves that step 6 was committed" in refused(path)
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = saved(tmp_path, 0)
+    flip_a_bit(path / "group-0000-rank-1.state")
+    assert "group-0000-rank-1.state does not fit its SHA-256" in refused(path)
+
+
+def test_groups_that_have_every_slice_together_make_one(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1, config=STACKED, slices={"0": "a", "1": "b"})
+    assert refused(path).endswith("no group has saved slices [2] of the optimizer state")
+    for rank in range(NUM_RANKS):
+        save_rank(path, tmp_path, 2, rank, config=STACKED, slices={"1": "b", "2": "c"})
+    manifest = verify(path).manifest
+    assert manifest.optimizer["writers"] == [1, 2]
+    assert [file.name for file in files_for(path, manifest.files, 0)] == [
+        f"group-{group:04d}-rank-0.state" for group in (1, 2)
+    ]
+    save_rank(path, tmp_path, 2, 1, config=STACKED, slices={"1": "another", "2": "c"})
+    assert refused(path).endswith("groups [1, 2] have saved different state of slice 1 of rank 1")
+
+
+def test_it_loads_only_as_it_was_saved(tmp_path: Path) -> None:
+    path = saved(tmp_path, 0)
+    other = load_config(path)
+    other = replace(other, layout=replace(other.layout, pipeline_parallel=2))
+    with pytest.raises(ValueError, match="is the state of single ranks") as error:
+        resolve_load(other, tmp_path / "new", pytest.fail)
+    assert "layout.pipeline_parallel = 2, and it was saved with 1" in str(error.value)
+    fewer = load_config(path)
+    fewer = replace(
+        fewer,
+        layout=replace(fewer.layout, num_groups=2),
+        spare=replace(fewer.spare, microbatches_per_shard=2 * fewer.spare.microbatches_per_shard),
+    )
+    assert resolve_load(fewer, tmp_path / "new", pytest.fail).checkpoint.load == str(path)
+
+
+def test_it_is_written_to_the_folder_that_the_run_has_locked(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    config = load_config("", interval_steps=5, folder=str(folder))
+    own = checkpoint_path(tmp_path / "run" / "checkpoints", STEP).with_suffix(".state")
+    assert last_state_path(config, tmp_path / "run", STEP) == own, "its storage is gone"
+    with locked(folder):
+        assert last_state_path(config, tmp_path / "run", STEP) == folder / own.name

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,10 @@ TIMEOUT_S = 300.0
 
 def run_on(device: str, task: Callable[..., Any], config: RunConfig, *arguments: Any) -> Any:
     """What the task returned, in a process that is the only rank of its world."""
-    context = multiprocessing.get_context("spawn")  # CUDA cannot be forked
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")  # CUDA cannot be forked
+    context.set_forkserver_preload(["spare_megatron.mcore.trainer", __name__])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(device, sender, task, config, arguments))
     process.start()

@@ -56,8 +56,8 @@ def test_only_the_first_of_two_writers_of_an_entry_is_heard(store: ControlStore)
     assert not log.has(0)
     assert log.append(0, "first") == "first"
     assert log.append(0, "second") == "first"
-    assert log.has(0)
-    assert log.wait(0, timeout_s=1.0) == "first"
+    assert log.wait(0, timeout_s=30.0) == "first"
+    assert log.has(0)  # which may be late, but not after that
 
 
 def test_of_many_writers_of_one_entry_all_hear_the_same(spec: StoreSpec) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,7 +281,7 @@ def test_a_donor_that_has_nothing_yet_is_asked_again(make_repairs: Any, capsys: 
 def test_what_ends_the_thread_that_copies_ends_the_rank(make_repairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     donors = Donors(1000.0, piece_s=0.0, num_bytes=MIB)
     repairs = make_repairs(donors, 1e6)
-    monkeypatch.setattr(repair_module.time, "monotonic", count(100.0).__next__)
+    monkeypatch.setattr(repair_module, "time", SimpleNamespace(monotonic=count(100.0).__next__))
     assign(repairs, repair(0))
 
     def fail(self: Any, name: str, step: int, piece: Piece) -> memoryview:

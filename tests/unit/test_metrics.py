@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_each_step_is_told_once_and_again_after_a_restart() -> None:
 def test_steps_that_a_restart_throws_away_have_been_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `spare status` counts it: 100 steps of a second, 90 of which are made again."""
     clock = itertools.count()
-    monkeypatch.setattr("spare_megatron.runtime.telemetry.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("spare_megatron.runtime.telemetry.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     restart = GroupRestarted(member=Member(GroupId(0), 1), step=10)
     steps = [committed(step, step_s=1.0) for step in (*range(100), *range(10, 100))]
     found = told(*steps[:100], restart, *steps[100:])

@@ -4,8 +4,10 @@ import io
 import json
 import random
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -329,7 +331,8 @@ def test_watching_without_a_terminal_tells_what_is_new_until_the_end(
         with (run_dir / "journal" / "test.jsonl").open("a") as file:
             file.write("".join(encode_line(item) + "\n" for item in lines[200:]))
 
-    monkeypatch.setattr(status.time, "sleep", grow)
+    # Of that module alone: threads of other tests sleep, too.
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=grow, time=time.time, monotonic=time.monotonic))
     result = CliRunner().invoke(app, ["status", str(run_dir), "--watch"])
     assert result.exit_code == 0, result.output
     told = result.output.splitlines()

@@ -5,6 +5,7 @@ import multiprocessing
 import random
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ class Clock:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[Ring, SpanRecorder]:
-    monkeypatch.setattr("spare_megatron.runtime.spans.time.monotonic", Clock())
+    monkeypatch.setattr("spare_megatron.runtime.spans.time", SimpleNamespace(monotonic=Clock()))
     ring = Ring()
     return ring, SpanRecorder(ring, PassTimes(Clock(), lambda began_s, ended_s: ended_s - began_s))
 

@@ -1,5 +1,10 @@
-"""Benchmarks in a mode so short that their figures mean nothing: their commands work."""
+"""Benchmarks in a mode so short that their figures mean nothing: their commands work.
 
+Those that train run in this process, which has what they import and the server that they fork their ranks from. The
+peers' environment is not made here: only our ways run.
+"""
+
+import importlib
 import json
 import os
 import subprocess
@@ -12,9 +17,60 @@ import pytest
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
+TINY = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=2",
+    "model.seq_length=32",
+    "train.micro_batch_size=1",
+    "optimizer.warmup_steps=0",
+    "spare.microbatches_per_shard=2",
+    "control.heartbeat_interval_s=2",
+)
+TWO_GROUPS = ("layout.num_groups=2", "layout.pipeline_parallel=1", "spare.redundancy=2")
+
+NOT_TRAINING: dict[str, tuple[str, set[str]]] = {
+    "control_plane": ("--stores embedded --groups 6 --fan-in 2 --steps 2 --processes 2", {"rows"}),
+    "paper_assumptions": ("--steps 3", {"ratio", "rows"}),
+    "paper_table": ("--seeds 1 --steps 3 --jobs 1", {"ratio", "rows"}),
+    "planner_formulas": ("--samples 20 --most-groups 200", {"endurance", "overhead"}),
+    "reorder": ("--states 3 --sequences 1 --most-groups 200", {"coverage", "times"}),
+    "report": ("--steps 50 --chromium=", {"processor_s", "page_bytes"}),
+    "state_wipe_outs": ("--groups 200 --hosts 2 --steps 3", {"ratio", "rows"}),
+}
+"""Arguments, and keys that the result has beside where it comes from. None of these trains."""
+
+TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
+    "cadence": ("--intervals 0.2 --steps 30 --mean-steps 6", {"ratio", "outcomes"}, ()),
+    "calibration": ("--runs 1", {"own", "replays"}, ("train.steps=14",)),
+    "checkpoint_stall": ("--pairs 1 --steps 5", {"ratio", "asynchronous"}, TWO_GROUPS),
+    "fault_free_overhead": ("--pairs 1 --steps 8", {"ratio", "ours_step_s"}, TWO_GROUPS),
+    "gradient_guard": ("--steps 5", {"norm_share", "hash_share"}, TWO_GROUPS),
+    "goodput": (
+        "--ways ours --runs 1 --steps 24 --kills 1 --mean-steps 0.1",
+        {"ways", "failed", "quiet_step_s"},
+        (),
+    ),
+    "growth": ("--groups 2 3 --runs 1 --steps 8", {"curves"}, ()),
+    "memory": ("--steps 1", {"rows", "ratio"}, ("layout.num_groups=3",)),
+    "peers.compare": ("--runs 1 --faults kill --peers", {"faults", "ratio"}, ()),
+    "recovery": ("--kills 1", {"phases"}, ()),
+    "rejoin": ("--kills 1 --pairs 1", {"ratio", "with", "without"}, TWO_GROUPS),
+    "repair": ("--runs 1", {"ratio", "losses"}, ()),
+    "snapshots": ("--pairs 1 --steps 5", {"ratio", "restarts"}, ()),
+    "telemetry": ("--steps 40 --told-steps 0", {"ratio", "sinks"}, TWO_GROUPS),
+}
+"""The same, and settings beside those of all."""
 
 
-def run(name: str, *words: str) -> dict[str, Any]:
+def checked(text: str, keys: set[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(text)
+    assert {"machine", "commit", "date"} | keys <= set(result)
+    return result
+
+
+def run(name: str, words: list[str], keys: set[str]) -> dict[str, Any]:
+    """In a process of its own."""
     done = subprocess.run(
         [sys.executable, f"benchmarks/{name}.py", *words, "--json"],
         cwd=ROOT,
@@ -25,15 +81,51 @@ def run(name: str, *words: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert {"machine", "commit", "date"} <= set(result)
-    return result
+    return checked(done.stdout, keys)
 
 
-def test_control_plane() -> None:
-    """Blocks of two groups: in loops and as threads, with relays and an epoch change."""
-    words = ("--stores", "embedded", "--groups", "6", "--fan-in", "2", "--steps", "2", "--processes", "2")
-    loops, threads = run("control_plane", *words)["rows"]
-    assert (loops["clients"], threads["clients"]) == ("loops", "threads")
-    assert 0 < loops["commit_ms"]["p50"] <= loops["commit_ms"]["p99"]
-    assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]
+def settings(corpus: Path, more: tuple[str, ...]) -> list[str]:
+    return [word for text in (*TINY, *more, f"data.corpus={corpus}") for word in ("--set", text)]
+
+
+def scripts() -> dict[str, str]:
+    """The text of each command, by its name."""
+    found = {file: file.read_text() for file in (ROOT / "benchmarks").rglob("*.py")}
+    return {
+        ".".join(file.relative_to(ROOT / "benchmarks").with_suffix("").parts): text
+        for file, text in found.items()
+        if "__main__" in text
+    }
+
+
+def test_every_command_is_tried_here() -> None:
+    in_the_peers_environment = {"peers.nvrx_world", "peers.torchft_world"}
+    assert set(scripts()) - in_the_peers_environment == {*NOT_TRAINING, *TRAINING}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_command_finds_what_it_imports(name: str) -> None:
+    text = scripts()[name]
+    assert 0 < text.find("\nsys.path.insert(0, ") < text.find("\nfrom benchmarks")
+
+
+@pytest.mark.parametrize("name", NOT_TRAINING)
+def test_a_command_that_does_not_train(name: str) -> None:
+    words, keys = NOT_TRAINING[name]
+    result = run(name, words.split(), keys)
+    if name == "control_plane":
+        loops, threads = result["rows"]
+        assert (loops["clients"], threads["clients"]) == ("loops", "threads")
+        assert 0 < loops["commit_ms"]["p50"] <= loops["commit_ms"]["p99"]
+        assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_command_that_trains(
+    name: str, text_corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, keys, more = TRAINING[name]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sys, "argv", [name, *words.split(), *settings(text_corpus, more), "--json"])
+    importlib.import_module(f"benchmarks.{name}").main()
+    checked(capsys.readouterr().out, keys)

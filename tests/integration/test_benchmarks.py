@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,12 @@ def test_a_command_finds_what_it_imports(name: str) -> None:
     assert 0 < text.find("\nsys.path.insert(0, ") < text.find("\nfrom benchmarks")
 
 
-@pytest.mark.parametrize("name", NOT_TRAINING)
+def marked(names: Iterable[str]) -> list[Any]:
+    """The quickest alone runs in every test run."""
+    return [name if name == "control_plane" else pytest.param(name, marks=pytest.mark.benchmarks) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(NOT_TRAINING))
 def test_a_command_that_does_not_train(name: str) -> None:
     words, keys = NOT_TRAINING[name]
     result = run(name, words.split(), keys)
@@ -120,7 +126,7 @@ def test_a_command_that_does_not_train(name: str) -> None:
         assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", marked(TRAINING))
 def test_a_command_that_trains(
     name: str, text_corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

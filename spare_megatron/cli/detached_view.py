@@ -3,7 +3,6 @@
 import contextlib
 import os
 import queue
-import sys
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -61,7 +60,7 @@ class DetachedView:
             self._waiting.put_nowait(event)
 
     def _run(self) -> None:
-        with outlasting_output(self._console), self._view as view:
+        with outlasting_output(self._console.file), self._view as view:
             while (event := self._waiting.get()) is not None:
                 view.take(event)
             return
@@ -70,18 +69,15 @@ class DetachedView:
 
 
 @contextlib.contextmanager
-def outlasting_output(console: Console) -> Iterator[None]:
-    """Around what is shown: where the output takes nothing any more, nothing is shown from then on, and that is all."""
+def outlasting_output(stream: IO[str]) -> Iterator[None]:
+    """Around what is shown: if the stream takes nothing any more, nothing is shown there from then on, and that is all.
+
+    What waits in its buffer is gone, too, or it would be an error again when the program ends.
+    """
     try:
         yield
     except (OSError, SystemExit):  # rich ends the program where a pipe is closed
-        for stream in (console.file, sys.stdout):
-            _discard(stream)
-
-
-def _discard(stream: IO[str]) -> None:
-    """What is written there from now on, and what waits in its buffer, is gone."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

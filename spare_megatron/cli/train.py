@@ -62,13 +62,15 @@ def train(
         with told_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher)
     unsaved = unsaved_end(loaded, folder, summary)
-    with outlasting_output(console):
+    with outlasting_output(console.file):
         print_summary(summary, folder, console)
-        if as_json:
-            sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
-            sys.stdout.flush()
+    with outlasting_output(sys.stderr):
         if unsaved:
             typer.echo(f"spare train: {unsaved}", err=True)
+    with outlasting_output(sys.stdout):
+        if as_json:
+            sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
+        sys.stdout.flush()
     raise typer.Exit(exit_code(summary, is_timed=loaded.train.max_minutes is not None) or bool(unsaved))
 
 

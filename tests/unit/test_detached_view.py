@@ -5,7 +5,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 import pytest
 from rich.console import Console
@@ -37,6 +37,11 @@ class ListView:
         self.taken.append(event)
 
 
+def is_nowhere(stream: IO[str]) -> bool:
+    """Whether what is written there is thrown away."""
+    return os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+
+
 def test_everything_is_shown_in_its_order_by_the_end() -> None:
     view = ListView()
     view.goes_on.set()
@@ -63,8 +68,20 @@ def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_termi
         with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
             for number in range(3):
                 progress.take(Starting(what=f"part {number}"))
-        with outlasting_output(console):
+        assert is_nowhere(full), "the disk was full"
+        with outlasting_output(full):
             console.print("the end")
+
+
+def test_a_full_disk_under_one_stream_leaves_the_other(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Progress goes to stderr where the summary goes to stdout as JSON."""
+    with open("/dev/full", "w") as full:
+        console = Console(file=full)
+        with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
+            progress.take(Starting(what="a test"))
+        assert is_nowhere(full)
+    print("{}", flush=True)
+    assert capfd.readouterr().out == "{}\n"
 
 
 def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -74,7 +91,8 @@ def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, 
         console = Console(file=pipe, force_terminal=False)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
             progress.take(Starting(what="a test"))
-        with outlasting_output(console):
+        assert is_nowhere(pipe), "the pipe was closed"
+        with outlasting_output(pipe):
             console.print("the end")
     print("others may", file=sys.stderr)
     assert "others may" in capfd.readouterr().err

@@ -6,12 +6,12 @@ the place of what is refused. Loads without torch.
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 from spare_megatron.core.saves import RefuseCheckpoint
 from spare_megatron.runtime.checkpoints import MANIFEST, checkpoint_path, forestall, sync_folder
+from spare_megatron.runtime.processes import say
 
 REFUSAL = "refused.json"
 
@@ -19,13 +19,13 @@ REFUSAL = "refused.json"
 def refuse(folder: Path, action: RefuseCheckpoint) -> None:
     """Marks the checkpoint as refused if it is visible, else keeps it from becoming so. Twice is no error.
 
-    A folder that cannot be written is told on stderr: this run does not use the checkpoint in any case.
+    A folder that cannot be written is told in the log: this run does not use the checkpoint in any case.
     """
     try:
         forestall(folder, action.step, action.member)  # first: else it might become visible between
         _mark(checkpoint_path(folder, action.step), action)
     except OSError as error:
-        print(f"the checkpoint after {action.step} steps cannot be marked as refused: {error}", file=sys.stderr)
+        say(f"the checkpoint after {action.step} steps cannot be marked as refused: {error}")
 
 
 def _mark(path: Path, action: RefuseCheckpoint) -> None:

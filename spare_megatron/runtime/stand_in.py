@@ -150,7 +150,7 @@ class _StandIn:
         except (OSError, ValueError) as error:
             if self._life == 0:
                 raise
-            print(f"node {spec.node}: its supervisor cannot be started now: {error}", flush=True)
+            say(f"node {spec.node}: its supervisor cannot be started now: {error}")
             self._launcher.ended(spec.run_dir, spec.node)
             return None
 

@@ -188,6 +188,7 @@ def test_nobody_takes_the_store_for_lost_while_its_leader_is_stopped_in_good_ord
             has_stopped.set()
         for asked in (waits, *others):
             asked.result(FAILOVER_S)
+    assert own_cluster.leader() != leader
 
 
 @pytest.mark.parametrize("breaks", [EtcdCluster.kill, EtcdCluster.pause], ids=["killed", "paused"])

@@ -12,6 +12,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
+from spare_megatron.runtime import nccl
 from spare_megatron.runtime.preflight import preflight
 from spare_megatron.runtime.processes import (
     Child,
@@ -55,6 +56,7 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's to end this process
     device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
     if device.type == "cuda":
+        nccl.prepare_process()  # as ours has it
         torch.cuda.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous("plain", rank, TIMEOUT.total_seconds()), device)
     ends = []

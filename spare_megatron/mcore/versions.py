@@ -22,7 +22,13 @@ SUPPORTED = {
     "torch": Range("2.13", "2.14"),
     "megatron-core": Range("0.16.1", "0.17"),
     "transformer-engine": Range("2.0"),
+    # Older ones abort a communicator and do not always come back (torchft's experience).
+    "NCCL": Range("2.26", "3"),
 }
+_REMEDIES = {
+    "NCCL": "it comes with torch; take away what stands in its place (LD_LIBRARY_PATH, LD_PRELOAD), or install it anew"
+}
+"""For what is no package of its own, or has several names."""
 
 
 def check_version(package: str, installed: str | None) -> None:
@@ -36,7 +42,7 @@ def check_version(package: str, installed: str | None) -> None:
         ImportError: There is none, or it is another version.
     """
     wanted = SUPPORTED[package]
-    remedy = f"pip install '{package}{wanted}'"
+    remedy = _REMEDIES.get(package, f"pip install '{package}{wanted}'")
     if installed is None:
         raise ImportError(f"{package}{wanted} is not installed: {remedy}")
     is_below_end = wanted.before is None or _release(installed) < _release(wanted.before)

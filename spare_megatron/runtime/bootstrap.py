@@ -1,6 +1,5 @@
 """A rank's process from its first line to its group being ready to train."""
 
-import os
 import time
 from datetime import timedelta
 
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.control.store import ControlStore
+from spare_megatron.runtime import nccl
 from spare_megatron.runtime.pass_times import PassTimes
 from spare_megatron.runtime.processes import log_to_file
 from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
@@ -24,14 +24,14 @@ def prepare_process(spec: RankSpec) -> None:
 
 
 def choose_device(spec: RankSpec) -> torch.device:
-    """The rank's device, made current where it is a GPU."""
+    """The rank's device, made current where it is a GPU.
+
+    Raises:
+        ImportError: It is a GPU, and NCCL is there in another version than those supported.
+    """
     device = torch.device(spec.device)
     if device.type == "cuda":
-        # A broken reduction anywhere would reach the monitors of all groups through the one store, and end them.
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-        # Megatron orders the kernels of overlapping transfers by there being one connection.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        nccl.prepare_process()
         torch.cuda.set_device(device)
     return device
 

@@ -7,10 +7,9 @@ What gloo makes necessary (found by measuring):
     its constructor blocks until every member is there, so it runs in a thread with a store connection of its own;
     abort() ends no work in flight and the destructor waits for it, so what is abandoned is kept until it has ended;
     abandoned work may still write its tensor, so that is kept with it and never used again.
+What NCCL makes necessary is in `runtime.nccl`.
 """
 
-import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore.probe import Probe
+from spare_megatron.runtime import nccl
 
 _POLL_S = 0.0005
 _LOG_POLL_S = 0.010
@@ -36,10 +36,9 @@ class _Build:
     """A communicator on its way, in a thread."""
 
     thread: threading.Thread
-    backend: Any = None
-    """On GPUs, the backend before it is connected, so that its connecting can be aborted."""
     result: list[Any] = field(default_factory=list)
     """The backend, or the exception that its constructor raised."""
+    is_wanted: bool = True
 
 
 @dataclass(slots=True)
@@ -83,6 +82,7 @@ class CrossGroupCommunicator:
         self._build: _Build | None = None
         self._num_members = 1
         self._in_flight: deque[_InFlight] = deque()
+        self._ended: Any = None  # the last backend that was
         self._abandoned: list[_InFlight] = []
         self._abandoned_builds: list[_Build] = []
         self.evidence = ""
@@ -170,6 +170,8 @@ class CrossGroupCommunicator:
                 if work is not None:
                     if not work.is_completed():
                         break
+                    if self._in_flight[0].backend is self._ended:  # it looks complete then
+                        raise RuntimeError("ended, for nobody needed it any more")
                     work.wait()  # raises what went wrong
             except RuntimeError as error:
                 self.give_up(error)
@@ -209,12 +211,26 @@ class CrossGroupCommunicator:
         if error is not None:
             self.evidence = f"connection: {str(error).splitlines()[0]}"
         self.evidence = self.evidence or "the log has moved on"
-        self._abandoned += self._in_flight
-        self._in_flight.clear()
-        if self._backend is not None:
-            self._abandoned.append(_InFlight(backend=self._backend, work=None))
-            self._backend = None
+        self._drop_backend()
         return False
+
+    def first_in_flight(self) -> object | None:
+        """The first of the posted sums that have not been counted; the same object as long as it is. From any thread.
+
+        On GPUs alone: `end` is of no use elsewhere.
+        """
+        try:
+            return self._in_flight[0] if self._device.type == "cuda" else None
+        except IndexError:
+            return None
+
+    def end(self, in_flight: object) -> None:
+        """Ends what `first_in_flight` has given, and all that goes with it. From any thread; not to wait is up to them.
+
+        None of these sums is counted by `poll` any more.
+        """
+        assert isinstance(in_flight, _InFlight), "one of `first_in_flight`"
+        self._end(in_flight.backend)
 
     def _construct(self, build: _Build, key: int, members: Sequence[GroupId]) -> Any:
         """The new backend, or the exception: it is read in the rank's own thread."""
@@ -223,15 +239,9 @@ class CrossGroupCommunicator:
             timeout_s = self._timeout.total_seconds()
             store = self._store.rendezvous(f"communicator/{key}/{self._position}", rank, timeout_s)
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # this thread's own
-                # Read by each constructor: what a lost group breaks here is the executor's to handle. The group's own
-                # world, built before, keeps the default that ends the process.
-                os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-                backend = dist.ProcessGroupNCCL(store, rank, size, self._timeout)
-                build.backend = backend
-                # NCCL would connect in the first reduction otherwise, where nothing could end the wait for a dead peer.
-                backend.eager_connect_single_device(self._device)
-                return backend
+                return nccl.connect(
+                    store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted
+                )
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
         except Exception as error:  # noqa: BLE001  (raised where it can be handled: in the rank's thread)
             return error
@@ -273,22 +283,31 @@ class CrossGroupCommunicator:
 
     def _let_go(self) -> None:
         if self._build is not None:
+            self._build.is_wanted = False
             self._abandoned_builds.append(self._build)
             self._build = None
+        self._drop_backend()
+
+    def _drop_backend(self) -> None:
+        """Keeps what is in flight, whatever becomes of it; where that can be ended, it is."""
         self._abandoned += self._in_flight
         self._in_flight.clear()
         if self._backend is not None:
             self._abandoned.append(_InFlight(backend=self._backend, work=None))
+            self._end(self._backend)
             self._backend = None
-        if self._device.type == "cuda":
-            backends = [item.backend for item in self._abandoned] + [item.backend for item in self._abandoned_builds]
-            for backend in backends:
-                # abort() gives up in its own time and says so; the communicator is of no use either way.
-                with contextlib.suppress(RuntimeError):
-                    if backend is not None:
-                        backend.abort()
+
+    def _end(self, backend: Any) -> None:
+        """Ends a backend and all of its sums, where that is possible."""
+        if self._device.type == "cuda" and backend is not self._ended:
+            self._ended = backend
+            nccl.end(backend)
 
     def _sweep(self) -> None:
         """Frees what was abandoned and has ended since."""
         self._abandoned = [item for item in self._abandoned if item.work is not None and not item.work.is_completed()]
+        for build in self._abandoned_builds:
+            is_done = not build.thread.is_alive()
+            if is_done and self._device.type == "cuda" and not isinstance(build.result[0], Exception):
+                nccl.end(build.result[0])
         self._abandoned_builds = [build for build in self._abandoned_builds if build.thread.is_alive()]

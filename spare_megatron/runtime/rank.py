@@ -65,6 +65,7 @@ from spare_megatron.runtime.state_digests import StateDigests
 from spare_megatron.runtime.state_keeping import StateKeeping
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
+from spare_megatron.runtime.sum_watch import SumWatch
 from spare_megatron.runtime.train import start, train
 from spare_megatron.runtime.voting import Voting, open_relay
 
@@ -183,6 +184,8 @@ class _Rank:
             timeout_s=config.reduce.timeout_s,
             probe=self._probe,
         )
+        if device.type == "cuda":
+            SumWatch(communicator, lambda: open_store(spec.store), lambda: self._controller.head).start()
         staging = Staging(self._trainer.gradients.new_staging)
         reduction = self._build_reduction(voting, communicator, staging, self._build_repairs(agreement))
         source = self._serve_state()

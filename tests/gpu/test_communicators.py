@@ -15,6 +15,7 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.tcp_store import TcpControlStore, listen
 from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.runtime import nccl
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from tests.gpu.one_device import DEVICES, GPU, run_on
 from tests.integration.whole_run import tiny_config
@@ -74,10 +75,16 @@ def sum_abort_and_sum_again(device: torch.device, config: RunConfig) -> list[lis
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         for number in range(3):
-            backend = dist.ProcessGroupNCCL(dist.PrefixStore(str(number), store), 0, 1, timedelta(seconds=PATIENCE_S))
-            backend.eager_connect_single_device(device)
+            backend = nccl.connect(
+                dist.PrefixStore(str(number), store),
+                0,
+                1,
+                device=device,
+                timeout=timedelta(seconds=PATIENCE_S),
+                is_wanted=lambda: True,
+            )
             tensor = torch.tensor([5.0], device=device)
             backend.allreduce([tensor], dist.AllreduceOptions()).wait()
             sums.append(tensor.tolist())
-            backend.abort()
+            nccl.end(backend).join(PATIENCE_S)
     return sums

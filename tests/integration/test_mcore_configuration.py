@@ -60,9 +60,17 @@ def test_what_is_checked_is_what_is_asked_for_when_it_is_installed() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
     wanted = {text.partition(">=")[0].partition("[")[0]: ">=" + text.partition(">=")[2] for text in asked}
-    assert {package: str(supported) for package, supported in SUPPORTED.items()} == {
-        package: wanted[package] for package in SUPPORTED
+    packages = SUPPORTED.keys() - {"NCCL"}  # it comes with torch
+    assert {package: str(SUPPORTED[package]) for package in packages} == {
+        package: wanted[package] for package in packages
     }
+
+
+@pytest.mark.parametrize("installed", ["2.25.1", "3.0.1"])
+def test_another_nccl_is_refused_with_where_it_comes_from(installed: str) -> None:
+    with pytest.raises(ImportError, match=rf"NCCL {installed} is installed.*>=2\.26,<3: it comes with torch"):
+        check_version("NCCL", installed)
+    check_version("NCCL", "2.30.7.1")
 
 
 # ------------------------------------------------------------------------------------------------------- the fields

@@ -1,0 +1,217 @@
+"""What is decided around NCCL: whether to connect, what counts after an abort, and who is aborted when.
+
+A backend stands in for torch's, which needs a GPU; tests/gpu has what it does there.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spare_megatron.core.topology import GroupId
+from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.runtime import nccl, sum_watch
+from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.sum_watch import SumWatch
+
+PATIENCE = timedelta(seconds=30)
+GPU = torch.device("cuda", 0)
+
+
+class Work:
+    """A sum that waits for a group, until its backend is aborted: then it looks complete."""
+
+    def __init__(self, backend: "Backend") -> None:
+        self._backend = backend
+        self.has_come = False
+
+    def is_completed(self) -> bool:
+        return self.has_come or self._backend.is_aborted.is_set()
+
+    def wait(self) -> None:
+        """Nothing went wrong."""
+
+
+class Backend:
+    """A backend of torch's without a GPU."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(blocking=None)
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.connected: list[torch.device] = []
+        self.works: list[Work] = []
+        self.num_aborts = 0
+        self.is_aborted = threading.Event()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+    def allreduce(self, _tensors: list[torch.Tensor], _options: Any) -> Work:
+        self.works.append(Work(self))
+        return self.works[-1]
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self.is_aborted.set()
+        raise RuntimeError("NCCL has not ended yet")
+
+
+@pytest.fixture
+def torch_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+
+
+# ------------------------------------------------------------------------------------------------------- connecting
+
+
+def connect(store: dist.Store, is_wanted: Callable[[], bool], timeout: timedelta = PATIENCE) -> Backend:
+    backend = nccl.connect(store, 0, 2, device=GPU, timeout=timeout, is_wanted=is_wanted)
+    assert isinstance(backend, Backend)
+    return backend
+
+
+@pytest.mark.usefixtures("torch_with_nccl")
+def test_who_has_met_the_others_connects() -> None:
+    store = dist.HashStore()
+    other = threading.Thread(target=nccl.meet, args=(store, 2, PATIENCE))
+    other.start()
+    backend = connect(store, lambda: True)
+    other.join()
+    _, rank, size, options = backend.arguments
+    assert (rank, size, options._timeout, options.config.blocking) == (0, 2, PATIENCE, 1)
+    assert backend.connected == [GPU]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@pytest.mark.usefixtures("torch_with_nccl")
+def test_nobody_begins_to_connect_who_could_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", None)
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):  # the other never comes
+        connect(dist.HashStore(), lambda: True, timedelta(milliseconds=20))
+    store = dist.HashStore()
+    store.add("here", 1)
+    with pytest.raises(nccl.NoLongerWanted):  # it has come, and the log has moved on
+        connect(store, lambda: False)
+
+
+# ---------------------------------------------------------------------------------------------- what counts, and ends
+
+
+@pytest.fixture
+def communicator(monkeypatch: pytest.MonkeyPatch) -> CrossGroupCommunicator:
+    """Of a rank with a GPU. Whatever it builds is there at once."""
+    monkeypatch.setattr(nccl, "connect", lambda *_arguments, **_options: Backend())
+    return CrossGroupCommunicator(
+        group=GroupId(0),
+        position=0,
+        device=GPU,
+        store=SimpleNamespace(rendezvous=lambda *_arguments: None),  # type: ignore[arg-type]
+        timeout_s=PATIENCE.total_seconds(),
+        probe=SilentProbe(),
+    )
+
+
+def post(communicator: CrossGroupCommunicator, key: int) -> Backend:
+    """Builds a communicator and posts two sums."""
+    communicator.begin_build(key, [GroupId(0), GroupId(1)])
+    communicator.begin()
+    assert communicator.connect(lambda: False)
+    assert communicator.post(torch.zeros(1))
+    assert communicator.post(torch.zeros(1))
+    return communicator.first_in_flight().backend  # type: ignore[union-attr]
+
+
+def test_sums_that_were_ended_do_not_count_though_they_look_complete(communicator: CrossGroupCommunicator) -> None:
+    backend = post(communicator, 0)
+    backend.works[0].has_come = True
+    assert communicator.poll() == 1
+    first = communicator.first_in_flight()
+    assert first is not None
+    communicator.end(first)
+    assert backend.is_aborted.wait(PATIENCE.total_seconds())
+    assert backend.works[1].is_completed()
+    assert communicator.poll() == 0
+    assert communicator.first_in_flight() is None
+    assert communicator.evidence == "connection: ended, for nobody needed it any more"
+    assert not communicator.post(torch.zeros(1))
+
+
+def test_each_backend_is_ended_once_and_the_next_is_sound(communicator: CrossGroupCommunicator) -> None:
+    first = post(communicator, 0)
+    communicator.give_up()
+    assert first.is_aborted.wait(PATIENCE.total_seconds())
+    second = post(communicator, 1)
+    for work in second.works:
+        work.has_come = True
+    assert communicator.poll() == 2
+    assert (first.num_aborts, second.num_aborts) == (1, 0)
+
+
+# -------------------------------------------------------------------------------------------------------- the watch
+
+
+class Scene:
+    """A watch, what it sees, and whom it has ended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.in_flight: object | None = None
+        self.head = 7
+        self.num_written = 7
+        self.ended: list[object] = []
+        self.num_connections = 0
+        monkeypatch.setattr(
+            sum_watch, "DecisionLog", lambda _store: SimpleNamespace(has=lambda index: index < self.num_written)
+        )
+        watched: Any = SimpleNamespace(first_in_flight=lambda: self.in_flight, end=self.ended.append)
+        self.watch = SumWatch(watched, self._connect, lambda: self.head)
+
+    def _connect(self) -> Any:
+        self.num_connections += 1
+
+    def look(self, times: int) -> None:
+        for _ in range(times):
+            self.watch.look()
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def test_sums_in_vain_are_ended_if_the_main_thread_leaves_them(scene: Scene) -> None:
+    scene.in_flight = stuck = object()
+    scene.look(5)
+    assert scene.ended == []
+    scene.num_written = 8
+    scene.look(1)
+    assert scene.ended == []  # the main thread may be about to
+    scene.look(1)
+    assert scene.ended == [stuck]
+
+
+def test_a_main_thread_that_gets_on_is_left_alone(scene: Scene) -> None:
+    scene.look(3)
+    assert scene.num_connections == 0
+    for _ in range(4):  # other sums each time
+        scene.in_flight = object()
+        scene.look(1)
+    assert scene.num_connections == 0
+    for _ in range(4):  # the same, and the log is read as it is written
+        scene.num_written += 1
+        scene.look(1)
+        scene.head += 1
+        scene.look(1)
+    scene.in_flight, scene.num_written = None, scene.head + 1
+    scene.look(3)
+    assert scene.ended == []

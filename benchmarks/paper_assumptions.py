@@ -24,9 +24,10 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.core.cadence import optimal_cadence_s
+from benchmarks.paper_model import paper_cadence_s
 from spare_megatron.core.placement import BoolArray, IntArray, make_placement
 from spare_megatron.core.topology import GroupId
+from spare_megatron.planner.optimum import CheckpointTimes
 from spare_megatron.simulator.failures import FailureProcess, FailureSpec, Loss, make_process
 from spare_megatron.simulator.fleet import Fleet
 from spare_megatron.simulator.presets import load_scenario
@@ -37,6 +38,7 @@ from spare_megatron.simulator.spare_run import SpareRun
 from spare_megatron.simulator.world import Result, World
 
 _LOSSES, _REPAIRS, _JITTER = range(10, 13)
+CHECKPOINT = CheckpointTimes(save_s=60.0, restart_s=3600.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +68,14 @@ class Assumption:
 
 
 def _mtbf_cadence(_point: PublishedPoint) -> dict[str, Any]:
-    return {"save_interval_s": optimal_cadence_s(60.0, 300.0, 3600.0)}
+    return {"save_interval_s": paper_cadence_s(300.0, CHECKPOINT)}
 
 
 def _closed_form_cadence(point: PublishedPoint) -> dict[str, Any]:
     """T_f = mu m with the paper's mu = Gamma(1/r) / r * N^(1 - 1/r)."""
     r = point.redundancy
     losses = gamma(1 / r) / r * point.num_groups ** (1 - 1 / r)
-    return {"save_interval_s": optimal_cadence_s(60.0, losses * 300.0, 3600.0)}
+    return {"save_interval_s": paper_cadence_s(losses * 300.0, CHECKPOINT)}
 
 
 def _group_clocks(point: PublishedPoint) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
+from benchmarks.paper_model import paper_redundancy, paper_time_to_train
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.placement import make_placement
 from spare_megatron.planner import montecarlo
@@ -34,12 +35,7 @@ from spare_megatron.planner.domains import (
 )
 from spare_megatron.planner.endurance import FloatArray, asymptotic_endured_losses, endured_losses
 from spare_megatron.planner.facts import ClusterFacts, Policy
-from spare_megatron.planner.optimum import (
-    CheckpointTimes,
-    closed_form_redundancy,
-    numeric_redundancy,
-    time_to_train,
-)
+from spare_megatron.planner.optimum import CheckpointTimes, closed_form_redundancy
 from spare_megatron.planner.overhead import (
     StepTimes,
     least_makespans,
@@ -214,7 +210,7 @@ def availability_rows(num_samples: int, seed: int) -> Iterator[Row]:
     for time_to_failure_s in (9e3, 3e4, 9e4, 3e5):
         best = best_availability(60.0, time_to_failure_s, 3600.0)
         plan_s = np.random.default_rng(seed).exponential(time_to_failure_s, num_samples * 25)
-        cadence_s = optimal_cadence_s(60.0, time_to_failure_s, 3600.0)
+        cadence_s = optimal_cadence_s(60.0, time_to_failure_s)
         measured = montecarlo.availability_sample(cadence_s, CHECKPOINT, plan_s)
         assert abs(best - availability(cadence_s, 60.0, time_to_failure_s, 3600.0)) < 1e-9
         yield {"time_to_failure_s": time_to_failure_s, "cadence_s": cadence_s, **compared(best, np.array([measured]))}
@@ -243,10 +239,10 @@ def optimum_rows(sizes: Sequence[int], num_cycles: int, seed: int) -> Iterator[R
         yield {
             "num_groups": n,
             "policy": "SPARe's model",
-            "redundancy": numeric_redundancy(n, 300.0, CHECKPOINT),
+            "redundancy": paper_redundancy(n, 300.0, CHECKPOINT),
             "closed_form_redundancy": r_star,
-            "J": time_to_train(n, r_star, 300.0, CHECKPOINT),
-            "J_with_patches": time_to_train(n, r_star, 300.0, CHECKPOINT, times),
+            "J": paper_time_to_train(n, r_star, 300.0, CHECKPOINT),
+            "J_with_patches": paper_time_to_train(n, r_star, 300.0, CHECKPOINT, times),
             "published_simulation": published,
             "published_redundancy": at,
             "plan_error": predict(facts, "stack", at).time_to_train_ratio / published - 1,

@@ -1,7 +1,6 @@
 """`spare plan`: which redundancy and cadence to train with on a cluster."""
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -83,6 +82,9 @@ _SliceCopy = Annotated[
 _ShardSize = Annotated[str | None, typer.Option(help="Memory of one shard, as in 64MiB.")]
 _Memory = Annotated[str | None, typer.Option(help="Memory a group may use for its shards, as in 2GB.")]
 _ReadRate = Annotated[str | None, typer.Option(help="At which a group can read shards, as in 1GB/s.")]
+
+_HOPELESS = 1e6
+"""Times as long as without losses: nobody waits for that."""
 
 
 def plan(
@@ -170,10 +172,11 @@ def answer_to(question: Question) -> Answer:
     check_redundancy_asked(question, facts, limits)
     fixed = question.redundancy
     best = optimize(facts, chosen, limits) if fixed is None else predict(facts, chosen, fixed)
-    if not math.isfinite(best.time_to_train_ratio) or best.time_to_wipe_out_s < facts.times.step_s:
+    if not best.time_to_train_ratio < _HOPELESS or best.time_to_wipe_out_s < facts.times.step_s:
         raise ValueError(
             f"no training at redundancy {best.redundancy}: with a loss every {facts.times.loss_interval_s:g} s a step "
-            f"of {facts.times.step_s:g} s is hardly ever done; check --mtbf (or the failure rate) and --step"
+            f"of {facts.times.step_s:g} s and a save of {facts.checkpoint.save_s:g} s are hardly ever done; check "
+            f"--mtbf (or the failure rate), --step and --save"
         )
     names = {
         "step": question.step,

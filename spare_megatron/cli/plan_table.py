@@ -32,7 +32,7 @@ def print_answer(answer: Answer) -> None:
             "Wipe-outs are so rare here that other failures (storage, software, the site) decide how often to save."
         )
     if answer.plan.cadence_s > answer.plan.time_to_wipe_out_s:
-        console.print("Wipe-outs come sooner than saves pay off: the estimate is too good, take a higher redundancy.")
+        console.print("Wipe-outs come sooner than saves pay off: take a higher redundancy.")
 
 
 def _plan_rows(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -1,35 +1,45 @@
 """When to save: the one rule, for planning and for a run."""
 
-from math import sqrt
+from math import expm1, sqrt
+
+from scipy.optimize import brentq
+
+_FEW = 1e-6
+"""Of T_s / T_f: below, the series is exact, and the equation would cancel to nothing."""
 
 
-def optimal_cadence_s(save_s: float, mean_time_to_failure_s: float, restart_s: float) -> float:
+def optimal_cadence_s(save_s: float, mean_time_to_failure_s: float) -> float:
     """Seconds from the start of one save to the start of the next that leave the most time for training.
 
-    T_c* = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r)), the maximum over T_c of the availability
+    T_c* = t T_f with the one positive t for which
 
-        A(T_c) = (1 - T_s / T_c) * T_f / (T_f + T_r + T_c / 2):
+        t + exp(-t) = 1 + e,   e = T_s / T_f:
 
-    of every T_c seconds T_s go into the save, and every T_f seconds a restart takes T_r and half an interval is lost.
-    Setting dA/dT_c = 0 gives T_c^2 - 2 T_s T_c - 2 T_s (T_f + T_r) = 0, whose positive root this is (SPARe, arXiv
-    2603.00357, after arXiv 2410.18124).
+    the maximum over T_c of the availability (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)), whatever T_r is
+    (`planner.availability`; J. T. Daly, Future Generation Computer Systems 22, 2006). By the Lambert function
+    T_c* = T_s + T_f (1 + W0(-exp(-1 - e))). For rare failures that is near sqrt(2 T_s T_f) (Young, 1974).
 
     Args:
         save_s: T_s, seconds that training stands still for one save; above 0.
-        mean_time_to_failure_s: T_f, mean seconds of training until only a checkpoint helps; above 0. A lost group is
-            no failure in this sense, a wipe-out is.
-        restart_s: T_r, seconds from such a failure to training again; 0 or more.
+        mean_time_to_failure_s: T_f, mean seconds of training and saving until only a checkpoint helps; above 0. A lost
+            group is no failure in this sense, a wipe-out is.
 
     Raises:
         ValueError: A time is out of its range.
 
-    >>> round(optimal_cadence_s(60.0, 300.0 * 300, 3600.0), 1)
-    3412.0
+    Notes:
+        With s = sqrt(2 e) the root is s + s^2/6 + s^3/36 + s^4/270 + O(s^5): exact to 1e-14 where it is used.
+
+    >>> round(optimal_cadence_s(60.0, 300.0 * 300), 1)
+    3306.5
     """
     if not save_s > 0:
         raise ValueError(f"save_s={save_s} has to be above 0: with free saves there is no best interval")
     if not mean_time_to_failure_s > 0:
         raise ValueError(f"mean_time_to_failure_s={mean_time_to_failure_s} has to be above 0")
-    if not restart_s >= 0:
-        raise ValueError(f"restart_s={restart_s} has to be 0 or more")
-    return save_s + sqrt(save_s * save_s + 2 * save_s * (mean_time_to_failure_s + restart_s))
+    share = save_s / mean_time_to_failure_s
+    if share < _FEW:
+        s = sqrt(2 * share)
+        return mean_time_to_failure_s * (s + s**2 / 6 + s**3 / 36 + s**4 / 270)
+    found = brentq(lambda t: t + expm1(-t) - share, share, share + 2, xtol=1e-15, rtol=1e-12)
+    return mean_time_to_failure_s * float(found)

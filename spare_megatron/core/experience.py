@@ -1,4 +1,4 @@
-"""What a run has learned of its saves, restarts and losses, all of it read off the log, and the cadence that follows.
+"""What a run has learned of its saves and losses, all of it read off the log, and the cadence that follows.
 
 Every group that has read the same entries knows the same, also one that has only just begun to.
 """
@@ -16,8 +16,6 @@ from spare_megatron.core.topology import GroupId
 
 PRIOR_SAVE_S = 1.0
 """What a save is taken to cost before the first one."""
-PRIOR_RESTART_S = 60.0
-"""What a restart is taken to cost before the first one."""
 LEAST_SAVE_S = 1e-3
 """With free saves there is no best interval."""
 
@@ -33,7 +31,6 @@ class Cadence:
     Attributes:
         interval_s: Seconds from one save to the next.
         save_s: Seconds that training stands still for a save.
-        restart_s: Seconds from a wipe-out to training again.
         group_interval_s: Mean seconds until a given group is lost.
         absence_s: Mean seconds until a lost group takes part again; None if none does.
         time_to_wipe_out_s: Mean seconds until some shard has no host, with the groups that are there now; 0 if one has
@@ -45,7 +42,6 @@ class Cadence:
 
     interval_s: float
     save_s: float
-    restart_s: float
     group_interval_s: float
     absence_s: float | None
     time_to_wipe_out_s: float
@@ -75,20 +71,20 @@ class Experience:
         self._num_losses = 0
         self._exposure_s = 0.0
         self._is_restarting = False
+        self._step_s = 0.0  # the last that no restart is in
+        self._num_members = 0
         self._lost_at_s: dict[GroupId, float] = {}
         self._absences_s: list[float] = []
         self._saves_s: list[float] = []
-        self._restarts_s: list[float] = []
         self._cadence_of: tuple[tuple[object, ...], Cadence] | None = None
 
     def committed(self, at_s: float, num_members: int) -> None:
         """A step of this many groups is committed."""
         passed_s, self._at_s = at_s - self._at_s, at_s
-        if self._is_restarting:
-            self._restarts_s.append(passed_s)
-            self._is_restarting = False
-        else:
-            self._exposure_s += passed_s * num_members
+        if not self._is_restarting:
+            self._step_s = passed_s
+        self._is_restarting, self._num_members = False, num_members
+        self._exposure_s += self._step_s * num_members
 
     def lost(self, groups: Iterable[GroupId]) -> None:
         """Groups that took part are lost."""
@@ -107,15 +103,20 @@ class Experience:
         self._saves_s = [*self._saves_s, stall_s][-_LAST_SAVES:]
 
     def restarted(self) -> None:
-        """Training starts again; the next commit tells how long that took."""
+        """Training starts again.
+
+        How long the restart took is not told apart from what its first step and the one that was struck took: they
+        count as one and as half of one like the last before.
+        """
         self._is_restarting = True
+        self._exposure_s += 0.5 * self._step_s * self._num_members
         self._lost_at_s.clear()
 
     def cadence(self, members: Collection[GroupId]) -> Cadence:
         """The best interval with these groups, by all that is known."""
         # Times change it little from one step to the next: by their square root.
         exposure = int(16 * log2(1 + self._exposure_s / self._group_life_s))
-        known = (self._num_losses, len(self._absences_s), self._absence_s() is None, len(self._restarts_s), exposure)
+        known = (self._num_losses, len(self._absences_s), self._absence_s() is None, exposure)
         key = (tuple(members), tuple(self._saves_s), known)
         if self._cadence_of is None or self._cadence_of[0] != key:
             self._cadence_of = (key, self._choose(members))
@@ -124,13 +125,11 @@ class Experience:
     def _choose(self, members: Collection[GroupId]) -> Cadence:
         group_interval_s = (self._group_life_s + self._exposure_s) / (1 + self._num_losses)
         save_s = max(fmean(self._saves_s) if self._saves_s else PRIOR_SAVE_S, LEAST_SAVE_S)
-        restart_s = fmean(self._restarts_s) if self._restarts_s else PRIOR_RESTART_S
         absence_s = self._absence_s()
         time_s = self._time_to_wipe_out_s(members, group_interval_s, absence_s)
         return Cadence(
-            interval_s=optimal_cadence_s(save_s, time_s, restart_s) if time_s else 0.0,
+            interval_s=optimal_cadence_s(save_s, time_s) if time_s else 0.0,
             save_s=save_s,
-            restart_s=restart_s,
             group_interval_s=group_interval_s,
             absence_s=absence_s,
             time_to_wipe_out_s=time_s,

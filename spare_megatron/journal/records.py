@@ -217,8 +217,6 @@ class CadenceRecord:
     """From one save to the next, as decided."""
     save_s: float
     """How long a save has kept training waiting."""
-    restart_s: float
-    """From a wipe-out to training again."""
     group_interval_s: float
     """Mean time until a given group is lost, by the losses so far and the prior."""
     absence_s: float | None

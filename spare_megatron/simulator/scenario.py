@@ -99,7 +99,7 @@ class Scenario:
         time_s = self.time_to_wipe_out_s()
         if self.costs.save_s == 0 or time_s == inf:
             return 0.0 if self.costs.save_s == 0 else inf
-        return optimal_cadence_s(self.costs.save_s, time_s, self.costs.restart_s)
+        return optimal_cadence_s(self.costs.save_s, time_s)
 
     def time_to_wipe_out_s(self) -> float:
         """T_f, mean seconds of training until only a checkpoint helps: for lost shards or for lost slices.

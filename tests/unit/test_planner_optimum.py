@@ -1,9 +1,13 @@
 """Cadence, availability and best redundancy: closed forms against numeric optima and simulation."""
 
+from decimal import Decimal, localcontext
+
 import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
+from scipy.special import lambertw
 
+from benchmarks.paper_model import paper_availability, paper_cadence_s, paper_redundancy, paper_time_to_train
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.placement import make_placement
 from spare_megatron.planner.availability import availability, best_availability
@@ -14,12 +18,7 @@ from spare_megatron.planner.montecarlo import (
     endured_samples,
     simulated_time_to_train,
 )
-from spare_megatron.planner.optimum import (
-    CheckpointTimes,
-    closed_form_redundancy,
-    numeric_redundancy,
-    time_to_train,
-)
+from spare_megatron.planner.optimum import CheckpointTimes, closed_form_redundancy
 from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_overhead, patch_stacks
 from spare_megatron.planner.plan import candidates, optimize, predict
 from spare_megatron.planner.rejoin import RejoinTimes
@@ -34,9 +33,10 @@ def paper_facts(n: int, repair_s: float | None = 600.0) -> ClusterFacts:
     return ClusterFacts(num_groups=n, times=times, checkpoint=CHECKPOINT, num_microbatches=16, rejoin=rejoin)
 
 
-@pytest.mark.parametrize("times", [(60.0, 9e4, 3600.0), (1.0, 50.0, 0.0), (0.01, 1e7, 30.0), (600.0, 700.0, 10.0)])
-def test_the_cadence_is_the_numeric_optimum_of_the_availability(times: tuple[float, float, float]) -> None:
-    save_s, to_failure_s, restart_s = times
+@pytest.mark.parametrize("restart_s", [0.0, 3600.0])
+@pytest.mark.parametrize("times", [(60.0, 9e4), (1.0, 50.0), (0.01, 1e7), (600.0, 700.0), (50.0, 10.0)])
+def test_the_cadence_is_the_numeric_optimum_of_the_availability(times: tuple[float, float], restart_s: float) -> None:
+    save_s, to_failure_s = times
     best_s = optimal_cadence_s(*times)
     found = minimize_scalar(
         lambda log_s: -availability(float(np.exp(log_s)), save_s, to_failure_s, restart_s),
@@ -45,33 +45,63 @@ def test_the_cadence_is_the_numeric_optimum_of_the_availability(times: tuple[flo
         options={"xatol": 1e-10},
     )
     assert np.exp(found.x) == pytest.approx(best_s, rel=1e-4)
-    assert best_availability(*times) == pytest.approx(-found.fun, rel=1e-12)
-    assert best_availability(*times) == pytest.approx(availability(best_s, *times))
+    assert best_availability(*times, restart_s) == pytest.approx(-found.fun, rel=1e-12)
+    assert best_availability(*times, restart_s) == pytest.approx(availability(best_s, *times, restart_s))
 
 
-@pytest.mark.parametrize("times", [(0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (1.0, 1.0, -1.0), (float("nan"), 1.0, 1.0)])
-def test_a_cadence_from_times_out_of_range_is_refused(times: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize("to_failure_s", [1e-3, 10.0, 9e4, 1e12])
+def test_the_cadence_solves_its_equation_to_many_digits(to_failure_s: float) -> None:
+    """t + exp(-t) - 1 = e changes its sign within 1e-12 of the answer, in decimals of 80 digits."""
+    for exponent in np.linspace(-20, 3, 47):
+        save_s = float(10**exponent) * to_failure_s
+        e = Decimal(save_s) / Decimal(to_failure_s)
+        t = Decimal(optimal_cadence_s(save_s, to_failure_s)) / Decimal(to_failure_s)
+        with localcontext(prec=80):
+            below, above = (t * (1 + sign * Decimal("1e-12")) for sign in (-1, 1))
+            assert below + (-below).exp() - 1 < e < above + (-above).exp() - 1, f"T_s / T_f = 10^{exponent}"
+
+
+def test_rare_wipe_outs_have_the_cadence_of_young_and_frequent_ones_that_of_lambert() -> None:
+    assert optimal_cadence_s(1.0, 1e12) == pytest.approx(np.sqrt(2e12), rel=1e-6)
+    for save_s in (0.05, 0.3, 2.0, 20.0):
+        x = 1 + lambertw(-np.exp(-1 - save_s)).real
+        assert optimal_cadence_s(save_s, 1.0) == pytest.approx(save_s + x, rel=1e-9)
+        assert best_availability(save_s, 1.0, 3.0) == pytest.approx((1 - x) / 4, rel=1e-6)
+
+
+def test_hopeless_times_have_an_availability_that_can_be_divided_by() -> None:
+    assert best_availability(3600.0, 1.0, 0.0) == 1e-300
+    assert availability(1e6, 1.0, 1.0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("times", [(0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, float("nan"))])
+def test_a_cadence_from_times_out_of_range_is_refused(times: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="has to be"):
         optimal_cadence_s(*times)
 
 
-@pytest.mark.parametrize("times", [(10.0, 60.0, 1.0, 1.0), (60.0, -1.0, 1.0, 1.0), (60.0, 1.0, 0.0, 1.0)])
+@pytest.mark.parametrize(
+    "times", [(10.0, 60.0, 1.0, 1.0), (60.0, -1.0, 1.0, 1.0), (60.0, 1.0, 0.0, 1.0), (0.0, 0.0, 1.0, 1.0)]
+)
 def test_an_availability_from_times_out_of_range_is_refused(times: tuple[float, float, float, float]) -> None:
     with pytest.raises(ValueError, match="has to be"):
         availability(*times)
+    with pytest.raises(ValueError, match="restart_s=-1 has to be"):
+        best_availability(1.0, 1.0, -1)
 
 
-@pytest.mark.parametrize(("to_failure_s", "error"), [(9e3, 0.03), (3e4, 0.01), (3e5, 0.003)])
-def test_availability_is_near_that_of_simulated_saves(to_failure_s: float, error: float) -> None:
-    wipe_outs_s = np.random.default_rng(2).exponential(to_failure_s, 100_000)
-    cadence_s = optimal_cadence_s(60.0, to_failure_s, 3600.0)
+@pytest.mark.parametrize("cadence", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("to_failure_s", [60.0, 1e3, 9e3, 3e5])
+def test_availability_is_that_of_simulated_saves(to_failure_s: float, cadence: float) -> None:
+    wipe_outs_s = np.random.default_rng(2).exponential(to_failure_s, 200_000)
+    cadence_s = max(cadence * optimal_cadence_s(60.0, to_failure_s), 61.0)
     simulated = availability_sample(cadence_s, CHECKPOINT, wipe_outs_s)
-    assert best_availability(60.0, to_failure_s, 3600.0) == pytest.approx(simulated, rel=error)
+    assert availability(cadence_s, 60.0, to_failure_s, 3600.0) == pytest.approx(simulated, rel=0.015)
 
 
 def test_the_published_redundancies() -> None:
     assert [closed_form_redundancy(n) for n in (200, 600, 1000)] == [8, 10, 10]
-    assert [numeric_redundancy(n, 300.0, CHECKPOINT) for n in (200, 600, 1000)] == [8, 10, 10]
+    assert [paper_redundancy(n, 300.0, CHECKPOINT) for n in (200, 600, 1000)] == [8, 10, 10]
     assert [closed_form_redundancy(n) for n in (1, 2, 3)] == [1, 1, 2]
 
 
@@ -83,9 +113,18 @@ def test_plans_are_within_3_percent_of_the_published_simulation(n: int, publishe
     assert plan.redundancy in (8, 9)
 
 
+def test_the_availability_of_the_paper_is_ours_where_wipe_outs_are_rare() -> None:
+    """It counts lost work as time beyond T_f, so that it asks for longer intervals the longer a restart takes."""
+    for to_failure_s, difference in ((9e4, 1e-3), (9e6, 5e-6)):
+        cadence_s = optimal_cadence_s(60.0, to_failure_s)
+        exact = availability(cadence_s, 60.0, to_failure_s, 3600.0)
+        assert paper_availability(cadence_s, to_failure_s, CHECKPOINT) == pytest.approx(exact, rel=difference)
+    assert paper_cadence_s(9e3, CHECKPOINT) > 1.2 * optimal_cadence_s(60.0, 9e3)
+
+
 def test_the_paper_estimate_is_an_upper_bound_of_the_plan() -> None:
     facts = paper_facts(600)
-    paper = time_to_train(600, 10, 300.0, CHECKPOINT, facts.times)
+    paper = paper_time_to_train(600, 10, 300.0, CHECKPOINT, facts.times)
     assert predict(facts, "stack", 10).time_to_train_ratio < paper < 1.1 * optimize(facts, "stack").time_to_train_ratio
 
 

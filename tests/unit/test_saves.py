@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.core.experience import PRIOR_RESTART_S, PRIOR_SAVE_S, Experience
+from spare_megatron.core.experience import PRIOR_SAVE_S, Experience
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.saves import RefuseCheckpoint, SaveEnd, SavePolicy, Saves
 from spare_megatron.core.slices import Slicing, first_ownership
@@ -125,7 +126,7 @@ def test_the_cadence_begins_with_the_prior_and_follows_what_is_measured() -> Non
     first = experience.cadence(GROUPS)
     time_s = time_to_wipe_out_s({2: 4}, 2, 1000.0, None)
     assert (first.group_interval_s, first.absence_s, first.time_to_wipe_out_s) == (1000.0, None, time_s)
-    assert first.interval_s == optimal_cadence_s(PRIOR_SAVE_S, time_s, PRIOR_RESTART_S)
+    assert first.interval_s == optimal_cadence_s(PRIOR_SAVE_S, time_s)
     experience.committed(500.0, 4)
     experience.saved(4.0)
     experience.lost([GroupId(1)])
@@ -134,8 +135,24 @@ def test_the_cadence_begins_with_the_prior_and_follows_what_is_measured() -> Non
     assert second.group_interval_s == (1000.0 + 2000.0) / 2
     experience.restarted()
     experience.committed(530.0, 4)
-    assert experience.cadence(GROUPS).restart_s == 30.0
-    assert experience.cadence(GROUPS).exposure_s == 2000.0, "a restart is no time in which groups are lost"
+    assert experience.cadence(GROUPS).exposure_s == 5000.0, "a step of 3 groups, cut in half, and one of 4; no restart"
+
+
+@pytest.mark.parametrize("step_s", [0.2, 2.0, 8.0])
+def test_the_rate_of_losses_that_are_all_wipe_outs_is_told_without_bias(step_s: float) -> None:
+    """Losses of a Poisson process every 10 s, each followed by a restart of a minute."""
+    rng = np.random.default_rng(5)
+    experience = Experience(40.0, make_placement("golomb", 4, 1), last_resort=False)
+    at_s, left_s, num_losses = 0.0, 10.0, 0
+    while num_losses < 3000:
+        if left_s > step_s:
+            left_s, at_s = left_s - step_s, at_s + step_s
+            experience.committed(at_s, 4)
+        else:
+            at_s, left_s, num_losses = at_s + left_s + 60.0, rng.exponential(10.0), num_losses + 1
+            experience.lost([GROUPS[0]])
+            experience.restarted()
+    assert experience.cadence(GROUPS).time_to_wipe_out_s == pytest.approx(10.0, rel=0.05)
 
 
 def test_fewer_survivors_save_more_often_and_returns_less() -> None:

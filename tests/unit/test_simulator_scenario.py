@@ -176,7 +176,7 @@ def small(**changes: Any) -> Scenario:
 def test_the_cadence_is_the_best_for_the_time_to_wipe_out_of_the_policy() -> None:
     scenario = small(policy="checkpoint_only")
     assert scenario.time_to_wipe_out_s() == 1000.0
-    assert scenario.save_cadence_s() == optimal_cadence_s(5.0, 1000.0, 100.0)
+    assert scenario.save_cadence_s() == optimal_cadence_s(5.0, 1000.0)
     times = [
         small(policy="checkpoint_only").time_to_wipe_out_s(),
         small(policy="spare").time_to_wipe_out_s(),

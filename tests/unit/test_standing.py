@@ -247,7 +247,6 @@ def test_the_next_save_is_told_by_the_cadence_or_the_settings() -> None:
         step=3,
         interval_s=30.0,
         save_s=1.0,
-        restart_s=1.0,
         group_interval_s=1.0,
         absence_s=None,
         time_to_wipe_out_s=1.0,

@@ -86,8 +86,9 @@ def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[
     start: Start | None = None
     if config.cluster.launcher == "srun":
         from spare_megatron.slurm.allocation import address_of, nodes_for_run, this_job
+        from spare_megatron.slurm.racks import find_racks
 
-        names = nodes_for_run(this_job(), config.cluster.num_nodes)
+        names = nodes_for_run(this_job(), config, find_racks())
         hosts = [address_of(name) for name in names[:2]]  # the second one knows this one by no loopback address
         start = partial(_start_step, config.slurm, names, folder, wait_s)
     else:

@@ -116,16 +116,20 @@ def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig"
         return
     from spare_megatron.slurm.allocation import nodes_for_run, this_job
     from spare_megatron.slurm.etcd import etcd_of_the_job
+    from spare_megatron.slurm.racks import find_racks, shared_racks, spread
     from spare_megatron.slurm.steps import SrunLauncher
 
-    job_id = this_job()
-    nodes = nodes_for_run(job_id, config.cluster.num_nodes)
-    launcher = SrunLauncher(job_id=job_id, slurm=config.slurm)
+    job_id, racks = this_job(), find_racks()
+    nodes = nodes_for_run(job_id, config, racks)
+    used = nodes[: config.cluster.num_nodes]
+    if warning := shared_racks(config, used, racks):
+        typer.echo(f"warning: {warning}", err=True)
+    launcher = SrunLauncher(job_id=job_id, slurm=config.slurm, nodes=used)
     control = config.control
     if control.store == "embedded" or control.endpoints:
         yield config, launcher
         return
     token = f"{job_id}-{run_dir.name}"
     folder = run_dir.with_name(f"etcd-{run_dir.name}").absolute()
-    with etcd_of_the_job(nodes, control, config.slurm.etcd_port, token, folder) as control:
+    with etcd_of_the_job(spread(nodes, racks), control, config.slurm.etcd_port, token, folder) as control:
         yield dataclasses.replace(config, control=control), launcher

@@ -1,10 +1,12 @@
 """The nodes of a job, and which of them a supervisor goes to."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.slurm.commands import JobId, call, job_fields, own_job
+from spare_megatron.slurm.racks import nodes_per_domain, order_by_rack
 
 
 def this_job() -> JobId:
@@ -34,19 +36,24 @@ def nodes_of(job_id: JobId) -> tuple[str, ...]:
     return tuple(call("scontrol", "show", "hostnames", names).split())
 
 
-def nodes_for_run(job_id: JobId, num_nodes: int) -> tuple[str, ...]:
-    """The names of the job's nodes, those to spare last.
+def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the job's nodes in the order of the run's, those to spare last.
+
+    Args:
+        job_id: The job.
+        config: Of the run.
+        racks: Node -> its rack, as far as that is known.
 
     Raises:
         ValueError: They are too few for the run.
     """
-    names = nodes_of(job_id)
+    names, num_nodes = nodes_of(job_id), config.cluster.num_nodes
     if len(names) < num_nodes:
         raise ValueError(
             f"job {job_id} has {len(names)} nodes ({', '.join(names)}), too few for cluster.num_nodes={num_nodes}; ask "
             f"for more (sbatch --nodes), or lower cluster.num_nodes and the layout"
         )
-    return names
+    return order_by_rack(names, racks, num_nodes, nodes_per_domain(config))
 
 
 def address_of(name: str) -> str:

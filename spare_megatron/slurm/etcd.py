@@ -96,10 +96,10 @@ def endpoints_of(addresses: Sequence[str], first_port: int) -> tuple[str, ...]:
 def etcd_of_the_job(
     nodes: Sequence[str], control: ControlConfig, first_port: int, token: str, folder: Path
 ) -> Iterator[ControlConfig]:
-    """An etcd that answers, on the first nodes of the job: three members, or one on fewer nodes.
+    """An etcd that answers, on the first of these nodes: three members, or one on fewer nodes.
 
     Args:
-        nodes: The nodes of the job.
+        nodes: The nodes of the job, in the order in which members go to them.
         control: Settings without endpoints.
         first_port: As for `member_commands`.
         token: As for `member_commands`.

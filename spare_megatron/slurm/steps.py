@@ -52,20 +52,18 @@ class SrunLauncher:
     Attributes:
         job_id: The job that the driver belongs to.
         slurm: What runs them on their nodes.
+        nodes: The nodes of Slurm that the run begins on, in the order of its own.
     """
 
     job_id: JobId
     slurm: SlurmConfig
+    nodes: tuple[str, ...]
     replaces: bool = True
     _held: str = field(default="", init=False)
     _last: str = field(default="", init=False)
 
     def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
-        """The srun of the supervisor; None if no node is free for it now.
-
-        Raises:
-            ValueError: The job has fewer nodes than the run.
-        """
+        """The srun of the supervisor; None if no node is free for it now."""
         name = self._choose(run_dir, node, life)
         if name is None:
             return None
@@ -81,14 +79,9 @@ class SrunLauncher:
             self._last, self._held = self._held, ""
 
     def _choose(self, run_dir: Path, node: int, life: int) -> str | None:
-        present, claims = nodes_of(self.job_id), Claims(run_dir)
-        if life == 0:
-            if node >= len(present):
-                raise ValueError(f"job {self.job_id} has {len(present)} nodes, too few for node {node} of the run")
-            name = present[node]
-        else:
-            name = choose_node(present, claims.taken(), self._last) or ""
-        if not name or not claims.take(name, node):
+        claims = Claims(run_dir)
+        name = self.nodes[node] if life == 0 else choose_node(nodes_of(self.job_id), claims.taken(), self._last)
+        if name is None or not claims.take(name, node):
             return None
         self._held = name
         return name

@@ -1,5 +1,6 @@
 #!/bin/bash
-# A real Slurm on this machine alone (root): `cluster.sh up DIR NUM_NODES PORT | off DIR NODE | on DIR NODE | down DIR`.
+# A real Slurm on this machine alone (root):
+#     cluster.sh up DIR NUM_NODES PORT [NUM_RACKS] | off DIR NODE | on DIR NODE | down DIR
 # Its nodes are slurmds on the loopback address, each with all that it starts in a PID namespace of its own: ending the
 # namespace is what losing the power of a node is. Partition `test` has those, and is the default; `h100` has 17 nodes
 # with 8 GPUs each, of a cloud that has none, for jobs that are only looked at. PLUGINS names the folder of Slurm's
@@ -28,7 +29,7 @@ end() { # the process of a file of its number
 }
 
 up() {
-    local num_nodes=$1 port=$2 user
+    local num_nodes=$1 port=$2 num_racks=${3:-0} user
     user=$(id -un)
     mkdir -p "$dir"/{run,log,spool,state,munge}
     chmod 755 "$dir"
@@ -59,6 +60,7 @@ SwitchType=switch/none
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
+TopologyPlugin=topology/$([ "$num_racks" = 0 ] && echo none || echo tree)
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_delay=1
@@ -82,6 +84,11 @@ NodeName=g[1-17] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 31))-
 PartitionName=test Nodes=n[1-$num_nodes] Default=YES MaxTime=INFINITE State=UP
 PartitionName=h100 Nodes=g[1-17] MaxTime=INFINITE State=UP
 CONF
+    # Nodes are dealt out to the racks in turn, so that the order of their names is not that of racks.
+    for rack in $(seq "$num_racks"); do
+        echo "SwitchName=rack$rack Nodes=$(seq -s, -f 'n%g' "$rack" "$num_racks" "$num_nodes")"
+    done >"$dir/topology.conf"
+    [ "$num_racks" = 0 ] || echo "SwitchName=core Switches=rack[1-$num_racks]" >>"$dir/topology.conf"
     munged --force --key-file="$dir/munge/key" --socket="$dir/run/munge.sock" --pid-file="$dir/run/munged.pid" \
         --log-file="$dir/log/munged.log" --seed-file="$dir/munge/seed" --num-threads=2
     slurmctld -c -f "$SLURM_CONF"
@@ -99,7 +106,7 @@ CONF
 }
 
 case $what in
-up) up "$3" "$4" ;;
+up) up "${@:3}" ;;
 off) end "$dir/run/$3.pid" ;;
 on) boot "$3" ;;
 down) # nothing of it is of use any more

@@ -41,9 +41,9 @@ def start_cluster(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     pytestconfig: pytest.Config,
-) -> Iterator[Callable[[int], Cluster]]:
-    """Brings up a cluster of so many nodes, which are all there then. Where it does not come up the test is skipped,
-    unless --slurm asks for it: what a container may do is not ours.
+) -> Iterator[Callable[..., Cluster]]:
+    """Brings up a cluster of so many nodes, which are all there then, in so many racks, or in none that Slurm knows of.
+    Where it does not come up the test is skipped, unless --slurm asks for it: what a container may do is not ours.
     """
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)
@@ -58,8 +58,8 @@ def start_cluster(
             pytest.skip(f"a Slurm does not come up here: {(folder / 'orders.log').read_text()[-500:]}")
         assert done.returncode == 0, (folder / "orders.log").read_text()
 
-    def start(num_nodes: int) -> Cluster:
-        order("up", str(num_nodes), str(_free_ports(num_nodes)))
+    def start(num_nodes: int, num_racks: int = 0) -> Cluster:
+        order("up", str(num_nodes), str(_free_ports(num_nodes)), str(num_racks))
         return Cluster(folder=folder, order=order)
 
     try:
@@ -69,7 +69,7 @@ def start_cluster(
 
 
 @pytest.fixture
-def cluster(start_cluster: Callable[[int], Cluster]) -> Cluster:
+def cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
     return start_cluster(8)
 
 

@@ -16,7 +16,7 @@ PRESETS = sorted(path for path in (CONFIGS / "run").glob("*.toml") if not path.s
 
 
 def test_slurm_takes_the_job_of_every_preset(
-    start_cluster: Callable[[int], Cluster], text_corpus: Path, tmp_path: Path
+    start_cluster: Callable[..., Cluster], text_corpus: Path, tmp_path: Path
 ) -> None:
     """Those for GPUs on nodes that have eight, and not with more."""
     start_cluster(1)

@@ -2,6 +2,7 @@
 
 import warnings
 
+from spare_megatron.mcore.quick_import import import_megatron
 from spare_megatron.mcore.versions import check_version, installed_version
 
 
@@ -18,3 +19,4 @@ def _hush_advice_nobody_can_follow() -> None:
 for _package in ("torch", "megatron-core"):
     check_version(_package, installed_version(_package))
 _hush_advice_nobody_can_follow()
+import_megatron()

@@ -1,10 +1,14 @@
-"""Megatron's Adam and its learning-rate schedule, replicated in every group."""
+"""Megatron's Adam and its learning-rate schedule, replicated in every group.
+
+Megatron takes the fused Adam of transformer-engine or apex where one is installed, and torch's elsewhere.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer import (
+    USING_PYTORCH_OPTIMIZER,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
@@ -44,8 +48,23 @@ class Optimizer:
         return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Take over what `state_dict` gave, be it of torch's Adam or of a fused one.
+
+        The former counts updates in the state of each parameter, the latter in its parameter groups.
+        """
+        num_updates = state["schedule"]["num_steps"]
+        adam = state["megatron"].get("optimizer", state["megatron"])["state"]
+        of_parameters = [each for key, each in adam.items() if key != "common_step"]
+        if not USING_PYTORCH_OPTIMIZER:
+            adam.pop("common_step", None)
+            for each in of_parameters:
+                each.pop("step", None)
+        elif not any("step" in each for each in of_parameters):
+            adam.setdefault("common_step", torch.tensor(float(num_updates)))  # Megatron gives it to each
         self.megatron.load_state_dict(state["megatron"])
+        if not USING_PYTORCH_OPTIMIZER:
+            for group in self.megatron.param_groups:
+                group["step"] = num_updates
         self.schedule.num_steps = 0  # Megatron counts the steps that it loads onto those taken
         self.schedule.load_state_dict(state["schedule"])
 

@@ -313,7 +313,7 @@ class StackedOptimizer:
             values = main[0] if main else fragment.values
             self._updated.append(_Updated(number=number, fragment=fragment, values=values))
             self._adam.param_groups[self._group_of[fragment.parameter]]["params"].append(values)
-            step = torch.tensor(float(self.num_updates), dtype=torch.float32)
+            step = torch.tensor(float(self.num_updates), dtype=torch.float32, device=self.device)
             self._adam.state[values] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
     def _num_installed(self, number: SliceId) -> int:
@@ -344,6 +344,8 @@ def _build_adam(
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
+        # Torch's own: those of transformer-engine and apex count updates by group, and pieces come one by one.
+        fused=chunks[0].module.buffers[0].grad_data.is_cuda or None,
     )
     parameters = [parameter for group in whole.param_groups for parameter in group["params"]]
     group_of = {parameter: number for number, group in enumerate(whole.param_groups) for parameter in group["params"]}

@@ -1,9 +1,14 @@
 """What ranks of a group are asked to do for tests of states that are taken over."""
 
+import copy
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.pieces import Piece
+from spare_megatron.mcore import optimizer
 from spare_megatron.mcore.state import ForeignState
 from spare_megatron.mcore.tensor_bytes import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
@@ -47,6 +52,46 @@ def take_over(config: RunConfig, num_steps: int) -> TakenOver:
         states=(_whole(donor.outgoing_state().tensors), _whole(newcomer.outgoing_state().tensors)),
         num_bytes=num_bytes,
     )
+
+
+def updates_counted(config: RunConfig, num_updates: int) -> list[set[float]]:
+    """What optimizers of an fp32 model believe to have done that take over the state after some updates.
+
+    The first three are torch's: with its own state, as a checkpoint of slices has it, and with that of a fused Adam,
+    which counts updates in its parameter groups alone. The last two are fused ones, with the first two states.
+    """
+    trainer = GroupTrainer(config, CPU)
+    first, second = (optimizer.Optimizer(config, trainer.chunks, trainer.process_groups) for _ in range(2))
+    for _ in range(num_updates):
+        first.step()
+    own, of_fused = first.state_dict(), first.state_dict()
+    of_fused["megatron"] = copy.deepcopy(of_fused["megatron"])
+    for of_parameter in of_fused["megatron"]["state"].values():
+        del of_parameter["step"]
+    of_slices = copy.deepcopy(of_fused)
+    of_slices["megatron"]["state"]["common_step"] = torch.tensor(float(num_updates))
+    found = []
+    for state in (own, of_slices, of_fused):
+        second.load_state_dict(copy.deepcopy(state))
+        found.append({float(each["step"]) for each in second.megatron.optimizer.state.values()})
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    for state in (own, of_slices):
+        second.megatron = fused = _FusedAdam()
+        second.load_state_dict(copy.deepcopy(state))
+        found.append({group["step"] for group in fused.param_groups})
+    return found
+
+
+class _FusedAdam:
+    """Takes what transformer-engine's does: two moments of each parameter, and nothing else."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, float]] = [{}, {}]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, of_parameter in state["state"].items():
+            if set(of_parameter) != {"exp_avg", "exp_avg_sq"}:
+                raise KeyError(f"{key}: {set(of_parameter)}")
 
 
 def hand_over(donor: GroupTrainer, newcomer: GroupTrainer) -> int:

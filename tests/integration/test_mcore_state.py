@@ -32,6 +32,14 @@ def test_a_state_in_pieces_is_the_same_state(text_corpus: Path, precision: str) 
         assert rank.states[0] == rank.states[1]
 
 
+def test_a_fused_adam_and_torchs_go_on_from_each_others_state(text_corpus: Path) -> None:
+    """Without its count of updates Adam would correct its moments as if they were new."""
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
+    prepare_index(config)
+    (found,) = run_group(group.updates_counted, config, 3)
+    assert found == [{3.0}] * 5
+
+
 def test_the_state_of_another_model_is_refused(text_corpus: Path) -> None:
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
     prepare_index(config)

@@ -20,11 +20,11 @@ def check(
 
     Exit codes: 0 valid, 1 invalid, 3 unknown (the journal lacks what the proof needs).
     """
-    from spare_megatron.journal.check import check_journal
-    from spare_megatron.journal.files import read_journal
+    from spare_megatron.journal.check import check as check_evidence
+    from spare_megatron.journal.filed import FiledEvidence
 
     with explained_errors("check"):
-        verdict = check_journal(read_journal(run_dir))
+        verdict = check_evidence(FiledEvidence(run_dir))
     if as_json:
         typer.echo(json.dumps(asdict(verdict)))
     else:

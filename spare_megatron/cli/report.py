@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from spare_megatron.journal.standing import Standing
 
 DEFAULT_NAME = "report.html"
-MOST_PROVEN_BYTES = 64 << 20
-"""Of a journal that a page is proven from: the proof holds all of it in memory."""
+PROOF_S = 10.0
+"""For which the journal of a page is looked at for the verdict."""
 
 
 def report(
@@ -58,16 +58,16 @@ def config_of(run_dir: Path) -> str:
 
 
 def verdict_of(run_dir: Path, standing: "Standing") -> str:
-    """What is known of the proof from the journal: as the run's summary has it, or looked for now if it is short."""
-    from spare_megatron.journal.check import check_journal
-    from spare_megatron.journal.files import read_journal
+    """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
+    from spare_megatron.journal.check import check
+    from spare_megatron.journal.filed import FiledEvidence
 
     summary = run_dir / "summary.json"
     if standing.end is not None and summary.exists():
         told = json.loads(summary.read_text())
         return "; ".join((told["verdict"], *told["reasons"]))
-    size = sum(file.stat().st_size for file in (run_dir / "journal").glob("*.jsonl"))
-    if size > MOST_PROVEN_BYTES:
-        return f"not run on a journal of {size / 1e6:.0f} MB: spare check {run_dir}"
-    verdict = check_journal(read_journal(run_dir))
+    try:
+        verdict = check(FiledEvidence(run_dir, until_s=time.monotonic() + PROOF_S))
+    except TimeoutError:
+        return f"not run, it takes more than {PROOF_S:.0f} s: spare check {run_dir}"
     return "; ".join((verdict.verdict, *verdict.reasons))

@@ -45,7 +45,8 @@ def train(
     Exit codes: 0 all steps committed and the journal valid, 1 the run failed, its journal does not prove it, or the
     last checkpoint that it was to save is missing,
     2 the configuration cannot run, 3 wipe-out, 4 halted because groups disagreed or the training diverged,
-    5 ended by SIGUSR1 with steps left, 130 interrupted. A journal of more than 512 MiB is left to `spare check`.
+    5 ended by SIGUSR1 with steps left, 130 interrupted. A journal that takes more than 60 s to prove is left to `spare
+    check`.
     """
     from spare_megatron.cli.detached_view import outlasting_output
     from spare_megatron.cli.progress import print_summary

@@ -5,32 +5,24 @@ missing, else `valid`. Every rule reads what was written at the time, never what
 """
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId
-from spare_megatron.journal.check_params import check_params
+from spare_megatron.journal.check_params import check_compared, check_last_params, check_params
 from spare_megatron.journal.check_restarts import check_restored
 from spare_megatron.journal.check_slices import check_slices, has_lost_state
-from spare_megatron.journal.check_sums import check_contributions, check_kept, microbatches_of, was_fenced
+from spare_megatron.journal.check_sums import check_contributions, check_kept
+from spare_megatron.journal.check_updates import check_applied, check_updates
+from spare_megatron.journal.check_votes import check_single_votes, check_voted_work, check_voters, check_votes
 from spare_megatron.journal.due import is_due
+from spare_megatron.journal.evidence import Attempts, Evidence, HeldEvidence, Steps, attempts_of, steps_of
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding, Severity
-from spare_megatron.journal.fold import Committed, Fold, fold_log
-from spare_megatron.journal.records import (
-    ContributionRecord,
-    EndRecord,
-    EntryRecord,
-    FaultRecord,
-    LossRecord,
-    RunRecord,
-    UpdateRecord,
-    VoteRecord,
-    digest_of_work,
-)
+from spare_megatron.journal.fold import Fold, fold_log
+from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +34,58 @@ class Verdict:
     steps_committed: int
 
 
+class Tally(Protocol):
+    """What is counted on the way."""
+
+    def take(self, part: Attempts | Steps) -> None:
+        """Takes what the rules are about to look at."""
+
+
+_Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
+
+
 def check_journal(journal: Journal) -> Verdict:
     """Checks a run against its invariant."""
-    findings = [Finding(severity="invalid", reason=f"damaged line: {text}") for text in journal.damage]
-    runs = journal.of(RunRecord)
+    return check(HeldEvidence(journal))
+
+
+def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
+    """Checks a run against its invariant.
+
+    Args:
+        evidence: Its journal.
+        tally: Is shown all that is looked at, so that nothing has to be read twice.
+    """
+    runs = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
     if len(runs) != 1:
-        findings.append(Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1"))
-        return _verdict(findings, 0)
+        return _verdict(evidence, [Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1")], 0)
     run = runs[0]
-    fold = fold_journal(journal, run)
-    for rule in (_check_log, _check_fold, check_contributions, check_kept, _check_hosts, _check_votes, _check_updates):
-        findings += rule(journal, run, fold)
-    for rule in (check_slices, check_restored, check_params, _check_faults, _check_end):
-        findings += rule(journal, run, fold)
-    return _verdict(findings, len(fold.kept))
+    fold = fold_evidence(evidence, run)
+    findings = [*_check_log(evidence, fold), *_check_fold(run, fold)]
+    findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(evidence, fold), run, fold, tally)
+    findings += check_slices(evidence, run, fold)
+    findings += _apply(_RULES_OF_STEPS, steps_of(evidence, fold), run, fold, tally)
+    findings += [*_check_faults(evidence, run, fold), *_check_end(evidence, run, fold)]
+    return _verdict(evidence, findings, len(fold.kept))
 
 
-def _verdict(findings: list[Finding], steps_committed: int) -> Verdict:
+def _apply(
+    rules: Sequence[_Rule], parts: Iterator[Attempts] | Iterator[Steps], run: RunRecord, fold: Fold, tally: Tally | None
+) -> Iterator[Finding]:
+    """What each rule finds in all parts, rule after rule, in the order in which it would find it in a single one."""
+    found: list[list[Finding]] = [[] for _ in rules]
+    for part in parts:
+        if tally is not None:
+            tally.take(part)
+        for rule, findings in zip(rules, found, strict=True):
+            findings += rule(part, run, fold)
+    for findings in found:
+        yield from sorted(findings, key=lambda finding: finding.place)
+
+
+def _verdict(evidence: Evidence, findings: list[Finding], steps_committed: int) -> Verdict:
+    damage = [Finding(severity="invalid", reason=f"damaged line: {text}") for text in evidence.damage]
+    findings = [*damage, *findings]
     severities = {finding.severity for finding in findings}
     verdict: Literal["valid", "invalid", "unknown"] = "valid"
     if severities:
@@ -69,29 +96,31 @@ def _verdict(findings: list[Finding], steps_committed: int) -> Verdict:
 
 def fold_journal(journal: Journal, run: RunRecord) -> Fold:
     """The log as the groups read it, and what their supervisors tell of its end."""
-    entries: dict[int, dict[str, Any]] = {}
-    for record in journal.of(EntryRecord):
-        entries.setdefault(record.index, record.entry)
+    return fold_evidence(HeldEvidence(journal), run)
+
+
+def fold_evidence(evidence: Evidence, run: RunRecord) -> Fold:
+    """The same of a journal that is read in parts."""
+    entries = dict(evidence.entries)
     last_read = max(entries, default=-1)
-    for loss in journal.of(LossRecord):
+    for line in evidence.rare:
         # Groups that have finished do not read what is written after; the supervisor tells of it.
-        if loss.entry_index > last_read:
+        if isinstance(loss := line.record, LossRecord) and loss.entry_index > last_read:
             fence = {"entry": "fence", "group": loss.group, "incarnation": loss.incarnation}
             entries.setdefault(loss.entry_index, fence)
     return fold_log(entries, run)
 
 
-def _check_log(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_log(evidence: Evidence, fold: Fold) -> Iterator[Finding]:
     """All groups read the same entries, and none is missing."""
-    for record in journal.of(EntryRecord):
-        if record.entry != fold.entries[record.index]:
-            yield Finding(severity="invalid", reason=f"groups read different entries at log index {record.index}")
+    for _, record in evidence.disputed():
+        yield Finding(severity="invalid", reason=f"groups read different entries at log index {record.index}")
     missing = set(range(max(fold.entries, default=-1) + 1)) - set(fold.entries)
     for index in sorted(missing):
         yield Finding(severity="unknown", reason=f"log entry {index} is not in the journal")
 
 
-def _check_fold(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_fold(run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Steps are committed in order, each once, each on an attempt of its own; restarts go back to what was saved."""
     for error in fold.errors:
         severity: Severity = "invalid" if _is_whole(fold) else "unknown"
@@ -118,93 +147,21 @@ def _is_whole(fold: Fold) -> bool:
     return len(fold.entries) == max(fold.entries, default=-1) + 1
 
 
-def _check_hosts(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """A group computes only shards that are in its stack, unless the run has hosts of last resort."""
     if run.last_resort:
         return
     placement = _placement(run)
-    for record in journal.of(ContributionRecord):
+    for place, record in part.contributions:
         for shard in record.microbatches:
             if GroupId(record.group) not in placement.hosts[ShardId(int(shard))]:
                 reason = f"step {record.step}: group {record.group} computed shard {shard} without hosting it"
-                yield Finding(severity="invalid", reason=reason)
+                yield Finding(severity="invalid", reason=reason, place=place)
 
 
-def _check_votes(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """A committed attempt has a complete vote of every group that took part when it was committed."""
-    votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
-    for record in journal.of(VoteRecord):
-        votes[record.attempt, record.group].append(record.is_complete)
-        if was_fenced(record, fold):
-            reason = f"step {record.step}: group {record.group} voted after it was fenced"
-            yield Finding(severity="invalid", reason=reason)
-    for (attempt, group), cast in sorted(votes.items()):
-        if len(cast) > 1:
-            yield Finding(severity="invalid", reason=f"group {group} voted {len(cast)} times on attempt {attempt}")
-    yield from _check_voted_work(journal)
-    for commit in fold.commits:
-        step = commit.step
-        for group in sorted(commit.members):
-            cast = votes.get((commit.attempt, group), [])
-            if not cast:
-                yield Finding(severity="unknown", reason=f"step {step}: no vote of group {group} in the journal")
-            elif not all(cast):
-                yield Finding(
-                    severity="invalid", reason=f"step {step}: committed though group {group} had no whole sum"
-                )
-
-
-def _check_voted_work(journal: Journal) -> Iterator[Finding]:
-    """What a group brought into an attempt is what its ranks agreed on when they voted."""
-    voted = {(record.attempt, record.group): record.work_digest for record in journal.of(VoteRecord)}
-    for record in journal.of(ContributionRecord):
-        digest = digest_of_work(microbatches_of([record]))
-        if voted.get((record.attempt, record.group), digest) != digest:
-            reason = f"step {record.step}: group {record.group} voted on other work than it contributed"
-            yield Finding(severity="invalid", reason=reason)
-
-
-def _check_updates(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Every survivor applied every committed step once, with the same sums, which counted all microbatches."""
-    updates: dict[tuple[int, int], list[UpdateRecord]] = defaultdict(list)
-    for record in journal.of(UpdateRecord):
-        updates[record.step, record.attempt].append(record)
-    went_on = {(record.group, record.attempt) for record in journal.of(ContributionRecord)}
-    committed = {(commit.step, commit.attempt) for commit in fold.commits}
-    steps = {commit.step for commit in fold.commits}
-    for step, attempt in sorted(set(updates) - committed):
-        what = (
-            f"a group applied attempt {attempt}, another was committed" if step in steps else "applied without a commit"
-        )
-        yield Finding(severity="invalid", reason=f"step {step}: {what}")
-    for commit in fold.commits:
-        records = updates.get((commit.step, commit.attempt), [])
-        yield from _check_applied(run, commit, records)
-        if commit.is_undone:  # whoever was stopped before it applied the step is loaded from a checkpoint
-            continue
-        for group in sorted(commit.members - {record.group for record in records}):
-            # A group lost after the commit may have died before it applied it, unless it took part in what came next.
-            was_lost = fold.last_fenced_at.get(group, -1) > commit.index
-            if not was_lost or (group, commit.attempt + 1) in went_on:
-                reason = f"step {commit.step}: no update of group {group} in the journal"
-                yield Finding(severity="unknown", reason=reason)
-
-
-def _check_applied(run: RunRecord, commit: Committed, records: list[UpdateRecord]) -> Iterator[Finding]:
-    total, step = run.num_groups * run.microbatches_per_shard, commit.step
-    if any(record.num_microbatches != total for record in records):
-        yield Finding(severity="invalid", reason=f"step {step}: the sum did not count {total} microbatches")
-    if len({(record.loss, record.grad_norm) for record in records}) > 1:
-        yield Finding(severity="invalid", reason=f"step {step}: groups applied different sums")
-    appliers = Counter(record.group for record in records)
-    for group, times in sorted(appliers.items()):
-        if times > 1:
-            yield Finding(severity="invalid", reason=f"step {step}: group {group} applied it {times} times")
-
-
-def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_faults(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every fault of the trace struck if its group was there to be hit, and cost the run the group it hit."""
-    struck = {(r.step, r.group, r.rank, r.phase) for r in journal.of(FaultRecord)}
+    struck = {(r.step, r.group, r.rank, r.phase) for line in evidence.rare if isinstance(r := line.record, FaultRecord)}
     began_with = {commit.step: commit.began_with for commit in fold.kept}
     begun_at = {commit.step + 1: commit.index for commit in reversed(fold.commits)}  # the first time
     for fault in run.faults:
@@ -221,9 +178,9 @@ def _check_faults(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Find
                 yield Finding(severity=severity, reason=f"the fault {fault} struck, but no entry fences group {group}")
 
 
-def _check_end(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_end(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run came to an end that the journal tells of."""
-    ends = journal.of(EndRecord)
+    ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
     if not ends:
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
     elif len({end.outcome for end in ends}) > 1:  # every node tells of it where the driver is lost
@@ -253,3 +210,17 @@ def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
 def _placement(run: RunRecord) -> Placement:
     """Who hosts what: a function of the terms of the run."""
     return make_placement(run.placement, run.num_groups, run.redundancy, run.groups_per_domain)  # type: ignore[arg-type]
+
+
+_RULES_OF_ATTEMPTS: Sequence[_Rule] = (
+    check_contributions,
+    check_kept,
+    _check_hosts,
+    check_voters,
+    check_single_votes,
+    check_voted_work,
+    check_votes,
+    check_applied,
+    check_updates,
+)
+_RULES_OF_STEPS: Sequence[_Rule] = (check_restored, check_params, check_last_params, check_compared)

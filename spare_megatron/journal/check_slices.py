@@ -6,7 +6,7 @@ from typing import Any
 
 from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.journal.files import Journal
+from spare_megatron.journal.evidence import Evidence, Stretch
 from spare_megatron.journal.finding import Finding, Severity
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.records import EndRecord, RunRecord, VoteRecord
@@ -32,7 +32,7 @@ class _Slices:
         return [index for index, row in enumerate(self.hosts) if not row]
 
 
-def check_slices(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_slices(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """No step is committed while a slice has no host, copies are those of members, who lets go of one leaves enough,
     and the run ends with all of it.
     """
@@ -43,11 +43,14 @@ def check_slices(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Findi
     severity: Severity = "invalid" if is_whole else "unknown"
     for error in slices.errors:
         yield Finding(severity=severity, reason=error)
-    ends = journal.of(EndRecord)
+    ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
     if len(ends) == 1 and ends[0].outcome == "finished" and slices.finished_at is None:
         yield Finding(severity=severity, reason="the run finished, and no entry says that all parameters were whole")
-    for record in journal.of(VoteRecord):
-        if record.attempt == slices.finished_at and not record.is_complete:
+    if slices.finished_at is None:
+        return
+    stretch = Stretch(key="attempt", first=slices.finished_at, end=slices.finished_at + 1)
+    for _, record in evidence.select((VoteRecord,), stretch)[VoteRecord]:
+        if not record.is_complete:
             reason = f"the run finished though group {record.group} lacked parameters"
             yield Finding(severity="invalid", reason=reason)
 

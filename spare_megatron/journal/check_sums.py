@@ -9,34 +9,29 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.finding import Finding
-from spare_megatron.journal.fold import Attempted, Committed, Fold
+from spare_megatron.journal.evidence import Attempts
+from spare_megatron.journal.finding import Finding, Severity
+from spare_megatron.journal.fold import Attempted, Fold
 from spare_megatron.journal.records import ContributionRecord, RunRecord, VoteRecord
 
 
-def check_contributions(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The contributions to each attempt whose sums a committed step holds are every microbatch exactly once."""
     by_attempt: dict[int, list[ContributionRecord]] = defaultdict(list)
-    for record in journal.of(ContributionRecord):
+    for _, record in part.contributions:
         by_attempt[record.attempt].append(record)
     expected = {(s, k) for s in range(run.num_groups) for k in range(run.microbatches_per_shard)}
-    for commit in fold.commits:
-        for attempted in _held(commit):
-            records = by_attempt.get(attempted.attempt, [])
-            is_told = attempted.attempt in fold.opened  # else the entry is missing that says what was kept
-            yield from _check_attempt(commit.step, attempted, records, expected, is_told=is_told)
-            for record in records:
-                if was_fenced(record, fold):
-                    reason = f"step {commit.step}: group {record.group} contributed after it was fenced"
-                    yield Finding(severity="invalid", reason=reason)
-
-
-def _held(commit: Committed) -> Iterator[Attempted]:
-    """The attempts of which the step holds sums: of some buckets, or, the last, of all that are left."""
-    for attempted, following in zip_longest(commit.attempts, commit.attempts[1:]):
-        if following is None or _more_than(attempted.kept, following.kept):
-            yield attempted
+    for number, which, commit, attempted, following in part.decided:
+        if following is not None and not _more_than(attempted.kept, following.kept):
+            continue  # the step holds no sums of it
+        place, records = (number, which), by_attempt.get(attempted.attempt, [])
+        is_told = attempted.attempt in fold.opened  # else the entry is missing that says what was kept
+        for severity, reason in _check_attempt(commit.step, attempted, records, expected, is_told=is_told):
+            yield Finding(severity=severity, reason=reason, place=place)
+        for record in records:
+            if was_fenced(record, fold):
+                reason = f"step {commit.step}: group {record.group} contributed after it was fenced"
+                yield Finding(severity="invalid", reason=reason, place=place)
 
 
 def _more_than(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -51,39 +46,37 @@ def _check_attempt(
     expected: set[tuple[int, int]],
     *,
     is_told: bool,
-) -> Iterator[Finding]:
+) -> Iterator[tuple[Severity, str]]:
     members = {group for record in records for group in record.members}
     senders = Counter(record.group for record in records)
     if any(set(record.members) != members or record.step != step for record in records):
-        reason = f"step {step}: groups reduced attempt {attempted.attempt} as different sets"
-        yield Finding(severity="invalid", reason=reason)
+        yield "invalid", f"step {step}: groups reduced attempt {attempted.attempt} as different sets"
     if is_told and any(tuple(record.kept) != attempted.kept for record in records):
-        reason = f"step {step}: a group reduced other buckets in attempt {attempted.attempt} than the log says"
-        yield Finding(severity="invalid", reason=reason)
+        yield "invalid", f"step {step}: a group reduced other buckets in attempt {attempted.attempt} than the log says"
     if not records:
-        yield Finding(severity="unknown", reason=f"step {step}: no contribution is in the journal")
+        yield "unknown", f"step {step}: no contribution is in the journal"
     missing = sorted(members - set(senders))
     for group in missing:
-        reason = f"step {step}: the contribution of group {group} is not in the journal"
-        yield Finding(severity="unknown", reason=reason)
+        yield "unknown", f"step {step}: the contribution of group {group} is not in the journal"
     counted = Counter(microbatches_of(records))
     if records and not missing and (set(counted) != expected or set(counted.values()) != {1}):
-        yield Finding(severity="invalid", reason=f"step {step}: {_miscount(counted, expected)}")
+        yield "invalid", f"step {step}: {_miscount(counted, expected)}"
 
 
-def check_kept(journal: Journal, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_kept(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Buckets are kept only where every survivor said that it holds their sums."""
-    held = {(record.attempt, record.group): record.num_complete for record in journal.of(VoteRecord)}
-    for commit in fold.commits:
-        for attempted, following in zip(commit.attempts, commit.attempts[1:], strict=False):
-            for group in sorted(attempted.members):
-                counts = held.get((attempted.attempt, group))
-                if following.kept and counts is None:
-                    reason = f"step {commit.step}: no vote of group {group} says what it kept"
-                    yield Finding(severity="unknown", reason=reason)
-                elif _more_than(counts or (), following.kept):
-                    reason = f"step {commit.step}: buckets are kept whose sums group {group} did not hold"
-                    yield Finding(severity="invalid", reason=reason)
+    held = {(record.attempt, record.group): record.num_complete for _, record in part.votes}
+    for number, which, commit, attempted, following in part.decided:
+        if following is None:
+            continue
+        for group in sorted(attempted.members):
+            counts, place = held.get((attempted.attempt, group)), (number, which)
+            if following.kept and counts is None:
+                reason = f"step {commit.step}: no vote of group {group} says what it kept"
+                yield Finding(severity="unknown", reason=reason, place=place)
+            elif _more_than(counts or (), following.kept):
+                reason = f"step {commit.step}: buckets are kept whose sums group {group} did not hold"
+                yield Finding(severity="invalid", reason=reason, place=place)
 
 
 def was_fenced(record: ContributionRecord | VoteRecord, fold: Fold) -> bool:

@@ -3,16 +3,17 @@
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.records import EndRecord, EntryRecord, Record, RunRecord, decode_line
-from spare_megatron.journal.summary import NOT_RUN, Summary, summarize
+from spare_megatron.journal.summary import NOT_RUN, Summary, sum_up
 
-MOST_PROVEN_BYTES = 512 << 20
-"""Of a journal that is proven when the run ends: some 45 s, and 2 GB of memory. A job whose time is over has no more
-before it is to be queued again."""
+PROOF_S = 60.0
+"""For which a journal is looked at when the run ends. A job whose time is over has no more before it is to be queued
+again."""
 
 _MOST_TAILS = 8
 _TAIL_BYTES = 1 << 20
@@ -20,17 +21,20 @@ _TAIL_BYTES = 1 << 20
 
 def conclude(run_dir: Path) -> Summary:
     """Sums the run up and writes `summary.json`. Several nodes may do so at once."""
-    files = list((run_dir / "journal").glob("*.jsonl"))
-    num_bytes = sum(path.stat().st_size for path in files)
-    summary = summarize(read_journal(run_dir)) if num_bytes <= MOST_PROVEN_BYTES else _told(run_dir, files, num_bytes)
+    try:
+        summary = sum_up(FiledEvidence(run_dir, until_s=time.monotonic() + PROOF_S))
+    except TimeoutError:
+        summary = _told(run_dir)
     new = run_dir / f"summary.json.{os.uname().nodename}-{os.getpid()}"
     new.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
     new.rename(run_dir / "summary.json")
     return summary
 
 
-def _told(run_dir: Path, files: list[Path], num_bytes: int) -> Summary:
+def _told(run_dir: Path) -> Summary:
     """What the first line of the journal and the last ones of some files tell; the rest is not counted."""
+    files = list((run_dir / "journal").glob("*.jsonl"))
+    num_bytes = sum(path.stat().st_size for path in files)
     with (run_dir / "journal" / "driver.jsonl").open("rb") as driver:
         run = decode_line(driver.readline().decode()).record
     assert isinstance(run, RunRecord), "the driver writes the run's terms first"
@@ -43,7 +47,9 @@ def _told(run_dir: Path, files: list[Path], num_bytes: int) -> Summary:
     num_steps = entries[max(commits)]["step"] + 1 if commits else run.first_step
     return Summary(
         verdict=NOT_RUN,
-        reasons=(f"the journal has {num_bytes / 1e6:.0f} MB, which takes long to prove: spare check {run_dir}",),
+        reasons=(
+            f"{num_bytes / 1e6:.0f} MB of journal take more than {PROOF_S:.0f} s to prove: spare check {run_dir}",
+        ),
         outcome=ends[0].outcome if ends else "unknown",
         outcome_reason=ends[0].reason if ends else "the journal has no end",
         steps_committed=num_steps - run.first_step,

@@ -1,20 +1,11 @@
 """A run in figures, from its journal alone."""
 
-from collections import defaultdict
 from dataclasses import dataclass
 
-from spare_megatron.journal.check import Verdict, check_journal
+from spare_megatron.journal.check import check
+from spare_megatron.journal.evidence import Attempts, Evidence, HeldEvidence, Steps
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import (
-    ContributionRecord,
-    EndRecord,
-    EntryRecord,
-    ParamsRecord,
-    RepairRecord,
-    RunRecord,
-    UpdateRecord,
-    VoteRecord,
-)
+from spare_megatron.journal.records import EndRecord, ParamsRecord, RepairRecord, RunRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery, find_recoveries
 from spare_megatron.journal.redundancy import full_redundancy_s
 
@@ -56,43 +47,68 @@ class Summary:
 
 def summarize(journal: Journal) -> Summary:
     """The figures of a run that has ended."""
-    verdict: Verdict = check_journal(journal)
-    left = [run.num_steps - run.first_step - verdict.steps_committed for run in journal.of(RunRecord)]
-    updates, params, ends = journal.of(UpdateRecord), journal.of(ParamsRecord), journal.of(EndRecord)
-    recoveries = find_recoveries(journal)
-    entries = {record.index: record.entry for record in journal.of(EntryRecord)}
-    fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries.values() if entry["entry"] == "fence"}
-    num_commits = sum(entry["entry"] == "commit" for entry in entries.values())
-    last = max(updates, key=lambda record: record.attempt, default=None)
-    last_params = max(params, key=lambda record: (record.num_restarts, record.step), default=None)
+    return sum_up(HeldEvidence(journal))
+
+
+def sum_up(evidence: Evidence) -> Summary:
+    """The figures of a run that has ended, from its journal in parts."""
+    counts = _Counts()
+    verdict = check(evidence, counts)
+    rare = Journal(lines=tuple(evidence.rare))
+    left = [run.num_steps - run.first_step - verdict.steps_committed for run in rare.of(RunRecord)]
+    ends, entries = rare.of(EndRecord), evidence.entries.values()
+    fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries if entry["entry"] == "fence"}
     return Summary(
         verdict=verdict.verdict,
         reasons=verdict.reasons,
         outcome=ends[0].outcome if ends else "unknown",
         outcome_reason=ends[0].reason if ends else "the journal has no end",
         steps_committed=verdict.steps_committed,
-        steps_lost=num_commits - verdict.steps_committed,
-        restarts=sum(entry["entry"] == "restart" for entry in entries.values()),
+        steps_lost=sum(entry["entry"] == "commit" for entry in entries) - verdict.steps_committed,
+        restarts=sum(entry["entry"] == "restart" for entry in entries),
         groups_lost=len(fenced),
-        groups_rejoined=len({(r.group, r.incarnation) for r in journal.of(VoteRecord) if r.incarnation}),
-        microbatches_recomputed=_count_recomputed(journal),
-        final_loss=None if last is None else last.loss,
-        params_sha256=None if last_params is None else last_params.sha256,
-        recoveries=recoveries,
-        slices_repaired=sum(not record.is_move for record in journal.of(RepairRecord)),
-        slices_moved=sum(record.is_move for record in journal.of(RepairRecord)),
-        full_redundancy_s=full_redundancy_s(journal),
+        groups_rejoined=len(counts.rejoined),
+        microbatches_recomputed=counts.num_recomputed,
+        final_loss=None if counts.update is None else counts.update.loss,
+        params_sha256=None if counts.params is None else counts.params.sha256,
+        recoveries=find_recoveries(rare),
+        slices_repaired=sum(not record.is_move for record in rare.of(RepairRecord)),
+        slices_moved=sum(record.is_move for record in rare.of(RepairRecord)),
+        full_redundancy_s=full_redundancy_s(rare),
         steps_left=sum(left),
     )
 
 
-def _count_recomputed(journal: Journal) -> int:
-    """Microbatches that groups brought into a later attempt of a step and had not brought into its first.
+class _Counts:
+    """What is counted while a journal is checked.
 
-    A group that computes a step again after a restart does so in another life.
+    Attributes:
+        update: The first one told of the last attempt that was applied.
+        params: The first digest told of the last parameters.
+        rejoined: Groups that were lost and have voted again, each with its life.
+        num_recomputed: Microbatches that groups brought into a later attempt of a step and had not brought into its
+            first. A group that computes a step again after a restart does so in another life.
     """
-    brought: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for record in journal.of(ContributionRecord):
-        num_microbatches = sum(len(indices) for indices in record.microbatches.values())
-        brought[record.group, record.incarnation, record.step].append(num_microbatches)
-    return sum(max(counts) - counts[0] for counts in brought.values())
+
+    def __init__(self) -> None:
+        self.update: UpdateRecord | None = None
+        self.params: ParamsRecord | None = None
+        self.rejoined: set[tuple[int, int]] = set()
+        self.num_recomputed = 0
+        self._brought: dict[tuple[int, int], tuple[int, int]] = {}  # group and life -> step, most microbatches
+
+    def take(self, part: Attempts | Steps) -> None:
+        if isinstance(part, Steps):
+            told = [*([self.params] if self.params else ()), *part.params]
+            self.params = max(told, key=lambda record: (record.num_restarts, record.step), default=None)
+            return
+        updates = [*([self.update] if self.update else ()), *(record for _, record in part.updates)]
+        self.update = max(updates, key=lambda record: record.attempt, default=None)
+        self.rejoined |= {(record.group, record.incarnation) for _, record in part.votes if record.incarnation}
+        for _, record in part.contributions:
+            life, num_microbatches = (record.group, record.incarnation), sum(map(len, record.microbatches.values()))
+            step, most = self._brought.get(life, (None, 0))
+            if step == record.step:
+                self.num_recomputed += max(num_microbatches - most, 0)
+                num_microbatches = max(num_microbatches, most)
+            self._brought[life] = record.step, num_microbatches

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.journal.check import fold_journal
-from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.check import fold_evidence
+from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.runtime.checkpoints import (
     FOLDER,
@@ -190,9 +190,9 @@ def _require_commit(path: Path, run_dir: Path) -> None:
     """The journal says that the last step was committed, and no restart has undone it."""
     last = step_of(path) - 1
     try:
-        journal = read_journal(run_dir)
-        [run] = journal.of(RunRecord)
-        is_proven = any(commit.step == last for commit in fold_journal(journal, run).kept)
+        evidence = FiledEvidence(run_dir)
+        [run] = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
+        is_proven = any(commit.step == last for commit in fold_evidence(evidence, run).kept)
     except (OSError, ValueError) as error:
         raise NotACheckpoint(f"{path.name}: nothing proves that step {last} was committed: {error}") from error
     if not is_proven:

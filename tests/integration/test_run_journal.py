@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.journal.check import check_journal
+from spare_megatron.journal.check import check, check_journal
+from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.files import read_journal
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, tiny_config
 
@@ -182,6 +183,7 @@ def test_a_doctored_journal_fails_the_check(
     answer = check_journal(read_journal(tmp_path))
     assert answer.verdict == verdict
     assert any(reason in text for text in answer.reasons), answer.reasons
+    assert check(FiledEvidence(tmp_path, stretch_bytes=1)) == answer, "an attempt at a time"
     exit_code = CliRunner().invoke(app, ["check", str(tmp_path)]).exit_code
     assert exit_code == {"invalid": 1, "unknown": 3}[verdict]
 

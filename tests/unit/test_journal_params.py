@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spare_megatron.journal.check_params import check_params
+from spare_megatron.journal.check_params import check_compared, check_last_params, check_params
+from spare_megatron.journal.evidence import HeldEvidence, steps_of
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
 from spare_megatron.journal.records import ContributionRecord, Line, ParamsRecord, Record, RunRecord
@@ -53,7 +54,9 @@ def found(entries: Sequence[Mapping[str, Any]], *records: Record) -> list[str]:
     """The findings, and the errors of the log itself."""
     journal = Journal(lines=tuple(Line(source="test", at_s=0.0, record=record) for record in (RUN, *records)))
     fold = fold_log({index: dict(entry) for index, entry in enumerate(entries)}, RUN)
-    return [*fold.errors, *(finding.reason for finding in check_params(journal, RUN, fold))]
+    [part] = steps_of(HeldEvidence(journal), fold)
+    rules = (check_params, check_last_params, check_compared)
+    return [*fold.errors, *(finding.reason for rule in rules for finding in rule(part, RUN, fold))]
 
 
 WRONG = [*told(1, "xyyx", "xyy-"), *brought(1, 1, range(4))]

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from spare_megatron.journal.check_restarts import check_restored
+from spare_megatron.journal.evidence import HeldEvidence, steps_of
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold, fold_log
 from spare_megatron.journal.records import Line, ParamsRecord, RunRecord
 
@@ -45,6 +47,11 @@ def compared(*digests: tuple[int, int, str]) -> Journal:
     return Journal(lines=tuple(Line(source="test", at_s=0.0, record=record) for record in records))
 
 
+def found(journal: Journal, fold: Fold) -> list[Finding]:
+    [part] = steps_of(HeldEvidence(journal), fold)
+    return list(check_restored(part, RUN, fold))
+
+
 BEFORE = [commit(0, 0), commit(1, 2), commit(2, 3)]
 
 
@@ -65,9 +72,9 @@ def test_a_snapshot_of_what_was_undone_is_an_error() -> None:
 @pytest.mark.parametrize("snapshot", [2, None])
 def test_what_is_taken_over_is_what_the_groups_held(snapshot: int | None) -> None:
     fold = folded(*BEFORE, restart(2, snapshot))
-    assert list(check_restored(compared((0, 2, "a"), (1, 2, "a")), RUN, fold)) == []
-    assert list(check_restored(compared((0, 1, "a"), (1, 2, "b")), RUN, fold)) == []  # was not compared there
-    (finding,) = check_restored(compared((0, 2, "a"), (1, 2, "b")), RUN, fold)
+    assert found(compared((0, 2, "a"), (1, 2, "a")), fold) == []
+    assert found(compared((0, 1, "a"), (1, 2, "b")), fold) == []  # was not compared there
+    (finding,) = found(compared((0, 2, "a"), (1, 2, "b")), fold)
     assert finding.severity == "invalid"
     assert "after 2 steps" in finding.reason
 
@@ -79,15 +86,15 @@ def test_what_was_found_wrong_is_not_what_the_groups_held() -> None:
     wrong = Line(source="test", at_s=0.0, record=ParamsRecord(group=1, step=2, sha256="x", num_restarts=0))
     for taken_over, num_findings in [("a", 0), ("x", 1)]:
         journal = Journal(lines=(*held, wrong, *compared((1, 2, taken_over)).lines))
-        assert len(list(check_restored(journal, RUN, fold))) == num_findings
+        assert len(found(journal, fold)) == num_findings
 
 
 def test_steps_that_were_undone_are_no_measure() -> None:
     """The third step was done twice, in other bits; the second restart goes back to the second time."""
     fold = folded(*BEFORE, restart(2, 2), commit(2, 5), restart(3, 5))
     held = [(0, 2, "a"), (0, 3, "x"), (1, 2, "a"), (1, 3, "b")]
-    assert list(check_restored(compared(*held, (2, 3, "b")), RUN, fold)) == []
-    assert len(list(check_restored(compared(*held, (2, 3, "x")), RUN, fold))) == 1
+    assert found(compared(*held, (2, 3, "b")), fold) == []
+    assert len(found(compared(*held, (2, 3, "x")), fold)) == 1
     again = folded(*BEFORE, restart(2, 2), commit(2, 5), restart(2, 2))
-    assert list(check_restored(compared(*held, (2, 2, "a")), RUN, again)) == []
-    assert len(list(check_restored(compared(*held, (2, 2, "b")), RUN, again))) == 1
+    assert found(compared(*held, (2, 2, "a")), again) == []
+    assert len(found(compared(*held, (2, 2, "b")), again)) == 1

@@ -1,0 +1,235 @@
+"""What a proof reads of a journal, in parts: a long run has told more than memory holds.
+
+The log and whatever is rare is held as a whole. What every group tells of every step is looked at for some consecutive
+attempts, or steps, at a time.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.fold import Attempted, Committed, Fold
+from spare_megatron.journal.records import (
+    ContributionRecord,
+    EndRecord,
+    EntryRecord,
+    FaultRecord,
+    Line,
+    LossRecord,
+    ParamsRecord,
+    Record,
+    RecoveryRecord,
+    RedundancyRecord,
+    RepairRecord,
+    RunRecord,
+    UpdateRecord,
+    VoteRecord,
+)
+
+Place = tuple[float, int, int]
+"""Of a line among all of a journal: its time, its file, its number there."""
+Placed = tuple[Place, Any]
+"""A record and where it is."""
+
+FREQUENT = (ContributionRecord, VoteRecord, UpdateRecord, ParamsRecord)
+"""What every group tells of every step, beside the entries of the log."""
+RARE = (RunRecord, LossRecord, FaultRecord, RecoveryRecord, RedundancyRecord, RepairRecord, EndRecord)
+
+
+def is_rare(record: Record) -> bool:
+    """Whether a record is held for as long as the proof takes: of a rare kind, or an entry that admits groups."""
+    return isinstance(record, RARE) or (isinstance(record, EntryRecord) and bool(record.entry.get("admit")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Consecutive numbers, of attempts or of steps.
+
+    Attributes:
+        key: What they number.
+        first: The first.
+        end: The first one after it.
+    """
+
+    key: Literal["attempt", "step"]
+    first: float = -math.inf
+    end: float = math.inf
+
+    def __contains__(self, number: float) -> bool:
+        return self.first <= number < self.end
+
+
+class Evidence(Protocol):
+    """A journal that can be looked at in parts.
+
+    Attributes:
+        rare: The lines that `is_rare` names, in the order of their times.
+        entries: Index -> the entry of the log as the first group read it.
+        num_stretches: In how many parts the frequent records are to be looked at.
+    """
+
+    @property
+    def rare(self) -> Sequence[Line]: ...
+
+    @property
+    def entries(self) -> Mapping[int, dict[str, Any]]: ...
+
+    @property
+    def num_stretches(self) -> int: ...
+
+    @property
+    def damage(self) -> Sequence[str]:
+        """What could not be read of all that has been asked for so far."""
+
+    def disputed(self) -> list[Placed]:
+        """The records of entries that are not as the first group read them."""
+
+    def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
+        """The records of frequent kinds in a stretch, each kind in the order of their times."""
+
+
+class HeldEvidence:
+    """A journal that is in memory as a whole."""
+
+    num_stretches = 1
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.damage = journal.damage
+        self.rare = [line for line in journal.lines if is_rare(line.record)]
+        self.entries: dict[int, dict[str, Any]] = {}
+        for record in journal.of(EntryRecord):
+            self.entries.setdefault(record.index, record.entry)
+
+    def disputed(self) -> list[Placed]:
+        return [
+            ((line.at_s, 0, number), line.record)
+            for number, line in enumerate(self._journal.lines)
+            if isinstance(line.record, EntryRecord) and line.record.entry != self.entries[line.record.index]
+        ]
+
+    def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
+        found: dict[type[Record], list[Placed]] = {kind: [] for kind in kinds}
+        for number, line in enumerate(self._journal.lines):
+            kind = type(line.record)
+            if kind in found and getattr(line.record, stretch.key) in stretch:
+                found[kind].append(((line.at_s, 0, number), line.record))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempts:
+    """All that is told of some consecutive attempts.
+
+    Attributes:
+        contributions: Records, each with its place. Likewise the next two.
+        votes: Those of the groups.
+        updates: What groups have applied.
+        went_on: Groups that contributed, each with the attempt; those of the attempt after these, too.
+        commits: Number and entry of each commit on one of these attempts.
+        decided: For each of these attempts that a committed step had, the number of the commit, its own among those of
+            the step, the commit, the attempt, and the next one of the step or None.
+    """
+
+    contributions: Sequence[Placed]
+    votes: Sequence[Placed]
+    updates: Sequence[Placed]
+    went_on: Collection[tuple[int, int]]
+    commits: Sequence[tuple[int, Committed]]
+    decided: Sequence[tuple[int, int, Committed, Attempted, Attempted | None]]
+
+
+def attempts_of(evidence: Evidence, fold: Fold) -> Iterator[Attempts]:
+    """All attempts, some at a time."""
+    commits = _Sorted(commit.attempt for commit in fold.commits)
+    places = [(number, which) for number, commit in enumerate(fold.commits) for which in range(len(commit.attempts))]
+    decided = _Sorted(fold.commits[number].attempts[which].attempt for number, which in places)
+    for first, end in _cut(commits.numbers, evidence.num_stretches):
+        stretch = Stretch(key="attempt", first=first, end=end)
+        kinds = (ContributionRecord, VoteRecord, UpdateRecord)
+        found = evidence.select(kinds, Stretch(key="attempt", first=first, end=end + 1))
+        here = {kind: [placed for placed in found[kind] if placed[1].attempt in stretch] for kind in kinds}
+        yield Attempts(
+            contributions=here[ContributionRecord],
+            votes=here[VoteRecord],
+            updates=here[UpdateRecord],
+            went_on={(record.group, record.attempt) for _, record in found[ContributionRecord]},
+            commits=[(number, fold.commits[number]) for number in commits.within(first, end)],
+            decided=[_decided(fold, *places[position]) for position in decided.within(first, end)],
+        )
+
+
+def _decided(fold: Fold, number: int, which: int) -> tuple[int, int, Committed, Attempted, Attempted | None]:
+    commit = fold.commits[number]
+    following = commit.attempts[which + 1] if which + 1 < len(commit.attempts) else None
+    return number, which, commit, commit.attempts[which], following
+
+
+class Steps:
+    """All digests of parameters after some consecutive numbers of committed steps, and what was brought into the next.
+
+    Attributes:
+        stretch: The numbers of steps.
+        params: The digests, in the order of their times.
+        commits: Number and entry of each commit that is kept and led to one of these numbers of steps.
+    """
+
+    def __init__(self, evidence: Evidence, stretch: Stretch, commits: Sequence[tuple[int, Committed]]) -> None:
+        self._evidence = evidence
+        self.stretch = stretch
+        self.commits = commits
+        self.params = [record for _, record in evidence.select((ParamsRecord,), stretch)[ParamsRecord]]
+
+    @cached_property
+    def brought(self) -> Mapping[int, set[tuple[int, int]]]:
+        """Step -> the groups that contributed to it, each with the attempt. Asked for only if something looks wrong."""
+        brought: dict[int, set[tuple[int, int]]] = {}
+        for record in self._contributions(self.stretch):
+            brought.setdefault(record.step, set()).add((record.group, record.attempt))
+        return brought
+
+    @cached_property
+    def went_on(self) -> Collection[tuple[int, int]]:
+        """Groups that contributed after one of the commits, each with the attempt. Asked for likewise."""
+        attempts = [commit.attempt + 1 for _, commit in self.commits]
+        stretch = Stretch(key="attempt", first=min(attempts, default=0), end=max(attempts, default=-1) + 1)
+        return {(record.group, record.attempt) for record in self._contributions(stretch)}
+
+    def _contributions(self, stretch: Stretch) -> Iterator[ContributionRecord]:
+        for _, record in self._evidence.select((ContributionRecord,), stretch)[ContributionRecord]:
+            yield record
+
+
+def steps_of(evidence: Evidence, fold: Fold) -> Iterator[Steps]:
+    """All numbers of committed steps, some at a time."""
+    kept = [(number, commit) for number, commit in enumerate(fold.commits) if not commit.is_undone]
+    steps = _Sorted(commit.step + 1 for _, commit in kept)
+    for first, end in _cut(steps.numbers, evidence.num_stretches):
+        commits = [kept[position] for position in steps.within(first, end)]
+        yield Steps(evidence, Stretch(key="step", first=first, end=end), commits)
+
+
+class _Sorted:
+    """Numbers in their order, and where each was before."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        before = list(numbers)
+        self._positions = sorted(range(len(before)), key=before.__getitem__)
+        self.numbers = sorted(before)
+
+    def within(self, first: float, end: float) -> list[int]:
+        """Where those of a stretch were, in that order."""
+        return sorted(self._positions[bisect_left(self.numbers, first) : bisect_left(self.numbers, end)])
+
+
+def _cut(numbers: Sequence[int], num_stretches: int) -> Iterator[tuple[float, float]]:
+    """First and end of each stretch: together they are everything, and each holds as many of these as the others."""
+    inner = sorted(
+        {numbers[len(numbers) * part // num_stretches] for part in range(1, num_stretches)} if numbers else ()
+    )
+    return pairwise((-math.inf, *inner, math.inf))

@@ -1,6 +1,5 @@
 """`spare supervise`: the supervisor of a node other than the driver's."""
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +19,10 @@ def supervise(
     """
     import os
 
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the supervisor listens
     with explained_errors("supervise"):
+        from spare_megatron.runtime import end_signal
+
+        end_signal.block()
         from spare_megatron.config.loader import load_run_config
         from spare_megatron.runtime.remote_node import look_after_node
         from spare_megatron.slurm.orphans import end_orphaned_job

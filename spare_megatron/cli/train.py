@@ -50,12 +50,13 @@ def train(
     """
     from spare_megatron.cli.detached_view import outlasting_output
     from spare_megatron.cli.progress import print_summary
+    from spare_megatron.runtime import end_signal
     from spare_megatron.runtime.checkpoints import folder_of
     from spare_megatron.runtime.loading import resumed
 
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what is started inherits it; supervisors listen
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     console = Console(stderr=as_json)
-    with explained_errors("train"):
+    with end_signal.blocked(), explained_errors("train"):
         loaded = load_runnable("train", config, overrides or ())
         folder = choose_run_dir(loaded, run_dir)
         if resume:

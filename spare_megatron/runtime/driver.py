@@ -19,6 +19,7 @@ from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
+from spare_megatron.runtime import end_signal
 from spare_megatron.runtime.agenda import Agenda
 from spare_megatron.runtime.checkpoints import FOLDER, all_checkpoints, folder_of, step_of
 from spare_megatron.runtime.fold import LogFollower, controller_setup
@@ -38,6 +39,7 @@ from spare_megatron.runtime.processes import (
 )
 from spare_megatron.runtime.readiness import ALL_GROUPS_READY
 from spare_megatron.runtime.reports import (
+    EndEarly,
     ExitCode,
     FaultWanted,
     GoOn,
@@ -46,6 +48,7 @@ from spare_megatron.runtime.reports import (
     GroupRestarted,
     NodeEnded,
     NodeReport,
+    Order,
     RankRaised,
     RanksReady,
     RanksStarted,
@@ -234,6 +237,8 @@ class Driver:
         match report:
             case RanksStarted(node=node, pids=pids):
                 self._pids[node] = list(pids.values())
+                if end_signal.is_pending():  # perhaps since before the node's supervisor was there
+                    self._order(node, EndEarly())
             case FaultWanted():
                 self._inflict(report)
                 return
@@ -286,7 +291,7 @@ class Driver:
         """A fault of the trace that strikes a node or the control store from outside."""
         fault = wanted.fault
         node = self._config.parallel.node_of(fault.group, fault.rank)
-        go_on = partial(self._go_on, node, wanted)
+        go_on = partial(self._order, node, GoOn(wanted=wanted))
         if fault.kind == "stop_node":
             self._stop([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)
             return
@@ -306,9 +311,9 @@ class Driver:
             if then is not None:
                 self._agenda.after(seconds, then)
 
-    def _go_on(self, node: int, wanted: FaultWanted) -> None:
+    def _order(self, node: int, order: Order) -> None:
         with contextlib.suppress(OSError):  # the node is lost
-            self._nodes[node].reports.send(GoOn(wanted=wanted))
+            self._nodes[node].reports.send(order)
 
     # ------------------------------------------------------------------------------------------------------- end
 

@@ -1,10 +1,10 @@
 """A supervisor's process from its first line to its last."""
 
 import os
-import signal
 import sys
 from multiprocessing.connection import Connection
 
+from spare_megatron.runtime import end_signal
 from spare_megatron.runtime.processes import log_to_file
 from spare_megatron.runtime.spec import NodeSpec
 from spare_megatron.runtime.supervisor import Supervisor
@@ -24,8 +24,7 @@ def look_after(spec: NodeSpec, driver: Connection) -> bool:
     """
     log_to_file(spec.run_dir, spec.name)
     supervisor = Supervisor(spec, driver)
-    # Whoever starts the run has it ignored until here.
-    signal.signal(signal.SIGUSR1, lambda *_: supervisor.ask_to_end())
+    end_signal.listen(supervisor.ask_to_end)
     failure = supervisor.run()
     is_orphaned = supervisor.close(failure)
     sys.stdout.flush()

@@ -24,6 +24,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.open_store import etcd_spec
 from spare_megatron.control.spec import StoreSpec, TcpStoreSpec
 from spare_megatron.control.tcp_store import serve
+from spare_megatron.runtime import end_signal
 from spare_megatron.runtime.network import HUB_ADDRESS, run_in_network_of, serve_hub
 
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +43,8 @@ def fork_server() -> ForkServerContext:
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with end_signal.blocked():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
@@ -82,7 +84,8 @@ def start_child(context: BaseContext, name: str, target: Callable[..., None], *a
     """Starts `target(*args, pipe)` in a process of its own."""
     ours, theirs = context.Pipe(duplex=True)
     process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
-    process.start()
+    with end_signal.blocked():
+        process.start()
     theirs.close()
     return Child(process=process, reports=ours)
 

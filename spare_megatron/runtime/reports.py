@@ -243,6 +243,13 @@ class GoOn:
     wanted: FaultWanted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndEarly:
+    """To a supervisor from the driver: the run is to end with the step under way."""
+
+
+Order = GoOn | EndEarly
+
 NodeReport = RankReport | RanksStarted | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
 
 # ------------------------------------------------------------------------------------------------------ from the driver

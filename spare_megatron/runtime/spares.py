@@ -81,5 +81,4 @@ def _wait_for_place(rank_main: RankMain, page: Page, supervisor_pid: int, report
     die_with(supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's affair
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it is for supervisors, and may be sent to all
     rank_main(replace(reports.recv(), page=page), reports)

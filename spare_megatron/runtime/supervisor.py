@@ -20,9 +20,11 @@ from spare_megatron.runtime.parts import PartLost, PartsThere
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.rank_watch import RankWatch
 from spare_megatron.runtime.reports import (
+    EndEarly,
     ExitCode,
     FaultStruck,
     FaultWanted,
+    GoOn,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
@@ -134,7 +136,7 @@ class Supervisor:
                 self._journal.write(end)
         self._timeline.close()
         self._journal.close()
-        self._driver.tell(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
+        self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
         return not (failure or self._driver.is_there)
 
     # ----------------------------------------------------------------------------------------------------- watch
@@ -209,9 +211,11 @@ class Supervisor:
 
     def _obey(self) -> None:
         """What the driver says: go on after a fault, or end."""
-        order = self._driver.hear()
-        if order is not None:
-            self._faults.let_go_on(order.wanted)
+        match self._driver.hear():
+            case GoOn(wanted=wanted):
+                self._faults.let_go_on(wanted)
+            case EndEarly():
+                self.ask_to_end()
 
     def _reaped(self, key: RankKey) -> None:
         group, rank = key
@@ -377,10 +381,8 @@ class Supervisor:
         self._rank_watch.end(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)
-        num_ranks = len(self._ranks.of(group))
-        self._journal.write(
-            StartRecord(group=group, incarnation=member.incarnation, num_ranks=num_ranks, num_spares=num_spares)
-        )
+        life, num_ranks = member.incarnation, len(self._ranks.of(group))
+        self._journal.write(StartRecord(group=group, incarnation=life, num_ranks=num_ranks, num_spares=num_spares))
         self._link.begin(member)
         self._is_following = False
         self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))

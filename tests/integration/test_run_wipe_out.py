@@ -1,6 +1,8 @@
 """How far a run goes on, how it ends when it cannot, and what the command line says of it."""
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
+from spare_megatron.runtime import end_signal
 from spare_megatron.runtime.reports import RunStopped
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
@@ -51,6 +54,18 @@ def test_losing_the_last_host_of_a_shard_stops_the_run_and_names_the_shards(text
     ] * 2
     assert (run.summary.verdict, run.summary.steps_committed) == ("valid", 2)
     assert_exact(run, [0, 1])
+
+
+def test_a_run_asked_to_end_while_it_starts_ends_with_its_first_steps(text_corpus: Path, tmp_path: Path) -> None:
+    """It was ignored until the supervisor was there, and the job ran into its time limit."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with end_signal.blocked():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        run = complete_run(tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=5000), tmp_path / "run")
+    signal.signal(signal.SIGUSR1, before)
+    assert (run.summary.verdict, run.summary.outcome) == ("valid", "finished")
+    assert run.summary.steps_committed > 0
+    assert run.summary.steps_left > 0
 
 
 def test_losing_every_group_stops_the_run(text_corpus: Path, tmp_path: Path) -> None:

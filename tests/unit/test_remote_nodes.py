@@ -1,5 +1,6 @@
 """What lets a supervisor stand on another machine: its connection, its place, its end without a driver."""
 
+import contextlib
 import socket
 import stat
 import sys
@@ -16,10 +17,11 @@ from spare_megatron.config.schema import SlurmConfig
 from spare_megatron.core.liveness import ENDED
 from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.journal.summary import Summary
+from spare_megatron.runtime import driver_link
 from spare_megatron.runtime.driver_link import DriverLink, Stopped
 from spare_megatron.runtime.node_connection import Door, connect
 from spare_megatron.runtime.orphans import end_without_driver, outcome_of, wait_for_others
-from spare_megatron.runtime.reports import ExitCode, StoreAway
+from spare_megatron.runtime.reports import EndEarly, ExitCode, NodeEnded, RankRaised, StoreAway
 from spare_megatron.runtime.store_link import FenceWanted, NodeReplaced, StoreLink
 from spare_megatron.slurm.allocation import Claims
 from spare_megatron.slurm.certificates import issue
@@ -111,7 +113,53 @@ def test_a_node_ends_with_the_driver_where_both_are_here() -> None:
     ours, theirs = Pipe()
     theirs.close()
     with pytest.raises(Stopped):
-        DriverLink(ours, is_needed=True).tell(REPORT)
+        DriverLink(ours, is_needed=True).hear()
+
+
+@pytest.mark.timeout(60)
+def test_nobody_waits_for_a_driver_that_does_not_read() -> None:
+    """One that is stopped once kept a supervisor from fencing anybody. What it was told is there when it goes on."""
+    ours, theirs = Pipe()
+    link = DriverLink(ours, is_needed=True)
+    told = [RankRaised(group=GroupId(0), rank=rank, traceback="x" * 2**20) for rank in range(4)]
+    for report in told:  # each is more than the pipe holds
+        link.tell(report)
+    exits = {(GroupId(0), 0): 1}
+    link.tell(NodeEnded(node=0, exits=exits))
+    exits.clear()
+    assert [theirs.recv() for _ in told] == told
+    assert theirs.recv() == NodeEnded(node=0, exits={(GroupId(0), 0): 1})
+    link.close(REPORT)
+    assert theirs.recv() == REPORT
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_driver_that_leaves_too_much_unread_counts_as_gone(monkeypatch: pytest.MonkeyPatch, is_needed: bool) -> None:
+    monkeypatch.setattr(driver_link, "_MOST_UNREAD", 3)
+    ours, _theirs = Pipe()
+    link = DriverLink(ours, is_needed=is_needed)
+    report = RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20)
+    with pytest.raises(Stopped) if is_needed else contextlib.nullcontext():
+        for _ in range(5):
+            link.tell(report)
+    assert link.is_there == is_needed
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_elsewhere_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_link, "_LAST_WORD_S", 0.01)
+    ours, _theirs = Pipe()
+    link = DriverLink(ours, is_needed=False)
+    link.tell(RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20))
+    link.close(REPORT)
+    assert not link.is_there
+
+
+def test_a_node_is_told_to_end_early() -> None:
+    ours, theirs = Pipe()
+    theirs.send(EndEarly())
+    assert DriverLink(ours, is_needed=True).hear() == EndEarly()
 
 
 # ------------------------------------------------------------------------------------------------------ the end

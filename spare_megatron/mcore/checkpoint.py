@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from spare_megatron.core.topology import SliceId
+from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.sharded_slices import ShardedSlices
@@ -66,6 +67,7 @@ class GroupState:
         chunks: Sequence[Chunk],
         optimizer: Optimizer | StackedOptimizer,
         groups: ProcessGroupCollection,
+        copies: HostCopies,
         slices: Collection[SliceId] = (),
         *,
         has_rest: bool = True,
@@ -76,6 +78,7 @@ class GroupState:
             chunks: The rank's part of the model.
             optimizer: Its optimizer.
             groups: The process groups inside the group.
+            copies: Makes copies from where the tensors are.
             slices: The slices whose state it contributes, of those whose whole state is here.
             has_rest: Whether it contributes all but slices, too.
         """
@@ -94,11 +97,8 @@ class GroupState:
             self._common = copy.deepcopy(common)
             self._rest = _by_key(flatten_state_dict(rest)[0].values())
         self._is_copied = False
-        device = chunks[0].module.buffers[0].grad_data.device
-        # Copies wait for what has been asked of the device so far, and for nothing that is asked of it later.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._copies = copies
+        self._as_of = copies.now()
 
     def _tensors(self) -> Iterator[ShardedTensor]:
         for parts in (self._rest, *self._slices.values()):
@@ -109,16 +109,10 @@ class GroupState:
         if self._is_copied:
             return
         self._is_copied = True
-        with torch.no_grad():
-            if self._stream is None:
-                for part in self._tensors():
-                    part.data = part.data.detach().clone()
-                return
-            with torch.cuda.stream(self._stream):
-                for part in self._tensors():
-                    host = torch.empty(part.data.shape, dtype=part.data.dtype, pin_memory=True)
-                    part.data = host.copy_(part.data.detach(), non_blocking=True)
-            self._stream.synchronize()
+        live = [(part, part.data.detach()) for part in self._tensors()]
+        for part, tensor in live:
+            part.data = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._copies.copy(((tensor, part.data) for part, tensor in live), self._as_of)
 
     def write(
         self,

@@ -15,6 +15,7 @@ import torch
 
 from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore.checkpoint import HashingWriter
+from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
@@ -43,19 +44,17 @@ class StateCopy:
 
     Args:
         state: The state.
-        device: Where it is.
+        copies: Makes copies from where it is.
 
     Attributes:
         num_bytes: Of the copy: length of the description (8 bytes, big-endian), the description, the tensors.
     """
 
-    def __init__(self, state: OutgoingState, device: torch.device) -> None:
+    def __init__(self, state: OutgoingState, copies: HostCopies) -> None:
         self._head = len(state.description).to_bytes(8) + state.description
         self._tensors = state.tensors
-        # Copies wait for what has been asked of the device so far, and for nothing that is asked of it later.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._copies = copies
+        self._as_of = copies.now()
         self.num_bytes = len(self._head) + self._tensors.num_bytes
 
     def write(self, memory: mmap.mmap) -> None:
@@ -63,10 +62,7 @@ class StateCopy:
         out = torch.frombuffer(memory, dtype=torch.uint8)
         start = len(self._head)
         out[:start].copy_(torch.frombuffer(bytearray(self._head), dtype=torch.uint8))
-        with torch.cuda.stream(self._stream):  # of none it does nothing
-            self._tensors.copy_to(out[start:])
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._copies.copy(self._tensors.beside(out[start:]), self._as_of)
 
 
 class IncomingState:

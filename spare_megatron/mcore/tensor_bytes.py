@@ -34,11 +34,11 @@ class TensorBytes:
             some.copy_(torch.frombuffer(data, dtype=torch.uint8, count=some.numel(), offset=start))
             start += some.numel()
 
-    def copy_to(self, out: Tensor) -> None:
-        """Copies all bytes, in their order, into as many in host memory."""
+    def beside(self, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bytes of each tensor, and their places in as many bytes as all have, in their order."""
         ends = [0, *self._ends]
         for part, start, stop in zip(self._parts, ends, ends[1:], strict=False):
-            out[start:stop].copy_(part)
+            yield part, out[start:stop]
 
     def _within(self, piece: Piece) -> Iterator[Tensor]:
         for index in range(bisect_right(self._ends, piece.start), len(self._parts)):

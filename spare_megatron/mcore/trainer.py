@@ -22,6 +22,7 @@ from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.gradients import make_gradient_sums
+from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import NamedParameter, named_parameters, parameters_sha256
@@ -107,6 +108,7 @@ class GroupTrainer:
             slices = Slices(self.chunks, config.layout.num_groups)
             self.stacked = StackedOptimizer(config, self.chunks, groups, slices=slices, hosted=hosted)
         self._optimizer = self.stacked or Optimizer(config, self.chunks, groups)
+        self._copies = HostCopies(device)
         self._pipeline = Pipeline(config, transformer, groups, self.chunks, self._probe)
         self.corpus = Corpus(config)
         self._num_microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
@@ -224,12 +226,12 @@ class GroupTrainer:
 
     def state_copy(self) -> StateCopy:
         """The same to be copied to host memory, until the next update."""
-        return StateCopy(self.outgoing_state(), self._device)
+        return StateCopy(self.outgoing_state(), self._copies)
 
     def slice_copy(self, number: SliceId) -> StateCopy:
         """The state of a slice that is here whole, to be copied to host memory until the next update."""
         assert self.stacked is not None, "only stacked state has slices"
-        return StateCopy(slice_state(self.stacked, number), self._device)
+        return StateCopy(slice_state(self.stacked, number), self._copies)
 
     def incoming_state(self, description: bytes) -> IncomingState:
         """For taking over the state of the rank of the same position in another group, which has this description.
@@ -246,7 +248,7 @@ class GroupTrainer:
             slices: The slices whose state it has, of those whose whole state is here.
             has_rest: Whether it has all but slices.
         """
-        return GroupState(self.chunks, self._optimizer, self.process_groups, slices, has_rest=has_rest)
+        return GroupState(self.chunks, self._optimizer, self.process_groups, self._copies, slices, has_rest=has_rest)
 
     def load_checkpoint(self, folder: Path, slices: Collection[SliceId] = ()) -> None:
         """Take the state over from a checkpoint, whatever layout wrote it, with stacked state or without.

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.mcore import host_copies
 from spare_megatron.mcore.trainer import GroupTrainer
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
 
@@ -111,6 +112,7 @@ def losses_of_steps(device: torch.device, config: RunConfig, num_steps: int) -> 
 
 def copied_beside_training(device: torch.device, config: RunConfig) -> tuple[bytes, bytes, bytes]:
     """The state after a step: copied at once; copied by a thread while the next step computes; and after its update."""
+    host_copies.BUFFER_BYTES = 10_007  # so that there are many batches
     trainer = GroupTrainer(config, device)
     _train(trainer, config, 0)
     before = _whole_state(trainer)

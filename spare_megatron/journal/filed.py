@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -94,8 +95,8 @@ class FiledEvidence:
             blocks.append(dataclasses.astuple(block))
         self._blocks: npt.NDArray[np.int64] = np.array(blocks, np.int64).reshape(-1, 8)
         self.rare = [line for _, line in sorted(self._rare, key=lambda placed: placed[0])]
-        self.entries = {index: json.loads(text) for index, (_, text) in sorted(self._first_read.items())}
-        del self._rare, self._first_read
+        self.entries = {index: _entry(self._first_read.pop(index)[1]) for index in sorted(self._first_read)}
+        del self._rare
         # A part takes some of each file: the less of it, the more often is a block read.
         part_bytes = stretch_bytes or max(STRETCH_BYTES, 2 * _BLOCK_BYTES * len(self._files))
         self.num_stretches = max(math.ceil(num_bytes / part_bytes), 1)
@@ -221,6 +222,12 @@ def _fast(text: bytes) -> Line | None:
         return Line(source="", at_s=float(head[2]), record=whole.decode(text))
     except msgspec.MsgspecError:  # numbers that JSON does not have, such as NaN, or damage
         return None
+
+
+def _entry(text: bytes) -> dict[str, Any]:
+    """An entry of the log, whose names are the same objects as those of the others."""
+    entry: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: {sys.intern(k): v for k, v in pairs})
+    return entry
 
 
 def _tells_place(head: re.Match[bytes] | None) -> TypeGuard[re.Match[bytes]]:

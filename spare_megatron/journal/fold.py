@@ -230,7 +230,9 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     folding = Folding(run)
     for index in sorted(entries):
         folding.take(index, entries[index])
-    commits = tuple(replace(commit, is_undone=commit.index in folding.undone) for commit in folding.commits)
+    commits = tuple(
+        replace(commit, is_undone=True) if commit.index in folding.undone else commit for commit in folding.commits
+    )
     return Fold(
         entries=entries,
         commits=commits,

@@ -62,6 +62,23 @@ class _Kept:
     undone: tuple[int, ...]
 
 
+def cause_of(met: Collection[str], *, is_first: bool, has_newcomers: bool) -> str:
+    """What made the time between two commits longer than that of a quiet step; empty if nothing did.
+
+    Args:
+        met: Kinds of entries of the log in between.
+        is_first: There is no commit before.
+        has_newcomers: Groups took part in the second commit that did not in the first.
+    """
+    if "restart" in met:
+        return "restart"
+    if is_first:
+        return "start"
+    if "fence" in met:
+        return "recovery"
+    return "admission" if has_newcomers else ""
+
+
 class Stretches:
     """The time between commits, by what is in the log: fed entry by entry, in the order of the log."""
 
@@ -93,13 +110,7 @@ class Stretches:
         self._before = members
 
     def _cause(self, members: Members) -> str:
-        if "restart" in self._met:
-            return "restart"
-        if not self._kept:
-            return "start"
-        if "fence" in self._met:
-            return "recovery"
-        return "admission" if members - self._before else ""
+        return cause_of(self._met, is_first=not self._kept, has_newcomers=bool(members - self._before))
 
     def goodput(
         self, at_s: Callable[[npt.NDArray[np.intp]], Times], span_s: tuple[float, float], hit_after: Collection[int]

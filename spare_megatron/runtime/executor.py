@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import (
@@ -21,10 +21,10 @@ from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.snapshots import TakeSnapshot
-from spare_megatron.core.stepplan import Microbatch, StepPlan
+from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import EntryRecord, Record, UpdateRecord
+from spare_megatron.journal.records import EntryRecord, Record, RecoveryRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced
 from spare_megatron.runtime.gather import ParamsGather
@@ -38,20 +38,8 @@ from spare_megatron.runtime.start_over import StartOver
 from spare_megatron.runtime.state_digests import StateDigests
 from spare_megatron.runtime.state_source import StateSource
 from spare_megatron.runtime.state_transfer import StateTransfer
+from spare_megatron.runtime.step_under_way import StepUnderWay
 from spare_megatron.runtime.voting import Voting
-
-
-@dataclass(slots=True)
-class _Step:
-    """What the rank knows of the step under way."""
-
-    step: int
-    started_s: float
-    computed: list[Microbatch]
-    makespan: int
-    num_alive: int
-    plans: list[str] = field(default_factory=list)
-    """Digests of those that are computed."""
 
 
 class GroupExecutor:
@@ -106,7 +94,7 @@ class GroupExecutor:
         self._digests = digests
         self.saves = saves
         self._clock = RecoveryClock(self._group)
-        self._step: _Step | None = None
+        self._step: StepUnderWay | None = None
         self._head = 0
         self.num_steps = 0  # that the parameters hold
         self.num_restarts = 0  # of the run
@@ -177,12 +165,12 @@ class GroupExecutor:
             return
         self._probe.begin_step(plan.step)
         is_again = is_under_way and bool(self._now.computed)
-        self._step = _Step(
+        self._step = StepUnderWay(
             step=plan.step,
             started_s=self._now.started_s if is_under_way else time.monotonic(),
-            computed=[],
             makespan=plan.work.makespan,
             num_alive=num_alive,
+            num_recomputed=self._now.num_recomputed + plan.work.num_microbatches if is_under_way else 0,
         )
         if self.lacks_params:
             return
@@ -197,6 +185,7 @@ class GroupExecutor:
         """Adds this group's part of a patch to the local sums that are not kept, unless that is done or it cannot."""
         if self.lacks_params or action.plan.digest in self._now.plans:
             return
+        self._now.num_recomputed += action.plan.work.num_microbatches
         self._begin_attempt(action.into)
         self._probe(Phase.PATCH)
         self._compute(action.plan, action.into)
@@ -232,6 +221,7 @@ class GroupExecutor:
         Raises:
             UnsoundGradient: What this group would add must not be added.
         """
+        self._now.epoch = action.epoch
         if self._gather is not None and self._gather.is_lacking:
             return self._reduction.abstain(action, self._gather.evidence)
         events = self._reduction.attempt(action, self._now.computed, digests=self._digests.value, head=self._head)
@@ -276,7 +266,7 @@ class GroupExecutor:
         """Applies the committed sums to the parameters."""
         self._clock.committed()
         self._reduction.commit()
-        self._write_recoveries()
+        recoveries = self._write_recoveries()
         self._probe(Phase.AFTER_COMMIT)
         self.saves.await_copies(step + 1)
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
@@ -285,38 +275,18 @@ class GroupExecutor:
         if self._gather is not None:
             self._gather.updated()
             self._digests.forget()
-        step_s = time.monotonic() - self._now.started_s
-        self._write_if_leader(
-            UpdateRecord(
-                group=self._group,
-                step=step,
-                attempt=attempt,
-                num_microbatches=result.num_microbatches,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                learning_rate=result.learning_rate,
-                makespan=self._now.makespan,
-                step_s=round(step_s, 6),
-                compute_s=[round(spent_s, 6) for spent_s in self._reduction.compute_s],
-            )
-        )
+        step_s = self._now.spent_s
+        self._write_if_leader(self._now.update_record(self._group, attempt, result, self._reduction.compute_s, step_s))
         self.saves.tell()
         if not self.lacks_params:
             self._hold_params(step + 1)
-        self._report_if_leader(
-            StepCommitted(
-                group=self._group,
-                step=step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                learning_rate=result.learning_rate,
-                num_alive=self._now.num_alive,
-                makespan=self._now.makespan,
-                step_s=step_s,
-                split_s=self._probe.take_split(),
-                head=self._head,
+        split_s = self._probe.take_split()
+        if self._agreement.is_leader:
+            self._report(
+                self._now.report(
+                    self._group, result, step_s=step_s, split_s=split_s, head=self._head, recoveries=recoveries
+                )
             )
-        )
 
     def save_checkpoint(self, action: SaveCheckpoint) -> None:
         """Begins a checkpoint of the present state, where it is this group's turn.
@@ -382,17 +352,16 @@ class GroupExecutor:
     # --------------------------------------------------------------------------------------------------- helpers
 
     @property
-    def _now(self) -> _Step:
+    def _now(self) -> StepUnderWay:
         assert self._step is not None, "no step has begun"
         return self._step
 
-    def _write_recoveries(self) -> None:
-        for record in self._clock.take_finished():
-            self._write_if_leader(replace(record, num_restarts=self.num_restarts))
-
-    def _report_if_leader(self, report: StepCommitted) -> None:
-        if self._agreement.is_leader:
-            self._report(report)
+    def _write_recoveries(self) -> list[RecoveryRecord]:
+        """Writes down those that have ended. Returns them."""
+        ended = [replace(record, num_restarts=self.num_restarts) for record in self._clock.take_finished()]
+        for record in ended:
+            self._write_if_leader(record)
+        return ended
 
     def _write_if_leader(self, record: Record) -> None:
         if self._agreement.is_leader:

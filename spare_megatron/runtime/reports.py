@@ -7,7 +7,7 @@ from enum import IntEnum
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
-from spare_megatron.journal.records import CheckpointRecord, LossRecord, StateSource
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, RecoveryRecord, StateSource
 
 RankKey = tuple[GroupId, int]
 """A group, and a rank in it."""
@@ -93,6 +93,12 @@ class StepCommitted:
     """What the leader's main thread spent its time on since it last told."""
     head: int
     """Log entries the group has folded."""
+    epoch: int
+    """Number of the set of groups that took part."""
+    num_recomputed: int
+    """Microbatches that were computed anew in it, by all groups."""
+    recoveries: tuple[RecoveryRecord, ...]
+    """Those of the group that have ended since it last told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

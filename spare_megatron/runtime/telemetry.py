@@ -2,11 +2,8 @@
 
 import dataclasses
 import time
-from array import array
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
 from spare_megatron.config.implications import implications
 from spare_megatron.config.model_shape import flops_per_token
@@ -14,11 +11,12 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.metrics.tensorboard import TensorBoardSink
 from spare_megatron.metrics.wandb import WandbSink
+from spare_megatron.runtime.live_goodput import LiveGoodput
 from spare_megatron.runtime.reports import (
     CheckpointTold,
     GroupLost,
@@ -27,9 +25,6 @@ from spare_megatron.runtime.reports import (
     MetricsLost,
     StepCommitted,
 )
-
-_QUIET_STEPS = 101
-"""Of so many of the last steps with all groups the median is what a step takes when nothing happens."""
 
 _UNTOLD = ("slurm", "control")
 """Sections of the configuration that stay here: where it trains says nothing of the training, and may be secret."""
@@ -74,10 +69,9 @@ class Telemetry:
         self._lost: set[Member] = set()
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
         self._next_step = 0
-        self._quiet_s: deque[float] = deque(maxlen=_QUIET_STEPS)
-        self._first_step: int | None = None
-        self._useful_s = array("d")  # up to the end of each step from the first one on
-        self._began_s = time.monotonic()
+        self._goodput = LiveGoodput(groups, time.monotonic())
+        self._last_recovery = (0, -1)  # restarts before it, and its step
+        self._recoveries: list[RecoveryRecord] = []  # to be told with the next step
 
     def take(self, event: object) -> None:
         """What happened."""
@@ -87,21 +81,25 @@ class Telemetry:
             case GroupLost(group=group, incarnation=incarnation):
                 self._absent.add(group)
                 self._lost.add(Member(group, incarnation))  # told again when it is given up
+                if len(self._lost) > self._counts["fault/groups_lost"]:
+                    self._goodput.lost()
                 self._counts["fault/groups_lost"] = len(self._lost)
             case GroupRejoined(member=member):
                 self._absent.discard(member.group)
                 self._counts["fault/groups_rejoined"] += 1
+                self._goodput.came_back()
             case GroupRestarted(member=member, step=step):
                 self._absent.discard(member.group)
                 if step < self._next_step:  # the first to say so
                     self._counts["fault/restarts"] += 1
-                    del self._useful_s[max(step - (self._first_step or 0), 0) :]
+                    self._goodput.restarted(self._next_step - step)
                 self._next_step = min(step, self._next_step)
-            case StepCommitted(step=step) if step >= self._next_step:
-                self._next_step = step + 1
-                if self._first_step is None:
-                    self._first_step = step
-                self._write({"step": step, **self._of_step(event)})
+            case StepCommitted(step=step):
+                self._take_recoveries(event.recoveries)
+                if step >= self._next_step:
+                    self._next_step = step + 1
+                    self._goodput.committed(time.monotonic(), event.step_s, event.num_alive)
+                    self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
         """Lets the sinks end."""
@@ -114,10 +112,6 @@ class Telemetry:
 
     def _of_step(self, event: StepCommitted) -> dict[str, Value]:
         step_s = event.step_s
-        if event.num_alive == self._config.layout.num_groups or not self._quiet_s:
-            self._quiet_s.append(step_s)
-        useful_s = (self._useful_s[-1] if self._useful_s else 0.0) + min(step_s, median(self._quiet_s))
-        self._useful_s.append(useful_s)
         values: dict[str, Value] = {
             "train/loss": event.loss,
             "train/grad_norm": event.grad_norm,
@@ -125,15 +119,32 @@ class Telemetry:
             "train/tokens": (event.step + 1) * self._tokens,
             "spare/groups_alive": event.num_alive,
             "spare/makespan": event.makespan,
+            "spare/epoch": event.epoch,
+            "spare/microbatches_recomputed": event.num_recomputed,
             "perf/step_s": round(step_s, 6),
             "perf/tokens_per_s": round(self._tokens / step_s, 3),
-            "perf/goodput": round(useful_s / (time.monotonic() - self._began_s), 6),
+            "perf/goodput": round(self._goodput.goodput, 6),
+            **{f"perf/lost_{name}_s": round(spent_s, 6) for name, spent_s in self._goodput.lost_s.items()},
             **self._counts,
+            **self._of_recoveries(),
         }
         if self._config.data.access == "stacked":
             values["spare/fewest_hosts"] = self._fewest_hosts()
         values |= self._speed(step_s, event.num_alive * self._config.parallel.ranks_per_group)
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
+
+    def _take_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:
+        """The first group that tells of a recovery is heard."""
+        for record in recoveries:
+            if (record.num_restarts, record.step) > self._last_recovery:
+                self._last_recovery = record.num_restarts, record.step
+                self._recoveries.append(record)
+
+    def _of_recoveries(self) -> dict[str, Value]:
+        told, self._recoveries = self._recoveries, []
+        parts = ("agree_s", "patch_s", "rebuild_s", "reduce_s")
+        split = {part: sum(getattr(record, part) for record in told) for part in parts if told}
+        return {f"fault/recovery_{part}": round(spent_s, 6) for part, spent_s in split.items()}
 
     def _speed(self, step_s: float, num_ranks: int) -> dict[str, Value]:
         """What a rank's device does of the model's operations; redundant ones are not counted."""

@@ -6,11 +6,12 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
-from spare_megatron.journal.records import LossRecord, UpdateRecord
+from spare_megatron.journal.records import LossRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.spans import RankSpans, Span, read_spans_of
 from spare_megatron.runtime.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
@@ -86,7 +87,9 @@ def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(text_corpus: P
     assert_exact(run, [0, 30, 59])
     parts = read_spans_of(tmp_path / "run")
     assert_timeline(parts, lost=1, num_microbatches=config.spare.microbatches_per_shard)
-    assert_spans_add_up(parts, tmp_path / "run" / "metrics.jsonl")
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert_spans_add_up(parts, told)
+    assert_recovery(told, run.journal.of(RecoveryRecord))
 
 
 def assert_timeline(parts: list[RankSpans], lost: int, num_microbatches: int) -> None:
@@ -115,7 +118,18 @@ def around(inside: Span, spans: Sequence[Span]) -> Span | None:
     return min(outer, key=lambda span: span.ended_s - span.began_s, default=None)
 
 
-def assert_spans_add_up(parts: list[RankSpans], metrics: Path) -> None:
+def assert_recovery(told: Sequence[Mapping[str, Any]], records: Sequence[RecoveryRecord]) -> None:
+    """The metrics have the recovery as one of the groups wrote it down, and what all groups computed for it."""
+    assert sum(values["spare/microbatches_recomputed"] for values in told) == sum(r.num_patched for r in records)
+    [values] = [values for values in told if "fault/recovery_agree_s" in values]
+    parts = ("agree_s", "patch_s", "rebuild_s", "reduce_s")
+    split = [values[f"fault/recovery_{part}"] for part in parts]
+    assert split in [[pytest.approx(getattr(record, part), abs=1e-6) for part in parts] for record in records]
+    assert (told[0]["spare/epoch"], told[-1]["spare/epoch"]) == (0, 1)
+    assert told[-1]["perf/lost_recovery_s"] > 0
+
+
+def assert_spans_add_up(parts: list[RankSpans], metrics: Sequence[Mapping[str, Any]]) -> None:
     """The spans of the leader that told of a step are what it told, in the median over steps within 2% of the step."""
     sums: dict[tuple[int, int], dict[Operation, float]] = defaultdict(lambda: defaultdict(float))
     for part in parts:
@@ -125,8 +139,7 @@ def assert_spans_add_up(parts: list[RankSpans], metrics: Path) -> None:
                 if span.name == Operation.STORAGE and (outer := around(span, part.spans)):
                     sums[span.step, part.group][Operation(outer.name)] -= span.ended_s - span.began_s
     apart = []
-    for line in metrics.read_text().splitlines():
-        told = json.loads(line)
+    for told in metrics:
         found = [split_of_step(by_name) for (step, _), by_name in sums.items() if step == told["step"]]
         off_s = [
             sum(abs(split[name] - told[f"perf/{name}_s"]) for name in ("transfer", "reduce", "vote", "optimizer"))

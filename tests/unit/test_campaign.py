@@ -228,6 +228,9 @@ COMMITTED = StepCommitted(
     step_s=1.0,
     split_s={},
     head=1,
+    epoch=0,
+    num_recomputed=0,
+    recoveries=(),
 )
 
 GROWING = """

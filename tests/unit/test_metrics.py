@@ -21,6 +21,7 @@ from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig,
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.records import RecoveryRecord
 from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.metrics.wandb import WandbSink
@@ -61,6 +62,9 @@ def committed(step: int, group: int = 0, num_alive: int = 4, step_s: float = 0.5
         step_s=step_s,
         split_s={Operation.COMPUTE: 0.3, Operation.VOTE: 0.05, Operation.AWAIT_ENTRY: 0.05, Operation.UPDATE: 0.01},
         head=step,
+        epoch=4 - num_alive,
+        num_recomputed=0,
+        recoveries=(),
     )
 
 
@@ -105,6 +109,60 @@ def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:
     assert [values["spare/fewest_hosts"] for values in (first, second, third)] == [3, 2, 3]
     assert [values["fault/groups_lost"] for values in (first, second, third)] == [0, 1, 1]
     assert third["fault/groups_rejoined"] == 1
+
+
+def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a second that begin when the one before has ended, but where something takes longer."""
+    now_s = 0.0
+    monkeypatch.setattr("spare_megatron.runtime.telemetry.time", SimpleNamespace(monotonic=lambda: now_s))
+    sink = ListSink()
+    telemetry = Telemetry(CONFIG, [sink])
+
+    def commit(step: int, at_s: float, **settings: Any) -> None:
+        nonlocal now_s
+        now_s = at_s
+        telemetry.take(committed(step, step_s=1.0, **settings))
+
+    for step in range(5):
+        commit(step, 8.0 + step)  # 7 s before the first
+    telemetry.take(lost(1))
+    commit(5, 15.0, num_alive=3)  # 2 s in a recovery
+    commit(6, 16.5, num_alive=3)  # half a second, for 3 groups do the work of 4
+    telemetry.take(GroupRejoined(member=Member(GroupId(1), 1), step=7))
+    commit(7, 20.5)  # 3 s to take one in
+    commit(8, 21.75)
+    telemetry.take(lost(1))
+    telemetry.take(GroupRestarted(member=Member(GroupId(0), 1), step=7))  # without steps 7 and 8
+    commit(7, 27.0)
+    commit(8, 28.0)
+    telemetry.close()
+    lost_s = {"start": 7.0, "recovery": 2.0, "fewer_groups": 0.5, "admission": 0.0, "rework": 5.25, "restart": 4.25}
+    assert {name: sink.taken[-1][f"perf/lost_{name}_s"] for name in lost_s} == pytest.approx(lost_s)
+    assert sink.taken[-1]["perf/lost_scatter_s"] == pytest.approx(0.0)
+    assert sink.taken[-1]["perf/goodput"] == pytest.approx(9.0 / 28.0, abs=1e-6)
+
+
+def test_a_recovery_is_told_once_with_what_it_was_spent_on_and_computed_anew() -> None:
+    record = RecoveryRecord(
+        group=1,
+        step=1,
+        lost=[3],
+        computed_at_s=0.0,
+        noticed_at_s=1.0,
+        agree_s=0.01,
+        patch_s=0.2,
+        rebuild_s=0.03,
+        reduce_s=0.04,
+        num_patched=2,
+    )
+    first = replace(committed(1, num_alive=3), num_recomputed=4)
+    late = replace(committed(1, group=1, num_alive=3), recoveries=(record,))  # not the first to tell of the step
+    again = replace(committed(2, group=2, num_alive=3), recoveries=(replace(record, group=2, agree_s=9.0),))
+    found = told(committed(0), first, late, again, committed(3, num_alive=3))
+    assert [values["spare/microbatches_recomputed"] for values in found] == [0, 4, 0, 0]
+    assert [values["spare/epoch"] for values in found] == [0, 1, 1, 1]
+    assert [values.get("fault/recovery_agree_s") for values in found] == [None, None, 0.01, None]
+    assert [found[2][f"fault/recovery_{part}_s"] for part in ("patch", "rebuild", "reduce")] == [0.2, 0.03, 0.04]
 
 
 def test_speed_is_that_of_the_models_own_operations() -> None:
@@ -167,7 +225,7 @@ def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
 
 
 def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
-    """But eight bytes a step, by which goodput goes back with a restart; benchmarks/telemetry.py tells 100,000."""
+    """But 17 bytes a step, by which goodput goes back with a restart; benchmarks/telemetry.py tells 100,000."""
     telemetry = Telemetry(CONFIG, [JsonlSink(tmp_path)])
     tracemalloc.start()
     try:
@@ -179,7 +237,7 @@ def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     telemetry.close()
-    assert sizes[1] - sizes[0] < 9 * 12_000 + 20_000
+    assert sizes[1] - sizes[0] < 19 * 12_000 + 20_000
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What all tests share: hardware they may need, a corpus, an etcd binary."""
 
 import math
+import os
 from collections.abc import Generator
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"--require: {item.nodeid} was skipped: {call.excinfo and call.excinfo.value}"
     return report
+
+
+@pytest.fixture(scope="session")
+def warm_fork_server() -> None:
+    """For all tests that fork ranks, before anybody starts another: the first list of what to import is what counts."""
+    from spare_megatron.runtime.processes import fork_server  # which few tests need, and imports torch
+
+    # The fork server does not look where pytest does.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -33,11 +33,11 @@ _STORE_START_TIMEOUT_S = 120.0
 
 
 def fork_server() -> ForkServerContext:
-    """The context that all processes of a run are started from; it has what a rank imports, and no GPU."""
+    """The context that all processes of a run are started from; it has what they import, and no GPU."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ask_for_gpus_without_touching_them()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spare_megatron.runtime.rank"])
+    context.set_forkserver_preload(["spare_megatron.runtime.run", "spare_megatron.runtime.rank"])
     # Ctrl-C reaches every process of the terminal, and only the driver is to act on it: the server and all that
     # it forks are born with it blocked. Python unblocks it when it starts the resource tracker, so that comes first.
     resource_tracker.ensure_running()

@@ -138,6 +138,17 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, tell: Callabl
     return Throughput(speeds=speeds, ratio=ratio, ratios=ratios)
 
 
+def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]:
+    """Which kernels were at work. For after `measure`: from here on no process with a GPU can be started."""
+    import torch
+
+    from spare_megatron.mcore.kernels import kernels_of
+
+    is_gpu = resolve_device(config, look_at_machine(config)) == "gpu"
+    found = kernels_of(config, torch.device("cuda" if is_gpu else "cpu"))
+    return {name: value for name, value in found.items() if has_plain or name != "adam_of_plain"}
+
+
 def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
     steps = [value for run in runs for value in run.step_s]
     step_s = statistics.median(steps)

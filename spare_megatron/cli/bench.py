@@ -46,7 +46,7 @@ def throughput(
 
     Exit codes: 0 measured, 1 a run failed, 2 the configuration cannot run.
     """
-    from spare_megatron.bench.throughput import measure, problems_of, training_alone
+    from spare_megatron.bench.throughput import kernels_measured, measure, problems_of, training_alone
 
     console = Console(stderr=as_json)
     with explained_errors("bench throughput"):
@@ -61,14 +61,16 @@ def throughput(
         except RuntimeError as error:
             typer.echo(f"spare bench throughput: {error}", err=True)
             raise typer.Exit(1) from error
+        kernels = kernels_measured(loaded, has_plain=not alone)
     text = json.dumps(
-        {**asdict(result), **_origin(), "config": str(config), "overrides": overrides or [], "pairs": pairs}
+        {**asdict(result), **kernels, **_origin(), "config": str(config), "overrides": overrides or [], "pairs": pairs}
     )
     if out is not None:
         out.write_text(text + "\n")
     if as_json:
         typer.echo(text)
         return
+    console.print(", ".join(f"{name}: {value}" for name, value in kernels.items()), highlight=False)
     _print(result, console)
 
 

@@ -104,7 +104,7 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
         ValueError: The configuration wants transformer-engine and it cannot be had, or needs it and rejects it.
         ImportError: It is there in another version than those supported.
     """
-    if _uses_transformer_engine(config, device):
+    if uses_transformer_engine(config, device):
         check_version("transformer-engine", str(get_te_version()))  # images of clusters build it without metadata
         if transformer.deterministic_mode:
             # Megatron refuses deterministic attention unless this tells transformer-engine too.
@@ -122,7 +122,12 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
     return spec
 
 
-def _uses_transformer_engine(config: RunConfig, device: torch.device) -> bool:
+def uses_transformer_engine(config: RunConfig, device: torch.device) -> bool:
+    """Whether layers are those of transformer-engine.
+
+    Raises:
+        ValueError: They are to be, and cannot.
+    """
     wanted = config.model.transformer_impl
     if wanted == "transformer_engine" and not (HAVE_TE and device.type == "cuda"):
         raise ValueError(

@@ -14,20 +14,25 @@ from spare_megatron.config.model_shape import flops_per_token
 pytestmark = pytest.mark.timeout(180)
 
 STEPS = NUM_WARMUP + 3
-PRESET = Path(__file__).parents[2] / "configs/run/demo_cpu.toml"
+PRESETS = Path(__file__).parents[2] / "configs/run"
+DEMO = PRESETS / "demo_cpu.toml"
+FOR_GPUS = PRESETS / "gpt_1p3b_node.toml"
 SMALL = [
+    "cluster.device=cpu",
     "layout.num_groups=2",
-    "layout.pipeline_parallel=1",
     "spare.redundancy=2",
+    "spare.microbatches_per_shard=2",
     "model.hidden_size=32",
+    "model.num_attention_heads=2",
     "model.num_layers=2",
     "model.seq_length=16",
+    "model.vocab_size=256",
     "metrics.peak_tflops=0.01",
 ]
 
 
-def run(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["bench", "throughput", "--config", str(PRESET), *words])
+def run(preset: Path, *words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["bench", "throughput", "--config", str(preset), *words])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -35,11 +40,11 @@ def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: 
     settings = [*SMALL, f"data.corpus={text_corpus}"]
     out = tmp_path / "figures.json"
     words = [word for setting in settings for word in ("--set", setting)]
-    code, shown, told = run(*words, "--steps", str(STEPS), "--pairs", "1", "--json", "--out", str(out))
+    code, shown, told = run(FOR_GPUS, *words, "--steps", str(STEPS), "--pairs", "1", "--json", "--out", str(out))
     assert code == 0, told
     found = json.loads(shown)
     assert found == json.loads(out.read_text())
-    config = load_run_config(PRESET, settings).config
+    config = load_run_config(FOR_GPUS, settings).config
     tokens = 2 * config.spare.microbatches_per_shard * config.train.micro_batch_size * 16
     for way in ("ours", "plain"):
         speed = found["speeds"][way]
@@ -51,6 +56,7 @@ def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: 
     assert found["ratios"] == [found["ratio"]]
     split_s = found["speeds"]["ours"]["split_s"]
     assert 0 < split_s["compute"] < found["speeds"]["ours"]["step_s"]
+    assert [found[name] for name in ("layers", "adam", "adam_of_plain")] == ["megatron-core", "torch", "torch"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +71,6 @@ def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: 
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
     text_corpus: Path, words: list[str], message: str
 ) -> None:
-    code, _, told = run("--set", f"data.corpus={text_corpus}", *words)
+    code, _, told = run(DEMO, "--set", f"data.corpus={text_corpus}", *words)
     assert code == 2
     assert message in told

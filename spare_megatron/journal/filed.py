@@ -27,11 +27,10 @@ _BLOCK_BYTES = 64 << 10
 _MOST = 10**15
 """Beyond every step and attempt."""
 
-_KIND = re.compile(rb'\{"record":"([a-z]+)"')
 _NUMBER = rb"(0|[1-9][0-9]{0,14})"
 _HEAD = re.compile(
-    _KIND.pattern + rb',"source":"[^"\\]*","at_s":([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?),"group":[0-9]+,'
-    rb'(?:"step":' + _NUMBER + rb',(?:"attempt":' + _NUMBER + rb',)?|"index":' + _NUMBER + rb',"entry":(.*)\}$)'
+    rb'\{"record":"([a-z]+)","source":"[^"\\]*","at_s":([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?),(?:"group":[0-9]+,'
+    rb'(?:"step":' + _NUMBER + rb',(?:"attempt":' + _NUMBER + rb',)?|"index":' + _NUMBER + rb',"entry":(.*)\}$))?'
 )
 _KINDS = frozenset(name.encode() for name in KINDS)
 _FREQUENT = {name.encode(): kind for name, kind in KINDS.items() if kind in FREQUENT}
@@ -157,7 +156,7 @@ class FiledEvidence:
         """The records of entries that are not as the first group read them."""
         found: list[Placed] = []
         for block in self._blocks if self._disputed else ():
-            for place, text in self._lines(block, {b"entry"}):
+            for place, text in self._lines(block):
                 line = self._decode(place, text)
                 if line is None or not isinstance(record := line.record, EntryRecord):
                     continue
@@ -172,10 +171,18 @@ class FiledEvidence:
         is_by_step = stretch.key == "step"
         first, last = self._blocks[:, 4:6].T if is_by_step else self._blocks[:, 6:8].T
         for block in self._blocks[(first < stretch.end) & (last >= stretch.first)]:
-            for place, text in self._lines(block, wanted):
+            for place, text in self._lines(block):
                 head = _HEAD.match(text)
-                if _tells_place(head) and int(head[3 if is_by_step else 4]) not in stretch:
+                if head is not None and head[1] in _KINDS and head[1] not in wanted:
                     continue
+                if _tells_place(head):
+                    number = int(head[3 if is_by_step else 4])
+                    if not stretch.first <= number < stretch.end:
+                        continue
+                    record = _fast(text, head[1])
+                    if record is not None:
+                        found[type(record)].append(((float(head[2]), *place), record))
+                        continue
                 line = self._decode(place, text)
                 if line is not None and type(line.record) in found and getattr(line.record, stretch.key) in stretch:
                     found[type(line.record)].append(((line.at_s, *place), line.record))
@@ -183,24 +190,20 @@ class FiledEvidence:
             placed.sort(key=lambda one: one[0])
         return found
 
-    def _lines(
-        self, block: npt.NDArray[np.int64], wanted: Collection[bytes]
-    ) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """The lines of a block that may be of some kinds, each with its file and number."""
+    def _lines(self, block: npt.NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """The lines of a block, each with its file and number."""
         self._keep_time()
         file, offset, size, first_number = block[:4].tolist()
         with self._files[file].open("rb") as opened:
             opened.seek(offset)
             texts = opened.read(size).split(b"\n")[:-1]
         for number, text in enumerate(texts, first_number):
-            kind = _KIND.match(text)
-            if kind is None or kind[1] in wanted or kind[1] not in _KINDS:
-                yield (file, number), text
+            yield (file, number), text
 
     def _decode(self, place: tuple[int, int], text: bytes) -> Line | None:
         """The line; None if it is damaged, which is noted."""
         try:
-            line = _fast(text) or decode_line(text.decode())
+            line = decode_line(text.decode())
             for name in ("group", "step", "attempt", "index"):
                 number = getattr(line.record, name, 0)
                 if not isinstance(number, int) or abs(number) > _MOST:
@@ -211,17 +214,15 @@ class FiledEvidence:
         return line
 
 
-def _fast(text: bytes) -> Line | None:
-    """A line of a frequent kind as `encode_line` writes it; None if it is another, or has to be looked at closely."""
-    head = _HEAD.match(text)
-    if head is None or head[1] not in _DECODERS:
-        return None
-    names, whole = _DECODERS[head[1]]
+def _fast(text: bytes, kind: bytes) -> Record | None:
+    """A record of a frequent kind as `encode_line` writes it; None if it has to be looked at more closely."""
+    names, whole = _DECODERS[kind]
     try:
         names.decode(text)
-        return Line(source="", at_s=float(head[2]), record=whole.decode(text))
+        record: Record = whole.decode(text)
     except msgspec.MsgspecError:  # numbers that JSON does not have, such as NaN, or damage
         return None
+    return record
 
 
 def _entry(text: bytes) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What telemetry costs a step: every sink and the spans of all ranks, on and off in turn within one run.
 
 Blocks of steps with it and without it follow each other as on, off, off, on, so that what drifts is in both. The steps
-at the beginning of a block are left out: sinks may still be at what came before. Also: what 100,000 steps leave in the
-memory of the process that tells them to the sinks.
+at the beginning of a block are left out: sinks may still be at what came before. With `--hanging` there is one more
+sink, which never comes back from the first step that it is told. Also: what 100,000 steps leave in the memory of the
+process that tells them to the sinks.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -60,6 +62,16 @@ class _Gated:
         self._sink.close()
 
 
+class _Hanging:
+    """A sink that takes one step for ever, as a service that does not answer."""
+
+    def write(self, values: Mapping[str, Value]) -> None:  # noqa: ARG002  (as all sinks are told)
+        threading.Event().wait()
+
+    def close(self) -> None:
+        """Never asked to."""
+
+
 def run_gated_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs in a rank's process: no span is written in the other steps."""
     add = spans.SpanRecorder._add
@@ -72,9 +84,17 @@ def run_gated_rank(spec: RankSpec, reports: Connection) -> None:
     rank.run_rank(spec, reports)
 
 
-def step_ratios(config: RunConfig) -> dict[str, Any]:
-    """Medians of the steps of neighbouring blocks, with telemetry over without."""
-    run.open_sinks = lambda *arguments: [_Gated(sink) for sink in open_sinks(*arguments)]
+def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
+    """Medians of the steps of neighbouring blocks, with telemetry over without; one sink more hangs, if asked for."""
+    left_behind: list[str] = []
+
+    def open_all(*arguments: Any) -> list[Sink]:
+        sinks = open_sinks(*arguments)
+        if hangs:
+            sinks.append(DetachedSink("hanging", _Hanging, left_behind.append))
+        return [_Gated(sink) for sink in sinks]
+
+    run.open_sinks = open_all
     lost: list[object] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
@@ -83,6 +103,7 @@ def step_ratios(config: RunConfig) -> dict[str, Any]:
         wall_s = time.monotonic() - began_s
         assert summary.verdict == "valid", summary.reasons
         assert not [event for event in lost if isinstance(event, MetricsLost)], "a sink is missing in the figures"
+        assert bool(left_behind) is hangs, left_behind
         told = [
             (line.record.step, line.at_s)
             for line in read_journal(folder).lines
@@ -142,6 +163,9 @@ def _committed(step: int) -> StepCommitted:
         step_s=0.5,
         split_s={Operation.COMPUTE: 0.3, Operation.VOTE: 0.05, Operation.UPDATE: 0.01},
         head=step,
+        epoch=0,
+        num_recomputed=0,
+        recoveries=(),
     )
 
 
@@ -151,6 +175,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     parser.add_argument("--steps", type=int, default=1600, help="steps of the run")
     parser.add_argument("--told-steps", type=int, default=100_000, help="steps for the memory; 0 leaves it out")
+    parser.add_argument("--hanging", action="store_true", help="one more sink, which hangs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.environ["WANDB_MODE"] = "offline"
@@ -165,7 +190,8 @@ def main() -> None:
     ]
     config = load_run_config(options.config, overrides).config
     with contextlib.redirect_stdout(sys.stderr):
-        result: dict[str, Any] = {"sinks": ["jsonl", "spans", *there], **step_ratios(config)}
+        sinks = ["jsonl", "spans", *there, *(["hanging"] if options.hanging else [])]
+        result: dict[str, Any] = {"sinks": sinks, **step_ratios(config, hangs=options.hanging)}
         if options.told_steps:
             result |= memory_growth(config, options.told_steps)
     if options.json:

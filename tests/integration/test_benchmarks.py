@@ -59,7 +59,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "rejoin": ("--kills 1 --pairs 1", {"ratio", "with", "without"}, TWO_GROUPS),
     "repair": ("--runs 1", {"ratio", "losses"}, ()),
     "snapshots": ("--pairs 1 --steps 5", {"ratio", "restarts"}, ()),
-    "telemetry": ("--steps 40 --told-steps 0", {"ratio", "sinks"}, TWO_GROUPS),
+    "telemetry": ("--steps 96 --told-steps 100 --hanging", {"ratio", "sinks", "memory_growth_bytes"}, TWO_GROUPS),
 }
 """The same, and settings beside those of all."""
 

@@ -299,7 +299,7 @@ class CrossGroupCommunicator:
 
     def _end(self, backend: Any) -> None:
         """Ends a backend and all of its sums, where that is possible."""
-        if self._device.type == "cuda" and backend is not self._ended:
+        if self._device.type == "cuda" and backend is not None and backend is not self._ended:
             self._ended = backend
             nccl.end(backend)
 

@@ -56,6 +56,15 @@ def prepare_process() -> None:
     os.environ.update(_OF_A_RANK)
     for name, value in _OF_A_RANK_UNLESS_SET.items():
         os.environ.setdefault(name, value)
+    check_nccl()
+
+
+def check_nccl() -> None:
+    """Nothing when NCCL can be used. Asks no GPU.
+
+    Raises:
+        ImportError: It is another version than those supported.
+    """
     check_version("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
 
 

@@ -30,8 +30,11 @@ def _check_and_prepare(config: RunConfig, reports: Connection) -> None:
         from spare_megatron.mcore.data import prepare_index
         from spare_megatron.mcore.model import layer_spec
         from spare_megatron.mcore.transformer import transformer_config
+        from spare_megatron.runtime.nccl import check_nccl
 
         device = torch.device("cuda" if config.cluster.device == "gpu" else "cpu")
+        if device.type == "cuda" and torch.version.cuda is not None:  # else there is no NCCL either
+            check_nccl()
         layer_spec(config, transformer_config(config, device), device)
         prepare_index(config)
     except (ValueError, OSError, ImportError) as error:

@@ -6,6 +6,7 @@ A backend stands in for torch's, which needs a GPU; tests/gpu has what it does t
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +157,37 @@ def test_each_backend_is_ended_once_and_the_next_is_sound(communicator: CrossGro
         work.has_come = True
     assert communicator.poll() == 2
     assert (first.num_aborts, second.num_aborts) == (1, 0)
+
+
+def test_a_group_alone_has_nothing_to_end(
+    communicator: CrossGroupCommunicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(nccl, "end", ended.append)
+    communicator.begin_build(0, [GroupId(0)])
+    communicator.begin()
+    assert communicator.post(torch.zeros(1))
+    alone = communicator.first_in_flight()
+    assert alone is not None
+    communicator.end(alone)
+    assert communicator.poll() == 1
+    assert ended == []
+
+
+# --------------------------------------------------------------------------------------------------------- versions
+
+
+@pytest.mark.parametrize(("found", "is_refused"), [((2, 26, 2), False), ((2, 30, 7, "rc1"), False), ((2, 25, 1), True)])
+def test_processes_of_ranks_start_with_a_supported_nccl_alone(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int | str, ...], is_refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found)
+    monkeypatch.setattr(os, "environ", {"NCCL_RUNTIME_CONNECT": "1"})
+    with pytest.raises(ImportError, match=r"NCCL 2\.25\.1 is installed") if is_refused else nullcontext():
+        nccl.prepare_process()
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
 # -------------------------------------------------------------------------------------------------------- the watch

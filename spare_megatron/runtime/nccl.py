@@ -40,6 +40,14 @@ _OF_A_RANK_UNLESS_SET: Mapping[str, str] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_RUNTIME_CONNECT": "0",
 }
+_BETWEEN_GROUPS: Mapping[str, str] = {
+    # What a lost group breaks here is the executor's to handle.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # After an error torch's watchdog sleeps four times as long, for dumps that nobody makes. Whoever destroys the
+    # communicator waits for it, and so does whoever posts a sum.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Read by each constructor: the group's own world, built before, keeps the defaults that end the process."""
 _HERE, _ALL_HERE = "here", "all-here"
 
 
@@ -97,9 +105,7 @@ def connect(
     if not is_wanted():
         raise NoLongerWanted
     torch.cuda.set_device(device)  # this thread's own
-    # Read by each constructor: what a lost group breaks here is the executor's to handle. The group's own world, built
-    # before, keeps the default that ends the process.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ.update(_BETWEEN_GROUPS)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.blocking = 1

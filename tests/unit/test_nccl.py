@@ -71,6 +71,7 @@ def torch_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
 
 
 # ------------------------------------------------------------------------------------------------------- connecting
@@ -92,7 +93,7 @@ def test_who_has_met_the_others_connects() -> None:
     _, rank, size, options = backend.arguments
     assert (rank, size, options._timeout, options.config.blocking) == (0, 2, PATIENCE, 1)
     assert backend.connected == [GPU]
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
 
 
 @pytest.mark.usefixtures("torch_with_nccl")
@@ -182,7 +183,10 @@ def test_processes_of_ranks_start_with_a_supported_nccl_alone(
     monkeypatch: pytest.MonkeyPatch, found: tuple[int | str, ...], is_refused: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found)
-    monkeypatch.setattr(os, "environ", {"NCCL_RUNTIME_CONNECT": "1"})
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     with pytest.raises(ImportError, match=r"NCCL 2\.25\.1 is installed") if is_refused else nullcontext():
         nccl.prepare_process()
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"

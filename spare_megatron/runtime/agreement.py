@@ -21,6 +21,7 @@ from spare_megatron.core.restart_messages import Offer, Reading, Waiting
 from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import decode_vote
+from spare_megatron.runtime.detect import fence
 
 T = TypeVar("T")
 
@@ -280,6 +281,10 @@ class GroupAgreement:
     def append(self, index: int, entry: Entry) -> None:
         """Leader: writes the entry unless another stands at the index."""
         self._log.append(index, encode_entry(entry))
+
+    def fence(self, member: Member, reason: str, from_index: int) -> int:
+        """Leader: makes sure that the log fences the member; returns the index of an entry that does."""
+        return fence(self._log, member, reason, from_index)
 
     def await_entry(self, index: int) -> str:
         """Leader: the entry at the index, encoded, as soon as it is written.

@@ -46,7 +46,7 @@ def fence(
         log: The log.
         member: The lost group, in the incarnation that was lost.
         reason: For people.
-        from_index: An index at or before the head; no entry before it is read.
+        from_index: An index at or before the head, the nearer the better.
         error: The last line of the exception that ended it, if that was its own.
         on_entry: Called after each entry that another has written first: there may be many.
     """
@@ -54,7 +54,7 @@ def fence(
         Fence(group=member.group, incarnation=member.incarnation, reason=reason[:200], error=error[:200])
     )
     head = log.find_head(from_index)
-    recent = range(max(from_index, head - _NUM_RECENT), head)
+    recent = range(max(0, head - _NUM_RECENT), head)  # also before from_index, which may have come from a later commit
     for index, entry in zip(recent, log.entries(recent), strict=True):
         if entry is not None and _fences(entry, member):
             return index

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.store import ControlStore
+from spare_megatron.control.store import ControlStore, StoreTimeout
 from spare_megatron.core.messages import Entry, VotesRead
 from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.topology import Member
@@ -124,12 +124,28 @@ class Voting:
         """The entry at the index, as soon as it is written.
 
         Collective over: all ranks of the group.
+
+        Raises:
+            StoreTimeout: It was not written within the decision timeout, and it is not for want of votes.
         """
         entry = ""
+        if self.agreement.is_leader:
+            entry = (self._told(index) if self._is_relayed else "") or self._await_entry(index)
         if self._parts is not None:
-            entry = (self._told(index) if self._is_relayed else "") or self.agreement.await_entry(index)
             self._parts.relay.pass_on(index, entry)
         return self.agreement.read_entry(index, entry)
+
+    def _await_entry(self, index: int) -> str:
+        """The entry. If it does not come in time, who has not voted is put out, and not who waits for that."""
+        try:
+            return self.agreement.await_entry(index)
+        except StoreTimeout as late:
+            votes = self.read_votes(self._attempt, self._voters).votes
+            silent = [voter for voter in self._voters if voter.group not in votes]
+            reason = f"it has not voted on attempt {self._attempt}: {late}"
+            if max((self.agreement.fence(voter, reason, index) for voter in silent), default=-1) < index:
+                raise  # nobody, or none but those who were put out before
+            return self.agreement.await_entry(index)
 
     def _told(self, index: int) -> str:
         assert self._parts is not None, "something was relayed"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.store import StoreTimeout
 from spare_megatron.core.messages import Commit, Fence, encode_entry
 from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.topology import GroupId, Member
@@ -278,6 +279,8 @@ class MemoryStore:
 
     def wait(self, key: str, timeout_s: float) -> str:
         self.num_waits += 1
+        if key not in self.data:
+            raise StoreTimeout(f"{key} was not written within {timeout_s:g} s")
         return str(self.data[key])
 
 
@@ -370,6 +373,32 @@ def test_after_a_loss_every_survivor_finds_its_vote_cast_whoever_was_to_do_it() 
     assert set(everybody[3].voting.read_votes(0, VOTERS).votes) == {0, 1, 3}
     assert everybody[3].store.num_casts == 1
     assert set(everybody[0].voting.read_votes(0, VOTERS).votes) == {0, 1, 3}
+
+
+def test_who_has_not_voted_in_time_is_put_out_and_not_who_waits_for_it() -> None:
+    """Everybody who waited was lost for one that hung."""
+    everybody, data = leaders(SHORT_S)
+    for number in (1, 3, 0):
+        assert everybody[number].vote(0) is None
+    everybody[2].parts.relay.close()
+    assert everybody[3].voting.confirm() is None
+    fence = everybody[0].voting.read_entry(0)
+    assert isinstance(fence, Fence)
+    assert fence.group == 2
+    assert fence.reason == "it has not voted on attempt 0: log/0 was not written within 50 s"
+    assert everybody[3].voting.read_entry(0) == fence
+    assert [key for key in data if key.startswith("log/")] == ["log/0"]
+    with pytest.raises(StoreTimeout):
+        everybody[0].voting.read_entry(1)  # group 2 is out, and nobody else is to blame
+
+
+def test_a_decision_that_does_not_come_although_all_have_voted_puts_nobody_else_out() -> None:
+    everybody, data = leaders()
+    for number in (1, 3, 0, 2):
+        everybody[number].vote(0)
+    with pytest.raises(StoreTimeout):
+        everybody[0].voting.read_entry(0)
+    assert "log/0" not in data
 
 
 def test_votes_for_less_than_the_whole_sum_cost_no_more() -> None:

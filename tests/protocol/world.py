@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.controller import ControllerSetup
+from spare_megatron.core.messages import Fence, encode_entry
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.saves import SavePolicy
@@ -289,11 +291,11 @@ class World:
         assert member is not None, "only groups are fenced"
         self._suspected.append(member)
         # A supervisor reads on from the last entry that its ranks told of; others know of none. Who writes a late fence
-        # does not look for an earlier one.
+        # does not find an earlier one: it is too far back.
         head = len(self.invariants.entries)
         from_index = head if is_late else self._random.choice((0, head))
-        log_type = self.log_type
-        steps = conversation(lambda store: fence(log_type(store), member, "suspected", from_index))
+        log_type, write = self.log_type, _fence_anew if is_late else fence
+        steps = conversation(lambda store: write(log_type(store), member, "suspected", from_index))
         self._start(f"observer of {member}", None, steps)
         if is_late:
             self._processes[-1].weight /= 100
@@ -314,3 +316,11 @@ class World:
         else:
             return False
         return True
+
+
+def _fence_anew(log: DecisionLog, member: Member, reason: str, from_index: int) -> int:
+    """What `fence` does where it finds none in the entries that it reads."""
+    text = encode_entry(Fence(group=member.group, incarnation=member.incarnation, reason=reason))
+    while log.append(from_index, text) != text:
+        from_index += 1
+    return from_index

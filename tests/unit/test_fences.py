@@ -95,7 +95,7 @@ def test_a_fence_is_not_repeated_right_after_it_whatever_is_known_of_the_log() -
     for standing in (0, 3, 7, 9, 10, 95, 99, 101):
         for later in (0, 1, 10, 40):
             entries = [*commits(standing), Fence(group=LOST.group, incarnation=1), *commits(later)]
-            for hint in {0, standing // 2, standing}:
+            for hint in {0, standing // 2, standing, standing + 1, len(entries)}:
                 assert fence(log_of(Log(*entries)), LOST, "dead", from_index=hint) == standing
 
 

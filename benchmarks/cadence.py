@@ -92,13 +92,14 @@ def configure(options: argparse.Namespace, way: str, run: int) -> RunConfig:
         "checkpoint.asynchronous=false",
         *options.set,
         f"train.steps={options.steps}",
-        f"faults.trace=[{', '.join(_kills(options, run))}]",
+        f"faults.trace=[{', '.join(draw_kills(options, run))}]",
         *cadence,
     ]
     return load_run_config(options.config, settings).config
 
 
-def _kills(options: argparse.Namespace, run: int) -> list[str]:
+def draw_kills(options: argparse.Namespace, run: int) -> list[str]:
+    """Entries of `faults.trace`: a rank of a random group each, 1 and an exponential number of steps apart."""
     draw = np.random.default_rng(run)
     kills, step = [], float(FIRST_KILL)
     while (step := step + 1.0 + draw.exponential(options.mean_steps)) < options.steps - 1:

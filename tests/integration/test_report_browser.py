@@ -1,5 +1,6 @@
 """The page of a run in a real browser: it draws without an error, zooms, and follows a run that goes on."""
 
+import re
 import shutil
 import subprocess
 import threading
@@ -177,6 +178,32 @@ def test_of_a_long_run_no_more_is_drawn_than_what_is_in_view_or_near_it(browser:
 def draw_count(page: Page) -> int:
     """Plots that are drawn by now."""
     return int(page.evaluate("document.querySelectorAll('.plot:has(.main-svg)').length"))
+
+
+def test_on_paper_every_plot_is_there_and_no_wider_than_the_page_and_nothing_to_click_on(
+    browser: Browser, lines: list[str], tmp_path: Path
+) -> None:
+    room_px = (210 - 2 * 12) / 25.4 * 96  # of A4, the narrower one, without margins
+    with opened(browser, reported(tmp_path, "".join(lines))) as page:
+        paper = page.pdf(format="A4", tagged=True, outline=True)
+        told = [title.decode() for title in re.findall(rb"/Title \(([^)]*)\)", paper)]
+        headings = page.locator("h2").all_inner_texts()
+        assert len(headings) > 6
+        assert [title for title in told if title in headings] == headings
+        page.wait_for_function(f"Math.min(...({WIDTHS})()) > {room_px}")
+        page.emulate_media(media="print")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        on_paper_px = page.evaluate(WIDTHS)
+        assert len(on_paper_px) == page.locator(".plot").count()
+        assert max(on_paper_px) < room_px
+        assert not any(bar.is_visible() for bar in page.locator(".modebar").all())
+        assert page.evaluate("getComputedStyle(document.querySelector('thead')).display") == "table-header-group"
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        page.emulate_media(media="screen")
+        page.wait_for_function(f"Math.min(...({WIDTHS})()) > {room_px}")
+
+
+WIDTHS = "() => [...document.querySelectorAll('.plot')].map((plot) => plot.querySelector('.main-svg').clientWidth)"
 
 
 @pytest.mark.parametrize(("share", "plots"), [(0.0, 0), (0.4, 6)], ids=["empty", "truncated"])

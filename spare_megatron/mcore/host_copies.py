@@ -46,7 +46,7 @@ class PinnedBuffer:
 
 
 class HostCopies:
-    """Copies from one device. Threads take turns.
+    """Copies from one device. From a GPU, threads take turns.
 
     Args:
         device: Where the tensors are.
@@ -75,17 +75,21 @@ class HostCopies:
             pairs: What to copy, and where to; the latter are contiguous.
             after: What `now` has given.
         """
-        with torch.no_grad(), self._turn:
+        with torch.no_grad():
             if after is None:
                 for source, target in pairs:
                     target.copy_(source)
                 return
-            self._stream = self._stream or torch.cuda.Stream(self._device)
-            self._stream.wait_event(after)
-            with torch.cuda.stream(self._stream):  # what is not contiguous is made so there
-                self._buffers = self._buffers or [PinnedBuffer(BUFFER_BYTES) for _ in range(_NUM_BUFFERS)]
-                flat = ((_bytes(source.contiguous()), _bytes(target)) for source, target in pairs)
-                copy_through(self._buffers, batches(flat, BUFFER_BYTES))
+            with self._turn:
+                self._copy_from_gpu(pairs, after)
+
+    def _copy_from_gpu(self, pairs: Iterable[tuple[Tensor, Tensor]], after: torch.cuda.Event) -> None:
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):  # what is not contiguous is made so there
+            self._buffers = self._buffers or [PinnedBuffer(BUFFER_BYTES) for _ in range(_NUM_BUFFERS)]
+            flat = ((_bytes(source.contiguous()), _bytes(target)) for source, target in pairs)
+            copy_through(self._buffers, batches(flat, BUFFER_BYTES))
 
 
 def copy_through(buffers: Sequence[PinnedBuffer], all_batches: Iterable[Batch]) -> None:

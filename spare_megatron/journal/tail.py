@@ -1,5 +1,6 @@
 """A journal read as it grows: every line once, however long the journal is."""
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ class JournalTail:
     def __init__(self, run_dir: Path, without: Collection[str] = ()) -> None:
         self._folder = run_dir / "journal"
         self._without = frozenset(name.encode() for name in without)
-        self._read: dict[Path, int] = {}
+        self._read: dict[str, int] = {}
         self.sources: set[str] = set()
         self.damage: list[str] = []
 
@@ -41,25 +42,31 @@ class JournalTail:
 
         A last line without an end stays for the next time: its writer may be at it, or was killed.
         """
-        for file in sorted(self._folder.glob("*.jsonl"), key=lambda file: (file.name.startswith("group-"), file.name)):
-            self.sources.add(file.stem)
-            if file.stat().st_size > self._read.get(file, 0):
-                yield from self._rest_of(file)
+        if not self._folder.is_dir():
+            return
+        with os.scandir(self._folder) as found:
+            files = [file for file in found if file.name.endswith(".jsonl")]
+        if len(files) > len(self.sources):
+            self.sources.update(file.name.removesuffix(".jsonl") for file in files)
+        for is_of_rank in (False, True):  # who has read that the run has ended looks at the ranks' files after that
+            some = [file for file in files if file.name.startswith("group-") is is_of_rank]
+            for name in sorted(file.name for file in some if file.stat().st_size > self._read.get(file.name, 0)):
+                yield from self._rest_of(name)
 
-    def _rest_of(self, file: Path) -> Iterator[Line]:
-        offset = self._read.get(file, 0)
-        with file.open("rb") as opened:
+    def _rest_of(self, name: str) -> Iterator[Line]:
+        offset = self._read.get(name, 0)
+        with (self._folder / name).open("rb") as opened:
             opened.seek(offset)
             torn = b""
             while block := opened.read(_READ_BYTES):
                 *texts, torn = (torn + block).split(b"\n")
                 for text in texts:
-                    line = self._decode(file, text)
+                    line = self._decode(name, text)
                     if line is not None:
                         yield line
-                self._read[file] = offset = opened.tell() - len(torn)
+                self._read[name] = opened.tell() - len(torn)
 
-    def _decode(self, file: Path, text: bytes) -> Line | None:
+    def _decode(self, name: str, text: bytes) -> Line | None:
         head = _HEAD.match(text)
         try:
             if head is None:
@@ -73,5 +80,5 @@ class JournalTail:
                 return decode_line(text.decode())
         except ValueError as error:
             if len(self.damage) < _MOST_DAMAGE:
-                self.damage.append(f"{file.name}: {error}")
+                self.damage.append(f"{name}: {error}")
             return None

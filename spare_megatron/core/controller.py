@@ -209,7 +209,7 @@ class Controller:
             shards = tuple(ShardId(int(group)) for group in self._everybody)
             return (*refused, *self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards)))
         try:
-            actions = (*refused, *self._own(self.ownership and self.ownership.for_members(left)))
+            actions = (*refused, *self._own(self.ownership and self.ownership.for_members(left), self.step + 1))
         except StateWipeOut as lost:
             return (*refused, *self.restarts.wiped_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong)))
         return (
@@ -358,12 +358,10 @@ class Controller:
 
     # --------------------------------------------------------------------------------------------------- actions
 
-    def _own(self, ownership: Ownership | None) -> tuple[Action, ...]:
+    def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         """The slices are held like this from here on."""
         earlier, self.ownership = self.ownership, ownership
-        if ownership is None or ownership == earlier:
-            return ()
-        return (StartRepairs(repairs=ownership.repairs, moves=ownership.moves, hosts=ownership.hosts),)
+        return () if ownership is None or ownership == earlier else (StartRepairs.of(ownership, first_step),)
 
     def _gather_params(self, *, is_anew: bool = False) -> tuple[Action, ...]:
         owners = () if self.ownership is None else self.ownership.owners
@@ -384,6 +382,7 @@ class Controller:
             voters=self.voters,
             plan_digest=self._plan_digest,
             kept=kept,
+            ownership=self.ownership,
         )
 
     def _attempt_finish(self) -> AttemptFinish:

@@ -16,6 +16,7 @@ class _Copy:
     repair: Repair
     num_pieces: int
     since_s: float
+    first_step: int
     installed: set[int] = field(default_factory=set)
     whole_at_s: float | None = None
 
@@ -50,13 +51,14 @@ class Copying:
         self._num_pieces = num_pieces
         self._copies: dict[SliceId, _Copy] = {}
 
-    def assign(self, repairs: Sequence[Repair], hosts: Hosts, now_s: float) -> frozenset[SliceId]:
+    def assign(self, repairs: Sequence[Repair], hosts: Hosts, now_s: float, first_step: int = 0) -> frozenset[SliceId]:
         """Takes the place of what was asked for before; what is still asked for goes on.
 
         Args:
             repairs: All copies that any group is to make, the most urgent first.
             hosts: For each slice, who holds the whole state.
             now_s: The present time.
+            first_step: As in `StartRepairs`.
 
         Returns:
             The slices of which what is here is to be kept. Everything else is to be let go.
@@ -68,7 +70,12 @@ class Copying:
                 continue
             copy = before.get(repair.slice)
             if copy is None or copy.repair != repair:
-                copy = _Copy(repair=repair, num_pieces=self._num_pieces(repair.slice), since_s=now_s)
+                copy = _Copy(
+                    repair=repair,
+                    num_pieces=self._num_pieces(repair.slice),
+                    since_s=now_s,
+                    first_step=first_step if copy is None else copy.first_step,
+                )
             else:
                 kept.add(repair.slice)
             self._copies[repair.slice] = copy
@@ -80,6 +87,10 @@ class Copying:
             if not copy.is_whole:
                 return copy.repair, next(piece for piece in range(copy.num_pieces) if piece not in copy.installed)
         return None
+
+    def first_step(self, repair: Repair) -> int:
+        """Committed steps that state must have seen to go into the copy."""
+        return self._copies[repair.slice].first_step
 
     def is_wanted(self, repair: Repair) -> bool:
         """Whether the copy is still asked for, from this donor."""

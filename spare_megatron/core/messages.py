@@ -12,7 +12,7 @@ from typing import Any, get_args
 from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, ReadFiles, WaitingRead, WithdrawOffers
 from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint, SaveEnd
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
-from spare_megatron.core.slices import SliceCopy
+from spare_megatron.core.slices import Ownership, SliceCopy
 from spare_megatron.core.snapshots import TakeSnapshot
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member, ShardId, SliceId
@@ -214,6 +214,7 @@ class AttemptReduce:
         voters: The same, each with its incarnation.
         plan_digest: Digest of all the work that the step consists of, for the vote.
         kept: For each rank of a group, the first buckets whose sums stay as they are.
+        ownership: Who holds which slice, where there are any.
     """
 
     step: int
@@ -223,6 +224,7 @@ class AttemptReduce:
     voters: tuple[Member, ...]
     plan_digest: str
     kept: tuple[int, ...] = ()
+    ownership: Ownership | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

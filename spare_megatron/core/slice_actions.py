@@ -11,7 +11,7 @@ decide has the donors let go. Where hosts differ (`core.comparison`) all groups 
 
 from dataclasses import dataclass
 
-from spare_megatron.core.slices import Hosts, Repair
+from spare_megatron.core.slices import Hosts, Ownership, Repair
 from spare_megatron.core.topology import Member
 
 
@@ -44,11 +44,19 @@ class StartRepairs:
         hosts: For each slice, who holds the whole state. Whoever is neither a host of a slice nor to copy it lets go of
             what it has of it.
         moves: Copies that take the place of their donors', those included that are made and about to be compared.
+        first_step: Committed steps that state must have seen to go into a copy that was not asked for before: gradients
+            of the step under way may have been summed without its receiver (`core.scatter`).
     """
 
     repairs: tuple[Repair, ...]
     hosts: Hosts
     moves: tuple[Repair, ...] = ()
+    first_step: int = 0
+
+    @classmethod
+    def of(cls, ownership: Ownership, first_step: int) -> "StartRepairs":
+        """All copies that the log asks for."""
+        return cls(repairs=ownership.repairs, moves=ownership.moves, hosts=ownership.hosts, first_step=first_step)
 
     @property
     def copies(self) -> tuple[Repair, ...]:

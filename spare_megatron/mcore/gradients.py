@@ -23,8 +23,10 @@ from spare_megatron.core.buckets import cut
 from spare_megatron.mcore.flat import FlatParameter, Segment, flat_parameters, segments, size_of
 from spare_megatron.mcore.model import Chunk
 
-_NUM_EXTRAS = 2
+NUM_EXTRAS = 2
+"""Elements of a staged bucket that are no gradients, the last ones."""
 _COUNT, _LOSS = -2, -1
+_WHOLE = (slice(None),)
 
 _PIECE = 1 << 20
 """Elements that are converted at a time."""
@@ -85,8 +87,11 @@ class GradientSums(Protocol):
     def arrived(self, bucket: int, staging: Tensor) -> None:
         """The sum over groups of a staged bucket is complete: remember what it tells beside the gradients."""
 
-    def put(self, bucket: int, staging: Tensor) -> None:
-        """Write a sum over groups in the place of the local sum."""
+    def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
+        """Write a sum over groups in the place of the local sum, at these places of the bucket."""
+
+    def squares(self, values: Tensor) -> Tensor:
+        """The sum of the squares of some gradients of a staged bucket, in fp64: the same bits for the same numbers."""
 
     def totals(self) -> Totals:
         """What the sums over groups tell beside the gradients, of those that have arrived. Waits for the device."""
@@ -117,13 +122,16 @@ def make_gradient_sums(config: RunConfig, chunks: Sequence[Chunk], device: torch
 class _Staged:
     """What both kinds of sums have in common: buckets, their staging and what they tell beside the gradients."""
 
-    def __init__(self, num_elements: int, bucket_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_elements: int, bucket_bytes: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0
+    ) -> None:
         self.buckets = cut(num_elements, max(bucket_bytes // dtype.itemsize, 1))
         self._dtype = dtype
         self._device = device
         self._num_kept = 0
         self._next = 0  # bucket to be staged; the last when all are
-        self._totals = torch.zeros((len(self.buckets), _NUM_EXTRAS), dtype=dtype, device=device)
+        self._totals = torch.zeros((len(self.buckets), NUM_EXTRAS), dtype=dtype, device=device)
+        self._scale = scale
 
     @property
     def _kept_end(self) -> int:
@@ -135,14 +143,19 @@ class _Staged:
         self._next = min(num_kept, len(self.buckets) - 1)
 
     def new_staging(self) -> Tensor:
-        return torch.empty(len(self.buckets[0]) + _NUM_EXTRAS, dtype=self._dtype, device=self._device)
+        return torch.empty(len(self.buckets[0]) + NUM_EXTRAS, dtype=self._dtype, device=self._device)
 
     def arrived(self, bucket: int, staging: Tensor) -> None:
-        self._totals[bucket] = self._part(bucket, staging)[-_NUM_EXTRAS:]
+        self._totals[bucket] = self._part(bucket, staging)[-NUM_EXTRAS:]
+
+    def squares(self, values: Tensor) -> Tensor:
+        # Piece by piece, floats of which stay in the cache.
+        squares = [piece.double().square_().sum() for piece in values.split(_PIECE)]
+        return torch.stack(squares).sum() / self._scale**2
 
     def _part(self, bucket: int, staging: Tensor) -> Tensor:
         """What a bucket needs of a staging buffer."""
-        return staging[: len(self.buckets[bucket]) + _NUM_EXTRAS]
+        return staging[: len(self.buckets[bucket]) + NUM_EXTRAS]
 
     def _is_last(self, bucket: int) -> bool:
         return bucket == len(self.buckets) - 1
@@ -193,9 +206,13 @@ class FloatSums(_Staged):
         norm = math.hypot(*of_pieces)
         return norm if math.isfinite(loss) or not self._is_last(bucket) else math.inf
 
-    def put(self, bucket: int, staging: Tensor) -> None:
-        for gradients, place in self._pieces[bucket]:
-            gradients.copy_(staging[place])
+    def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
+        for gradients, whole in self._pieces[bucket]:
+            for place in places:
+                start, stop, _ = place.indices(len(self.buckets[bucket]))
+                start, stop = max(start, whole.start), min(stop, whole.stop)
+                if start < stop:
+                    gradients[start - whole.start : stop - whole.start].copy_(staging[start:stop])
 
     def totals(self) -> Totals:
         counts, losses = self._totals.T.tolist()
@@ -253,10 +270,10 @@ class FixedPointSums(_Staged):
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, bucket_bytes: int, fixed: FixedPoint) -> None:
         self._chunks = chunks
         self._segments = list(segments(chunks))
-        super().__init__(size_of(self._segments), bucket_bytes, torch.int64, device)
+        super().__init__(size_of(self._segments), bucket_bytes, torch.int64, device, fixed.scale)
         self._fixed = fixed
         self._sums = torch.zeros(size_of(self._segments), dtype=torch.int64, device=device)
-        self._extras = torch.zeros(_NUM_EXTRAS, dtype=torch.int64, device=device)
+        self._extras = torch.zeros(NUM_EXTRAS, dtype=torch.int64, device=device)
         # Of single microbatches. Kept on the device, so that looking for an overflow waits for it once per bucket.
         self._largest = torch.zeros((), dtype=torch.float32, device=device)
         for parameter in flat_parameters(chunks):
@@ -283,8 +300,8 @@ class FixedPointSums(_Staged):
         elements = self.buckets[bucket]
         staged = self._part(bucket, staging)
         self._next = min(bucket + 1, len(self.buckets) - 1)
-        staged[:-_NUM_EXTRAS].copy_(self._sums[elements.start : elements.stop])
-        staged[-_NUM_EXTRAS:].copy_(self._extras)
+        staged[:-NUM_EXTRAS].copy_(self._sums[elements.start : elements.stop])
+        staged[-NUM_EXTRAS:].copy_(self._extras)
         if not self._is_last(bucket):
             staged[_LOSS] = 0
         return staged
@@ -298,9 +315,10 @@ class FixedPointSums(_Staged):
         squares = [torch.linalg.vector_norm(piece.float()).double() ** 2 for piece in pieces]
         return math.sqrt(torch.stack(squares).sum().item()) / self._fixed.scale
 
-    def put(self, bucket: int, staging: Tensor) -> None:
+    def put(self, bucket: int, staging: Tensor, places: Sequence[slice] = _WHOLE) -> None:
         elements = self.buckets[bucket]
-        self._sums[elements.start : elements.stop].copy_(staging[: len(elements)])
+        for place in places:
+            self._sums[elements.start : elements.stop][place].copy_(staging[: len(elements)][place])
 
     def totals(self) -> Totals:
         counts, losses = self._totals.T.tolist()

@@ -1,10 +1,11 @@
 """Adam whose state is stacked: each rank updates the slices that its group hosts, and no others.
 
-A slice's state is its two moments in fp32 and, where the model computes in bf16, its main parameters in fp32. The
-gradient is whole on every rank and is clipped by the norm of all of it, as Megatron does, so that all hosts of a slice
-come to the same bits. The other parameters are stale after an update until they have been gathered.
+A slice's state is its two moments in fp32 and, where the model computes in bf16, its main parameters in fp32. Gradients
+are clipped by the norm of all of them, as Megatron does, though those of other slices may not be here, so that all
+hosts of a slice come to the same bits. The other parameters are stale after an update until they have been gathered.
 """
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +16,11 @@ import torch
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.topology import SliceId
+from spare_megatron.mcore.gradient_parts import counts_for_norm, needed_everywhere
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.slices import Fragment, Slices
@@ -91,6 +91,7 @@ class StackedOptimizer:
         self.values_dtype, self.device = parameter.dtype, parameter.device
         self._clip_grad = config.optimizer.clip_grad
         self._groups = groups
+        self._needed_everywhere = needed_everywhere(chunks, groups)
         self.has_main = config.model.precision == "bf16"
         self.parameters, self._group_of, self._adam = _build_adam(config, chunks, groups)
         self.schedule = make_schedule(config, self._adam)
@@ -110,13 +111,17 @@ class StackedOptimizer:
         """Let go of the gradients that the last update used."""
         self._adam.zero_grad()
 
-    def step(self) -> tuple[float, float]:
+    def step(self, squares: float | None = None) -> tuple[float, float]:
         """Clip the gradients in `main_grad`, apply them to the hosted slices; return their norm and the learning rate.
 
         Collective over: all ranks of the group (the norm is over all parameters).
+
+        Args:
+            squares: Where gradients are here that of the slices alone which are updated here, the sum of the squares of
+                all that this rank's position has, but for those that every group needs; None where all are here.
         """
         learning_rate = get_canonical_lr_for_logging(self._adam.param_groups)
-        norm = get_grad_norm_fp32(list(self._gradients_for_norm()), grad_stats_parallel_group=self._groups.mp)
+        norm = self._norm(squares)
         with self._lock, torch.no_grad():
             for updated in self._updated:
                 updated.values.grad = updated.fragment.gradient
@@ -127,13 +132,18 @@ class StackedOptimizer:
                 for updated in self._updated:
                     updated.fragment.values.copy_(updated.values)
             self.schedule.step(increment=1)
-        return float(norm), float(learning_rate)
+        return norm, float(learning_rate)
 
-    def _gradients_for_norm(self) -> Iterator[Tensor]:
-        """The gradients of this rank that Megatron counts: none that another rank of the group has, too."""
-        for parameter in self.parameters:
-            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, self._groups.tp):
-                yield parameter.main_grad
+    def _norm(self, squares: float | None) -> float:
+        counted = [parameter for parameter in self.parameters if counts_for_norm(parameter, self._groups)]
+        if squares is None:
+            gradients = [parameter.main_grad for parameter in counted]
+            return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=self._groups.mp))
+        here = [parameter.main_grad for parameter in counted if parameter in self._needed_everywhere]
+        rest = torch.full((), squares, dtype=torch.float64, device=self.device)
+        total = torch.stack([rest, *(gradient.double().square_().sum() for gradient in here)]).sum()
+        torch.distributed.all_reduce(total, group=self._groups.mp)
+        return math.sqrt(float(total))
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the schedule."""

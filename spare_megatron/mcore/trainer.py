@@ -21,6 +21,7 @@ from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
+from spare_megatron.mcore.gradient_parts import GradientPart, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk, build_chunks
@@ -175,7 +176,7 @@ class GroupTrainer:
         """The cross entropy over groups, summed over tokens; None except on the last stage, which alone knows it."""
         return self.gradients.totals().loss_sum if self.chunks[-1].is_last else None
 
-    def update(self, loss_sum: float) -> UpdateResult:
+    def update(self, loss_sum: float, squares: float | None = None) -> UpdateResult:
         """Apply the sums over all groups, put in the place of the local sums, to the parameters.
 
         With stacked state, to those of the slices hosted here.
@@ -184,6 +185,8 @@ class GroupTrainer:
 
         Args:
             loss_sum: `loss_sum` of the last stage.
+            squares: The sum of the squares of the gradients of slices, where not all of them are here
+                (`StackedOptimizer.step`).
 
         Raises:
             IncompleteSum: Some bucket does not count as many microbatches as a step has. Nothing is changed.
@@ -199,13 +202,21 @@ class GroupTrainer:
         # Sums what ranks of this group hold in parts: over context-parallel ranks, over both ends of tied
         # embeddings, over the norms of sequence parallelism. In place, so it must not come before the commit.
         finalize_model_grads([chunk.module for chunk in self.chunks], None, pg_collection=self.process_groups)
-        grad_norm, learning_rate = self._optimizer.step()
+        if self.stacked is not None and squares is not None:
+            grad_norm, learning_rate = self.stacked.step(squares / self._num_tokens**2)
+        else:
+            grad_norm, learning_rate = self._optimizer.step()
         return UpdateResult(
             num_microbatches=min(counted),
             loss=loss_sum / self._num_tokens,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
         )
+
+    def gradient_parts(self) -> tuple[tuple[GradientPart, ...], ...]:
+        """The parts of each bucket, by the slices whose gradients they are."""
+        assert self.stacked is not None, "only stacked state has slices"
+        return gradient_parts(self.chunks, self.process_groups, self.stacked.slices, self.gradients.buckets)
 
     def save_state(self, path: Path) -> tuple[int, str]:
         """Writes the rank's whole state between two steps to a file; returns its bytes and their SHA-256."""

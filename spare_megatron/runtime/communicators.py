@@ -25,8 +25,10 @@ from spare_megatron.control.store import ControlStore
 from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.runtime import nccl
+from spare_megatron.runtime.transfers import Exchange, Share, Transfer
 
 _POLL_S = 0.0005
+_NUM_TAGS = 1 << 30
 _LOG_POLL_S = 0.010
 """How often a waiting rank asks for the log entry. A loss is usually seen on the socket first."""
 
@@ -39,15 +41,6 @@ class _Build:
     result: list[Any] = field(default_factory=list)
     """The backend, or the exception that its constructor raised."""
     is_wanted: bool = True
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A sum or a gathering under way. All of it must live until the work has ended."""
-
-    backend: Any
-    work: Any
-    tensors: Sequence[torch.Tensor] = ()
 
 
 class CrossGroupCommunicator:
@@ -80,10 +73,11 @@ class CrossGroupCommunicator:
         self._probe = probe
         self._backend: Any = None
         self._build: _Build | None = None
-        self._num_members = 1
-        self._in_flight: deque[_InFlight] = deque()
+        self._members: tuple[GroupId, ...] = (group,)
+        self._num_shares = 0  # posted to this communicator
+        self._in_flight: deque[Transfer] = deque()
         self._ended: Any = None  # the last backend that was
-        self._abandoned: list[_InFlight] = []
+        self._abandoned: list[Transfer] = []
         self._abandoned_builds: list[_Build] = []
         self.evidence = ""
         """Why the last wait ended without a result."""
@@ -93,8 +87,8 @@ class CrossGroupCommunicator:
     def begin_build(self, key: int, members: Sequence[GroupId]) -> None:
         """Lets go of the present communicator and begins to build the next one in the background."""
         self._let_go()
-        self._num_members = len(members)
-        if self._num_members == 1:
+        self._members, self._num_shares = tuple(members), 0
+        if self._is_alone:
             return
         build = _Build(
             thread=threading.Thread(target=lambda: build.result.append(self._construct(build, key, members)))
@@ -112,14 +106,14 @@ class CrossGroupCommunicator:
         """Whether sums can be posted now. Never waits."""
         if self._build is not None and not self._build.thread.is_alive():
             self._take_over(self._build)
-        is_there = self._num_members == 1 or self._backend is not None
+        is_there = self._is_alone or self._backend is not None
         if is_there and self.ready_at_s is None:
             self.ready_at_s = time.monotonic()
         return is_there
 
     def connect(self, is_decided: Callable[[], bool]) -> bool:
         """Waits until sums can be posted. False, with evidence, if they never can."""
-        if self._num_members > 1 and (is_decided() or not self._finish_build(is_decided)):
+        if not self._is_alone and (is_decided() or not self._finish_build(is_decided)):
             return self.give_up()
         return self.is_ready()
 
@@ -133,7 +127,31 @@ class CrossGroupCommunicator:
         Returns:
             False, with evidence, if the connection is broken.
         """
-        return self._post([tensor], lambda backend: backend.allreduce([tensor], dist.AllreduceOptions()))
+        return self._post([tensor], lambda backend: [backend.allreduce([tensor], dist.AllreduceOptions())])
+
+    def post_shares(self, shares: Sequence[tuple[torch.Tensor, Sequence[GroupId]]], extras: torch.Tensor) -> bool:
+        """Starts to sum shares of a buffer over all members, each for some of them, and for everybody some extras.
+
+        Collective over: rank j of every member group, in the same order, with the same recipients. The tensors belong
+        to the communicator as in `post`.
+
+        Args:
+            shares: Values, and who gets their sum in their place, first who sends it to the others; all if empty. Where
+                it does not come, they hold anything afterwards.
+            extras: When it is complete here, everybody has posted all of this.
+
+        Returns:
+            False, with evidence, if the connection is broken.
+        """
+        index, first_tag = self._members.index, self._num_shares % _NUM_TAGS
+        self._num_shares += len(shares)
+        ranked = [Share(values=values, recipients=tuple(map(index, groups))) for values, groups in shares]
+
+        def start(transfer: Transfer) -> None:
+            exchange = Exchange(transfer.backend, index(self._group), is_polled=self._device.type == "cuda")
+            exchange.post(transfer, ranked, extras, first_tag)
+
+        return self._start([*(values for values, _ in shares), extras], start)
 
     def post_gather(self, received: torch.Tensor, mine: torch.Tensor) -> bool:
         """Starts to send a tensor to all members and to fill a row of another from each, in the order of the members.
@@ -143,19 +161,26 @@ class CrossGroupCommunicator:
         Returns:
             False, with evidence, if the connection is broken.
         """
-        return self._post([received, mine], lambda backend: backend._allgather_base(received.view(-1), mine))
+        return self._post([received, mine], lambda backend: [backend._allgather_base(received.view(-1), mine)])
 
-    def _post(self, tensors: Sequence[torch.Tensor], start: Callable[[Any], Any]) -> bool:
-        work = None
-        if self._num_members > 1:
-            if self._backend is None:
-                return False  # it has broken meanwhile
-            try:
-                work = start(self._backend)
-            except RuntimeError as error:
-                self._in_flight.append(_InFlight(backend=self._backend, work=None, tensors=tensors))
-                return self.give_up(error)
-        self._in_flight.append(_InFlight(backend=self._backend, work=work, tensors=tensors))
+    def _post(self, tensors: Sequence[torch.Tensor], start: Callable[[Any], Sequence[Any]]) -> bool:
+        def post(transfer: Transfer) -> None:
+            transfer.works = start(transfer.backend)
+
+        return self._start(tensors, post)
+
+    def _start(self, tensors: Sequence[torch.Tensor], start: Callable[[Transfer], None]) -> bool:
+        transfer = Transfer(backend=self._backend, tensors=tensors)
+        if self._is_alone or self._backend is not None:
+            self._in_flight.append(transfer)  # before it is posted: what a lost member holds up can be ended
+        if self._is_alone:
+            return True
+        if self._backend is None:
+            return False  # it has broken meanwhile
+        try:
+            start(transfer)
+        except RuntimeError as error:
+            return self.give_up(error)
         return True
 
     def poll(self) -> int:
@@ -164,21 +189,25 @@ class CrossGroupCommunicator:
         All others are given up, with evidence, once a connection is broken.
         """
         num_complete = 0
-        while self._in_flight:
-            work = self._in_flight[0].work
-            try:
-                if work is not None:
-                    if not work.is_completed():
-                        break
-                    if self._in_flight[0].backend is self._ended:  # it looks complete then
-                        raise RuntimeError("ended, for nobody needed it any more")
-                    work.wait()  # raises what went wrong
-            except RuntimeError as error:
-                self.give_up(error)
-                break
-            self._in_flight.popleft()
-            num_complete += 1
+        try:
+            while self._in_flight and self._advance(self._in_flight[0]):
+                self._in_flight.popleft()
+                num_complete += 1
+            for transfer in self._in_flight:
+                self._advance(transfer)
+        except RuntimeError as error:
+            self.give_up(error)
         return num_complete
+
+    def _advance(self, transfer: Transfer) -> bool:
+        """Posts what follows, if it is time. Returns whether all has ended well.
+
+        Raises:
+            RuntimeError: It has not ended well.
+        """
+        if transfer.backend is not None and transfer.backend is self._ended:  # it looks complete then
+            raise RuntimeError("ended, for nobody needed it any more")
+        return transfer.advance()
 
     def wait(self, is_decided: Callable[[], bool]) -> bool:
         """Waits until the first of the sums in flight has ended, in whatever way; `poll` says which.
@@ -189,10 +218,15 @@ class CrossGroupCommunicator:
         """
         if not self._in_flight:
             return False
-        work = self._in_flight[0].work
-        if work is None or self._wait(work.is_completed, is_decided):
+        return self._wait(self._has_ended, is_decided) or self.give_up()
+
+    def _has_ended(self) -> bool:
+        """Whether the first transfer in flight has, in whatever way."""
+        try:
+            return all([self._advance(transfer) for transfer in self._in_flight][:1])
+        except RuntimeError as error:
+            self.give_up(error)
             return True
-        return self.give_up()
 
     def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
         """Sums one buffer over all members, in place of the buffer.
@@ -229,8 +263,12 @@ class CrossGroupCommunicator:
 
         None of these sums is counted by `poll` any more.
         """
-        assert isinstance(in_flight, _InFlight), "one of `first_in_flight`"
+        assert isinstance(in_flight, Transfer), "one of `first_in_flight`"
         self._end(in_flight.backend)
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._members) == 1
 
     def _construct(self, build: _Build, key: int, members: Sequence[GroupId]) -> Any:
         """The new backend, or the exception: it is read in the rank's own thread."""
@@ -293,7 +331,7 @@ class CrossGroupCommunicator:
         self._abandoned += self._in_flight
         self._in_flight.clear()
         if self._backend is not None:
-            self._abandoned.append(_InFlight(backend=self._backend, work=None))
+            self._abandoned.append(Transfer(backend=self._backend))
             self._end(self._backend)
             self._backend = None
 
@@ -305,7 +343,7 @@ class CrossGroupCommunicator:
 
     def _sweep(self) -> None:
         """Frees what was abandoned and has ended since."""
-        self._abandoned = [item for item in self._abandoned if item.work is not None and not item.work.is_completed()]
+        self._abandoned = [transfer for transfer in self._abandoned if transfer.may_write]
         for build in self._abandoned_builds:
             is_done = not build.thread.is_alive()
             if is_done and self._device.type == "cuda" and not isinstance(build.result[0], Exception):

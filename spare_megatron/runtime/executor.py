@@ -27,6 +27,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, Record, RecoveryRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced
+from spare_megatron.runtime.finish import FinishVote
 from spare_megatron.runtime.gather import ParamsGather
 from spare_megatron.runtime.group_saves import GroupSaves
 from spare_megatron.runtime.join import NO_DIGEST, confirm
@@ -270,7 +271,7 @@ class GroupExecutor:
         self._probe(Phase.AFTER_COMMIT)
         self.saves.await_copies(step + 1)
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
-            result = self._trainer.update(self._reduction.loss_sum)
+            result = self._trainer.update(self._reduction.loss_sum, self._reduction.squares)
         self._digests.committed()
         if self._gather is not None:
             self._gather.updated()
@@ -331,7 +332,8 @@ class GroupExecutor:
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns all votes on the leader whose vote was the last, else nothing."""
-        return self._reduction.vote_to_finish(action, self._digests.value, lacks_params=self.lacks_params)
+        vote = FinishVote(self._voting, self._journal, self._probe)
+        return vote.cast(action, self._digests.value, lacks_params=self.lacks_params)
 
     def _hold_params(self, step: int) -> None:
         self.num_steps = step

@@ -34,6 +34,7 @@ from spare_megatron.runtime.bootstrap import (
     prepare_process,
     wait_for_all_groups,
 )
+from spare_megatron.runtime.bucket_sums import ScatteredBuckets, make_bucket_sums
 from spare_megatron.runtime.catch_up import CatchUp
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence, is_connection_error
@@ -187,7 +188,7 @@ class _Rank:
         if device.type == "cuda":
             SumWatch(communicator, lambda: open_store(spec.store), lambda: self._controller.head).start()
         staging = Staging(self._trainer.gradients.new_staging)
-        reduction = self._build_reduction(voting, communicator, staging, self._build_repairs(agreement))
+        reduction = self._build_reduction(voting, communicator, staging)
         source = self._serve_state()
         keeping = self._keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
         self._start_over = keeping.start_over(self._store)
@@ -207,14 +208,15 @@ class _Rank:
             saves=keeping.saves(self._journal, self._reports.send, reduction.save_ends.append),
         )
 
-    def _build_reduction(
-        self, voting: Voting, communicator: CrossGroupCommunicator, staging: Staging, repairs: GroupRepairs | None
-    ) -> Reduction:
+    def _build_reduction(self, voting: Voting, communicator: CrossGroupCommunicator, staging: Staging) -> Reduction:
+        bucket_sums = make_bucket_sums(self._spec.group, self._trainer, communicator)
+        repairs = self._build_repairs(voting.agreement, awaits_update=isinstance(bucket_sums, ScatteredBuckets))
         return Reduction(
             position=self._spec.rank,
             trainer=self._trainer,
             voting=voting,
             communicator=communicator,
+            bucket_sums=bucket_sums,
             staging=staging,
             repairs=repairs,
             journal=self._journal,
@@ -272,7 +274,7 @@ class _Rank:
             staging=staging,
         )
 
-    def _build_repairs(self, agreement: GroupAgreement) -> GroupRepairs | None:
+    def _build_repairs(self, agreement: GroupAgreement, *, awaits_update: bool) -> GroupRepairs | None:
         """What makes missing copies of slices, where there are any."""
         optimizer = self._trainer.stacked
         if optimizer is None:
@@ -282,6 +284,7 @@ class _Rank:
             optimizer=optimizer,
             contents=slice_contents(optimizer),
             bytes_per_s=self._spec.config.optimizer.repair_mib_per_s * 2**20,
+            awaits_update=awaits_update,
             find_server=self._find_server,
             probe=self._probe,
         )

@@ -20,7 +20,7 @@ from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AttemptReduce, Event, VotesRead
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.saves import SaveEnd
-from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
+from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, SliceId
 from spare_megatron.core.votes import Digests, Vote
@@ -28,6 +28,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import GroupOpinion
+from spare_megatron.runtime.bucket_sums import BucketSums
 from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.group_repairs import GroupRepairs
 from spare_megatron.runtime.probe import RankProbe
@@ -43,6 +44,7 @@ class Reduction:
         trainer: The rank's part of the model.
         voting: The group's voice.
         communicator: The rank's cross-group communicator.
+        bucket_sums: How the sums come to those who need them.
         staging: Tensors that any bucket fits in.
         repairs: Makes missing copies of slices, where there are any. Votes tell of them.
         journal: The rank's journal; only leaders write here.
@@ -58,6 +60,7 @@ class Reduction:
         trainer: GroupTrainer,
         voting: Voting,
         communicator: CrossGroupCommunicator,
+        bucket_sums: BucketSums,
         staging: Staging,
         repairs: GroupRepairs | None,
         journal: JournalWriter,
@@ -70,6 +73,7 @@ class Reduction:
         self._trainer = trainer
         self._agreement, self._voting = voting.agreement, voting
         self._communicator = communicator
+        self._bucket_sums = bucket_sums
         self._staging = staging
         self._repairs = repairs
         self._journal = journal
@@ -93,6 +97,11 @@ class Reduction:
     def ready_at_s(self) -> float | None:
         """Monotonic time at which the last attempt had its communicator; None if it never had one."""
         return self._communicator.ready_at_s
+
+    @property
+    def squares(self) -> float | None:
+        """Of the last attempt, as in `GroupTrainer.update`."""
+        return self._bucket_sums.squares
 
     def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
         """Begins to build the communicator of the next attempt."""
@@ -128,6 +137,7 @@ class Reduction:
         self._has_left_early = False
         self._finding = Finding.SOUND
         self._communicator.begin()
+        self._bucket_sums.begin(action)
 
     def leave_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:
         """Lets buckets leave while the last of what the group brings into an attempt is computed.
@@ -157,7 +167,7 @@ class Reduction:
 
     def commit(self) -> None:
         """Writes the sums of the committed attempt in the place of the local sums."""
-        assert self._window.is_complete, "a commit needs the group's own complete sum"
+        assert self._is_complete, "a commit needs the group's own complete sum"
         self._write(len(self._sums.buckets))
         self.save_ends.clear()
 
@@ -169,7 +179,7 @@ class Reduction:
 
     def _put(self, bucket: int) -> None:
         staged = self._staged.pop(bucket)
-        self._sums.put(bucket, staged)
+        self._sums.put(bucket, staged, self._bucket_sums.places(bucket))
         self._staging.give_back(staged)
 
     # ------------------------------------------------------------------------------------------------ an attempt
@@ -202,9 +212,13 @@ class Reduction:
             self._reduce(action.step, len(computed), head)
         if self._has_left_early:
             self._agree_on_finding(action.step)
-        if self._window.is_complete:
+        if self._is_complete:
             self._probe(Phase.AFTER_REDUCE)
         return self._vote(action, digest_of_work(computed), digests)
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._window.is_complete and self._bucket_sums.is_concluded
 
     def _judge_all(self, step: int, num_computed: int) -> None:
         for bucket in range(self._first, len(self._guards)):
@@ -240,11 +254,13 @@ class Reduction:
             return is_in_vain or self._agreement.is_written(head)
 
         self._take_in()
-        if self._window.is_complete or not self._communicator.connect(is_decided):
+        if self._is_complete or not self._communicator.connect(is_decided):
             return
         while self._send(len(self._sums.buckets), step, num_computed) and not self._window.is_complete:
             if not self._communicator.wait(is_decided) or not self._take_in():
                 return
+        if self._window.is_complete:
+            self._bucket_sums.conclude(is_decided)
 
     def _send(self, num_ready: int, step: int, num_computed: int) -> bool:
         """Sends buckets that are ready, as far as the window allows; False if no more will ever be sent."""
@@ -267,19 +283,21 @@ class Reduction:
         """Sends the next bucket; False if the connection is broken."""
         bucket = self._window.post()
         self._staged[bucket] = staging = self._staging.take()
-        return self._communicator.post(self._sums.stage(bucket, staging))
+        return self._bucket_sums.post(bucket, self._sums.stage(bucket, staging))
 
     def _take_in(self) -> int:
         """Takes in the sums that have come. Returns how many."""
         num_come = self._communicator.poll()
         for _ in range(num_come):
-            self._sums.arrived(self._window.num_complete, self._staged[self._window.num_complete])
+            arrived = self._window.num_complete
+            self._sums.arrived(arrived, self._staged[arrived])
+            self._bucket_sums.arrived(arrived, self._staged[arrived])
             for bucket in self._window.complete():
                 self._put(bucket)
         return num_come
 
     def _vote(self, action: AttemptReduce, work_digest: str, digests: Digests) -> list[Event]:
-        is_complete = self._window.is_complete
+        is_complete = self._is_complete
         with self._probe.during(Operation.SETTLE):
             opinion = self._agreement.settle(
                 is_complete=is_complete,
@@ -305,35 +323,6 @@ class Reduction:
         self._communicator.evidence, self.compute_s = evidence, ()
         opinion = GroupOpinion(is_complete=False, loss_sum=math.nan, num_complete=())
         return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True)
-
-    def vote_to_finish(self, action: AttemptFinish, digests: Digests, *, lacks_params: bool) -> list[Event]:
-        """Casts the vote on whether the run can end.
-
-        Returns:
-            On the leader whose vote was the last, all votes; else nothing.
-        """
-        if not self._agreement.is_leader:
-            return []
-        member = self._agreement.member
-        record = VoteRecord(
-            group=member.group,
-            step=action.step,
-            attempt=action.attempt,
-            is_complete=not lacks_params,
-            work_digest=digest_of_work([]),
-            incarnation=member.incarnation,
-        )
-        self._journal.write(record)
-        vote = Vote(
-            is_complete=not lacks_params,
-            plan_digest=action.plan_digest,
-            params_digest=digests.params,
-            lacks_params=lacks_params,
-            slice_digests=digests.slices,
-        )
-        with self._probe.during(Operation.VOTE):
-            cast = self._voting.vote(action.attempt, vote, action.voters)
-            return [votes for votes in (cast, self._voting.confirm()) if votes is not None]
 
     def _cast(
         self,

@@ -32,6 +32,7 @@ class SliceRepairs:
         optimizer: The rank's slices.
         contents: The same as bytes, by their numbers.
         bytes_per_s: How fast copies are fetched, over all that this rank makes.
+        awaits_update: Whether sums of gradients go to those alone who were to get them when they were summed.
         find_server: Where the rank of the same position of a member serves its state.
         probe: Told of each piece that has come.
     """
@@ -43,6 +44,7 @@ class SliceRepairs:
         optimizer: StackedOptimizer,
         contents: Sequence[SliceContent],
         bytes_per_s: float,
+        awaits_update: bool,
         find_server: Callable[[Member], Address],
         probe: Probe,
     ) -> None:
@@ -55,6 +57,7 @@ class SliceRepairs:
         self._copying = Copying(member, lambda number: contents[number].num_pieces)
         self._servers: dict[Member, Address] = {}
         self._bytes_per_s = bytes_per_s
+        self._awaits_update = awaits_update
         self._bucket: TokenBucket | None = None
         self._earned_at_s: float | None = None
         self._client: tuple[Member, PieceClient] | None = None
@@ -76,7 +79,8 @@ class SliceRepairs:
         """
         hosted = {SliceId(number) for number, row in enumerate(action.hosts) if self._member in row}
         with self._lock:
-            kept = self._copying.assign(action.copies, action.hosts, time.monotonic())
+            first_step = action.first_step if self._awaits_update else 0
+            kept = self._copying.assign(action.copies, action.hosts, time.monotonic(), first_step)
             for number in range(len(action.hosts)):
                 if number not in kept:
                     self._optimizer.drop(SliceId(number))
@@ -136,6 +140,9 @@ class SliceRepairs:
         with self._lock:
             job = self._copying.next()
             server = None if job is None else self._servers[job[0].donor]
+            is_early = job is not None and self._copying.first_step(job[0]) > self._optimizer.num_updates
+        if is_early:
+            return _OTHER_STEP_S
         if job is None or server is None:
             self._hang_up()
             self._bucket = self._earned_at_s = None

@@ -48,6 +48,7 @@ def repair_while_training(config: RunConfig, piece_elements: int, bytes_per_s: f
         optimizer=stacked(newcomer),
         contents=slice_contents(stacked(newcomer)),
         bytes_per_s=bytes_per_s,
+        awaits_update=False,
         find_server=lambda member: server.address,
         probe=SilentProbe(),
     )

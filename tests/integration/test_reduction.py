@@ -19,6 +19,7 @@ from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.runtime.agreement import GroupOpinion
+from spare_megatron.runtime.bucket_sums import AllReducedBuckets
 from spare_megatron.runtime.reduction import Reduction
 from spare_megatron.runtime.staging import Staging
 
@@ -53,7 +54,7 @@ class Sums:
     def arrived(self, bucket: int, staging: torch.Tensor) -> None:
         assert float(staging[0]) == 2.0, "only what is complete has arrived"
 
-    def put(self, bucket: int, staging: torch.Tensor) -> None:
+    def put(self, bucket: int, staging: torch.Tensor, _places: Sequence[slice]) -> None:
         self.put_back.append(bucket)
         self.of(bucket).copy_(staging)
 
@@ -161,6 +162,7 @@ class Rank:
             trainer=SimpleNamespace(gradients=self.sums, loss_sum=lambda: 0.0),
             voting=SimpleNamespace(agreement=self.agreement, vote=self.agreement.vote, confirm=lambda: None),
             communicator=self.communicator,
+            bucket_sums=AllReducedBuckets(self.communicator),  # type: ignore[arg-type]
             staging=Staging(self.sums.new_staging),
             repairs=repairs,
             journal=SimpleNamespace(write=self.records.append),

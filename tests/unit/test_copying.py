@@ -180,6 +180,7 @@ def make_repairs(monkeypatch: pytest.MonkeyPatch) -> Any:
             optimizer=donors,  # type: ignore[arg-type]
             contents=[FakeContent(donors, number) for number in range(3)],  # type: ignore[misc]
             bytes_per_s=mib_per_s * MIB,
+            awaits_update=True,
             find_server=lambda member: Address(host="here", port=member.group, token=""),
             probe=SilentProbe(),
         )

@@ -74,18 +74,19 @@ class Exchange:
         self._rank = rank
         self._is_polled = is_polled
 
-    def post(self, shares: Sequence[Share], extras: torch.Tensor) -> Transfer:
+    def post(self, transfer: Transfer, shares: Sequence[Share], extras: torch.Tensor, first_tag: int) -> None:
         """Starts to sum shares, and for everybody some extras.
+
+        A tag of its own for each share, the same on all members, tells apart what is sent of several buffers: which of
+        two sums comes first may differ from member to member.
 
         With NCCL everything is posted at once, for the stream keeps the order. With gloo a sum is sent when it is here.
         """
-        transfer = Transfer(backend=self._backend, works=self._sums(shares, extras))
-        transfer.tensors = [*(share.values for share in shares), extras]
+        transfer.works = self._sums(shares, extras)
         if self._is_polled:
-            transfer.works = [*transfer.works, *self._copies(shares)]
+            transfer.works = [*transfer.works, *self._copies(shares, first_tag)]
         else:
-            transfer.follow = lambda: self._copies(shares)
-        return transfer
+            transfer.follow = lambda: self._copies(shares, first_tag)
 
     def _sums(self, shares: Sequence[Share], extras: torch.Tensor) -> list[Any]:
         works = []
@@ -100,11 +101,11 @@ class Exchange:
         works.append(self._backend.allreduce([extras], dist.AllreduceOptions()))
         return works
 
-    def _copies(self, shares: Sequence[Share]) -> list[Any]:
+    def _copies(self, shares: Sequence[Share], first_tag: int) -> list[Any]:
         """From who has the sum to who gets it, too."""
         sent = [
             (share.values, share.recipients[0], other, tag)
-            for tag, share in enumerate(shares)
+            for tag, share in enumerate(shares, first_tag)
             for other in share.recipients[1:]
             if self._rank in (share.recipients[0], other)
         ]

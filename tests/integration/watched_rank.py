@@ -35,6 +35,7 @@ from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.runtime import rank
 from spare_megatron.runtime.agreement import GroupAgreement
 from spare_megatron.runtime.bootstrap import wait_for_all_groups
+from spare_megatron.runtime.bucket_sums import ScatteredBuckets
 from spare_megatron.runtime.executor import GroupExecutor
 from spare_megatron.runtime.group_repairs import GroupRepairs
 from spare_megatron.runtime.piece_wire import NotOffered
@@ -67,6 +68,7 @@ class Watch:
         whole_spares: Steps in which a rank enters the reduction only when all ranks and spares of its node are there.
         whole_copies: Steps in which a rank enters the reduction only when its copies of slices are whole.
         no_pieces_before: Committed steps up to which nobody gives anything of a slice.
+        scatters: Whether gradients of slices go to those alone who update them, as they do over NCCL.
     """
 
     dump_steps: frozenset[int] = frozenset()
@@ -79,6 +81,7 @@ class Watch:
     whole_spares: frozenset[int] = frozenset()
     whole_copies: frozenset[int] = frozenset()
     no_pieces_before: int = 0
+    scatters: bool = False
 
 
 def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
@@ -89,6 +92,8 @@ def watched_rank(watch: Watch, spec: RankSpec, reports: Connection) -> None:
     rank.GroupExecutor = partial(_WatchedExecutor, watch, now)
     rank.GroupAgreement = partial(_TimelyAgreement, watch)
     rank.slice_contents = partial(_late_contents, watch)
+    if watch.scatters:
+        rank.make_bucket_sums = ScatteredBuckets
     if spec.group in watch.late_groups:
         rank.wait_for_all_groups = _wait_for_the_first_entry
     rank.run_rank(spec, reports)

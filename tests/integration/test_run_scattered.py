@@ -1,0 +1,50 @@
+"""Runs that send gradients of slices to those alone who update them, as over NCCL: losses change no bit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
+from spare_megatron.journal.records import RepairRecord, UpdateRecord
+from tests.integration.watched_rank import Watch
+from tests.integration.whole_run import Run, assert_masked, complete_run, kill, losses_of, params_of, tiny_config
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 5
+STAGES = LayoutConfig(num_groups=4, pipeline_parallel=2)
+"""Both stages have the tied embeddings, whose gradients every group needs."""
+
+
+def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    expected = scattered(text_corpus, tmp_path / "expected", [])
+    run = scattered(text_corpus, tmp_path / "faults", [kill("in_reduce", 1, 1, 1), kill("after_commit", 3, 3)])
+    assert losses_of(run.journal) == losses_of(expected.journal)
+    assert params_of(run) == params_of(expected)
+    assert norms_of(run) == norms_of(expected)
+    assert min(norms_of(run).values()) > run.config.optimizer.clip_grad, "gradients are clipped"
+    assert run.journal.of(RepairRecord), "a copy that a loss has asked for is whole"
+    whole = complete_run(
+        replace(run.config, faults=expected.config.faults, optimizer=OptimizerConfig()), tmp_path / "w"
+    )
+    for step, norm in norms_of(whole).items():
+        assert norms_of(run)[step] == pytest.approx(norm, rel=1e-6)  # squares are added in fp64 here, in fp32 there
+
+
+def scattered(corpus: Path, run_dir: Path, faults: list[FaultConfig]) -> Run:
+    optimizer = OptimizerConfig(sharding="stacked", redundancy=3)
+    config = tiny_config(corpus, STAGES, steps=STEPS, faults=faults, mode="reproducible", optimizer=optimizer)
+    config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
+    run = complete_run(config, run_dir, Watch(scatters=True, whole_copies=frozenset({3})), holds_back=False)
+    assert_masked(run)
+    return run
+
+
+def norms_of(run: Run) -> dict[int, float]:
+    """Step -> norm of its gradient, on which all groups agree."""
+    norms = {record.step: record.grad_norm for record in run.journal.of(UpdateRecord)}
+    assert {(record.step, record.grad_norm) for record in run.journal.of(UpdateRecord)} == set(norms.items())
+    return norms

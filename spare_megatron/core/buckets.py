@@ -5,10 +5,11 @@ certain that every member holds the sum of a bucket, each member keeps its own l
 what is missing is added to the local sums, and the next attempt reduces them again. From then on the sum takes the
 place of the local sum, and its staging buffer is free.
 
-Nobody has to ask for that certainty. A member whose bucket i is complete has heard from all that they posted i, and all
-follow the same rule: who posts i has so many buckets complete itself. So these are complete on every member. The rule
-is that at most `WINDOW` buckets are in flight and at most `MAX_STAGED` staged, from the first that may be incomplete
-somewhere to the one that is posted; so it follows from itself, bucket by bucket:
+Nobody has to ask for that certainty. A member whose bucket i is complete has heard from all that they posted i; where
+the sums go to some members alone, a small sum for all that goes along says so. All follow the same rule: who posts i
+has so many buckets complete itself. So these are complete on every member. The rule is that at most `WINDOW` buckets
+are in flight and at most `MAX_STAGED` staged, from the first that may be incomplete somewhere to the one that is
+posted; so it follows from itself, bucket by bucket:
 
     bucket posted                       0 1 2 3 4 5 6 7 8
     complete on the member by then      0 0 1 3 4 4 5 7 8
@@ -20,8 +21,8 @@ somewhere to the one that is posted; so it follows from itself, bucket by bucket
 Two of four buckets are posted while another is in flight. With four staging buffers all could be, with two none.
 
 The least number of complete buckets over the survivors of a failed attempt is therefore at least what any of them has
-written over its local sums, and every survivor holds the sums of all buckets before it: they stay, with what a lost
-group contributed to them.
+written over its local sums, and every survivor holds the sums of all buckets before it, as far as they go to it
+(`core.scatter`): they stay, with what a lost group contributed to them.
 """
 
 WINDOW = 2

@@ -7,6 +7,9 @@ import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
 from spare_megatron.journal.records import RepairRecord, UpdateRecord
+from spare_megatron.mcore.data import prepare_index
+from tests.integration.mcore_group import run_ranks
+from tests.integration.scattered_gradients import norms_both_ways
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, losses_of, params_of, tiny_config
 
@@ -27,11 +30,20 @@ def test_losses_in_a_reduction_and_an_update_with_copies_under_way_change_no_bit
     assert norms_of(run) == norms_of(expected)
     assert min(norms_of(run).values()) > run.config.optimizer.clip_grad, "gradients are clipped"
     assert run.journal.of(RepairRecord), "a copy that a loss has asked for is whole"
-    whole = complete_run(
-        replace(run.config, faults=expected.config.faults, optimizer=OptimizerConfig()), tmp_path / "w"
-    )
-    for step, norm in norms_of(whole).items():
-        assert norms_of(run)[step] == pytest.approx(norm, rel=1e-6)  # squares are added in fp64 here, in fp32 there
+
+
+@pytest.mark.parametrize("layout", [STAGES, LayoutConfig(num_groups=3, tensor_parallel=2)], ids=["PP", "TP"])
+@pytest.mark.parametrize("mode", ["fast", "reproducible"])
+def test_the_squares_of_slices_make_up_the_norm_that_megatron_takes_of_all_gradients(
+    text_corpus: Path, layout: LayoutConfig, mode: str
+) -> None:
+    optimizer = OptimizerConfig(sharding="stacked", redundancy=2)
+    config = tiny_config(text_corpus, layout, mode=mode, optimizer=optimizer)
+    config = replace(config, reduce=replace(config.reduce, bucket_mib=0.02))
+    prepare_index(config)
+    for of_parts, of_all, num_parts in run_ranks(2, norms_both_ways, config):
+        assert of_parts == pytest.approx(of_all, rel=1e-6)  # squares are added in fp64 here, in fp32 there
+        assert num_parts > layout.num_groups
 
 
 def scattered(corpus: Path, run_dir: Path, faults: list[FaultConfig]) -> Run:

@@ -292,3 +292,17 @@ def test_what_ends_the_thread_that_copies_ends_the_rank(make_repairs: Any, monke
     repairs._run()
     with pytest.raises(ValueError, match="nobody expects this"):
         repairs.whole()
+
+
+def test_a_copy_that_a_fence_asks_for_begins_when_the_step_under_way_is_applied(make_repairs: Any) -> None:
+    """Sums of that step may go to those alone who were to get them before."""
+    donors = Donors(step_s=10.0, piece_s=0.1, num_bytes=3 * MIB)
+    repairs = make_repairs(donors, 100.0)
+    step = donors.num_updates
+    repairs.assign(StartRepairs(repairs=(repair(0),), hosts=NO_HOSTS, first_step=step + 1))
+    run_until_idle(repairs, donors, until_s=donors.step_s * (step + 1) - 0.1)
+    assert donors.num_updates == step
+    assert donors.fetched_bytes == {}
+    run_until_idle(repairs, donors)
+    assert repairs.whole() == {0: True}
+    assert donors.num_updates == step + 1

@@ -1,0 +1,57 @@
+"""The gradients of one rank in the parts that go to different groups."""
+
+import numpy as np
+import torch
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.topology import SliceId
+from spare_megatron.mcore.flat import flat_parameters
+from spare_megatron.mcore.gradient_parts import needed_everywhere
+from spare_megatron.mcore.trainer import GroupTrainer
+from tests.integration.mcore_group import CPU, all_work
+from tests.integration.stacked_groups import stacked
+
+
+def norms_both_ways(config: RunConfig) -> tuple[float, float, int]:
+    """The norm of one step's gradients by the squares of parts, that of all of them, and how many parts there are."""
+    trainer = GroupTrainer(config, CPU)
+    assert_every_element_is_in_the_part_of_its_slice(trainer)
+    trainer.begin_step(0)
+    trainer.compute(all_work(config)[:2])
+    sums, squares, parts = trainer.gradients, 0.0, trainer.gradient_parts()
+    for bucket, of_bucket in enumerate(parts):
+        staged = sums.stage(bucket, sums.new_staging())
+        for part in of_bucket:
+            squares += sum(float(sums.squares(staged[place])) for place in part.counted)
+        sums.arrived(bucket, staged)
+    num_counted = min(sums.totals().num_microbatches)
+    trainer._num_microbatches = num_counted  # of a step of one group
+    loss = trainer.loss_sum() or 0.0
+    of_parts = trainer.update(loss, squares).grad_norm
+    optimizer = stacked(trainer)
+    return of_parts, optimizer.step()[0], sum(map(len, parts))
+
+
+def assert_every_element_is_in_the_part_of_its_slice(trainer: GroupTrainer) -> None:
+    nobody, everybody = -1, -2
+    flat = list(flat_parameters(trainer.chunks))
+    everywhere = needed_everywhere(trainer.chunks, trainer.process_groups)
+    expected = np.full(trainer.gradients.buckets[-1].stop, nobody)
+    slices = stacked(trainer).slices
+    starts = {item.parameter: item.start for item in flat}
+    for number in map(SliceId, range(slices.num_slices)):
+        for fragment in slices.fragments(number, slice(0, slices.length(number))):
+            start = starts[fragment.parameter]
+            owner = everybody if fragment.parameter in everywhere else number
+            expected[start + fragment.start : start + fragment.stop] = owner
+    found = np.full_like(expected, nobody)
+    for bucket, parts in zip(trainer.gradients.buckets, trainer.gradient_parts(), strict=True):
+        for part in parts:
+            place = found[bucket.start : bucket.stop][part.place]
+            assert (place == nobody).all()
+            assert part.place.stop - part.place.start == len(place) > 0
+            place[:] = everybody if part.number is None else part.number
+            assert all(part.place.start <= one.start < one.stop <= part.place.stop for one in part.counted)
+    assert np.array_equal(found, expected)
+    assert torch.distributed.get_world_size() > 1
+    assert (found == everybody).any(), "tied embeddings, or what tensor-parallel ranks share"

@@ -112,7 +112,7 @@ class Exchange:
         if not sent:
             return []
         if self._is_polled:
-            # Outside of such a block torch makes a communicator for each pair. Inside it NCCL connects two members, too,
+            # Outside of such a block torch makes a communicator for each pair. Inside it NCCL connects two members too,
             # in the call that posts their first transfer: `runtime.sum_watch` ends what a lost one holds up there.
             self._backend._start_coalescing()
         works = [

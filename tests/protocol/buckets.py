@@ -3,12 +3,15 @@
 It holds what `mcore.gradients` and `runtime.reduction` hold, and notices when one is taken for the other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.stepplan import Microbatch
 from tests.protocol.communicators import Sums
 from tests.protocol.violation import Violation
+
+Recipients = Sequence[Collection[int]]
+"""For each slice, the groups that get the sums of its gradients; nothing where there are no slices."""
 
 
 class Buckets:
@@ -29,6 +32,8 @@ class Buckets:
         self._in_place: dict[int, Sums] = {}
         self._attempt = -1
         self._num_kept = 0
+        self._recipients: Recipients = ()
+        self._came_to: dict[int, Recipients] = {}
         self.window = window_type(num_buckets, 0)
 
     def compute(self, work: Iterable[Microbatch]) -> None:
@@ -39,15 +44,15 @@ class Buckets:
         self._num_kept = 0
         self.window = self._window_type(self.num_buckets, 0)
 
-    def begin(self, attempt: int, kept: tuple[int, ...]) -> None:
-        """Before the patch of an attempt, and before the attempt.
+    def begin(self, attempt: int, kept: tuple[int, ...], to: Recipients) -> None:
+        """Before the patch of an attempt, and before the attempt, whose sums come to these.
 
         Raises:
             Violation: It does not hold what is kept.
         """
         if attempt == self._attempt:
             return
-        self._attempt, self._num_kept = attempt, sum(kept)
+        self._attempt, self._num_kept, self._recipients = attempt, sum(kept), to
         if self._num_kept > self.window.num_complete:
             raise Violation(f"{self._name} is to keep {kept} buckets and holds {self.window.num_complete}")
         for bucket in range(self._num_kept):
@@ -75,8 +80,13 @@ class Buckets:
     def complete(self, sums: Sums) -> None:
         """The sum of the first bucket in flight has come."""
         self._staged[self.window.num_complete] = sums
+        self._came_to[self.window.num_complete] = self._recipients
         for bucket in self.window.complete():
             self._put(bucket)
+
+    def lacks(self, group: int, index: int) -> bool:
+        """Whether some sums of a slice's gradients have not come to this group, whatever it has of those of others."""
+        return any(group not in self._came_to[bucket][index] for bucket in range(self.num_buckets))
 
     def sums(self) -> list[Sums] | None:
         """The sums over groups of all buckets; None if some have not come."""

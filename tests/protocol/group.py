@@ -32,13 +32,14 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint, Offer, Waiting, WaitingRead
 from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.scatter import recipients
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
 from spare_megatron.runtime.detect import fence
-from tests.protocol.buckets import Buckets
+from tests.protocol.buckets import Buckets, Recipients
 from tests.protocol.communicators import Reduction
 from tests.protocol.invariants import AT_FIRST
 from tests.protocol.links import Fenced, Links
@@ -60,6 +61,11 @@ def _majority(given: Mapping[Member, str], num_donors: int) -> Member | None:
         if params and 2 * sum(other == params for other in given.values()) > num_donors:
             return donor
     return None
+
+
+def _recipients(action: AttemptReduce) -> Recipients:
+    """Sums go to those alone who need them."""
+    return () if action.ownership is None else recipients(action.ownership)
 
 
 class Group:
@@ -126,7 +132,7 @@ class Group:
                 yield from self._compute(plan, is_patch=False)
             case ComputePatch(plan=plan, into=into):
                 if into is not None:
-                    self._buckets.begin(into.attempt, into.kept)
+                    self._buckets.begin(into.attempt, into.kept, _recipients(into))
                 yield from self._compute(plan, is_patch=True)
             case BuildCommunicator(key=key, members=members):
                 self._links.let_go()
@@ -196,6 +202,9 @@ class Group:
             self._params = marked([self._params], f"{self._params}|{change}")
             self._has_params(step + 1)
         else:
+            for index in self.held.held:
+                if self._buckets.lacks(self.group, index):
+                    raise Violation(f"{self.name} updates slice {index}, whose sums have not come to it")
             self.held.update(change)
             self._world.invariants.slices.updated(self.name, self.member, self._generation, attempt, self.held, change)
             self._lacks_params = True
@@ -233,10 +242,14 @@ class Group:
         def is_void() -> bool:
             return repair not in held.repairs or None in (world.slices_of(self.member), world.slices_of(repair.donor))
 
+        def may_copy() -> bool:
+            is_late_enough = held.num_updates >= held.first_steps[repair.slice]
+            return is_late_enough and world.slices_of(repair.donor).num_updates == held.num_updates
+
         for piece in range(NUM_PIECES):
             is_installed = False
             while not is_installed:
-                yield Until(lambda: is_void() or world.slices_of(repair.donor).num_updates == held.num_updates)
+                yield Until(lambda: is_void() or may_copy())
                 if is_void():
                     return
                 donor = world.slices_of(repair.donor)
@@ -365,7 +378,7 @@ class Group:
     def _reduce(self, action: AttemptReduce) -> Steps:
         """All buckets that are not kept, or as many as can be had before nobody needs them."""
         buckets = self._buckets
-        buckets.begin(action.attempt, action.kept)
+        buckets.begin(action.attempt, action.kept, _recipients(action))
         if not (yield from self._links.connect()):
             return
         in_flight: deque[Reduction] = deque()

@@ -23,7 +23,7 @@ from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import WaitingRead
 from spare_megatron.core.slice_actions import StartRepairs
-from spare_megatron.core.slices import Ownership, SliceCopy
+from spare_megatron.core.slices import Ownership, Repair, SliceCopy
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.runtime.agreement import GroupAgreement
@@ -147,22 +147,22 @@ class GathersFromTheLost(Controller):
 class CountsUnfinishedCopies(Controller):
     """Takes whoever is to copy a slice for one of its hosts."""
 
-    def _own(self, ownership: Ownership | None) -> tuple[Action, ...]:
+    def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         if ownership is not None and ownership.repairs:
             copies = [SliceCopy(repair.slice, repair.receiver) for repair in ownership.repairs]
             self.ownership = ownership
-            return super()._own(ownership.with_copies(copies))
-        return super()._own(ownership)
+            return super()._own(ownership.with_copies(copies), first_step)
+        return super()._own(ownership, first_step)
 
 
 class LetsGoTooSoon(Controller):
     """Has the donors of moves let go while nobody else has the copies."""
 
-    def _own(self, ownership: Ownership | None) -> tuple[Action, ...]:
+    def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         donors = {SliceCopy(move.slice, move.donor) for move in ownership.moves} if ownership else set()
         return tuple(
             replace(action, hosts=tuple(_without(donors, number, row) for number, row in enumerate(action.hosts)))
-            for action in super()._own(ownership)
+            for action in super()._own(ownership, first_step)
             if isinstance(action, StartRepairs)
         )
 
@@ -248,6 +248,13 @@ class InstallsOldPieces(SliceStates):
         return super().install(index, piece, self.num_updates, content)
 
 
+class CopiesAtOnce(SliceStates):
+    """Begins a copy in the step whose sums were to go to others."""
+
+    def assign(self, action: StartRepairs) -> list[Repair]:
+        return super().assign(replace(action, first_step=0))
+
+
 class KeepsBreaksToItself(GroupAgreement):
     """Lets the others of a gathering wait for what never comes."""
 
@@ -291,6 +298,7 @@ MUTATIONS = {
     "leaves votes to relays after a loss": Protocol(voice_type=LeavesVotesToRelays),
     "says nothing of a gathering that broke": Protocol(voice_type=KeepsBreaksToItself),
     "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
+    "copies slices in the step of the loss": Protocol(slices_type=CopiesAtOnce),
 }
 MUTATIONS_OF_COMPARISONS = {
     "compares parameters alone": Protocol(controller_type=ComparesParamsAlone),

@@ -48,12 +48,14 @@ class SliceStates:
         num_updates: Steps that its state holds; -1 in a later life that has been given none.
         repairs: The copies that it is to make for itself.
         is_compared: Whether the next vote tells of it in any case.
+        first_steps: Of each copy, the steps that its pieces must have seen.
     """
 
     def __init__(self, member: Member, hosted: Iterable[int]) -> None:
         self.num_updates = -1 if member.incarnation else 0
         self.repairs: tuple[Repair, ...] = ()
         self.is_compared = False
+        self.first_steps: dict[int, int] = {}
         self._member = member
         self._pieces: dict[int, dict[int, str]] = {index: dict.fromkeys(range(NUM_PIECES), "") for index in hosted}
         self._hosted = frozenset(self._pieces)  # as the log has it
@@ -94,6 +96,7 @@ class SliceStates:
         self._unproven = (self._unproven | copied) & hosted
         self._hosted = hosted
         new = [repair for repair in mine if repair not in self.repairs]
+        self.first_steps = {copy.slice: self.first_steps.get(copy.slice, action.first_step) for copy in mine}
         self.repairs = mine
         # A copy begins anew with another donor: the one before may have been put out for wrong state.
         wanted = {repair.slice for repair in mine if repair not in new} | hosted
@@ -102,9 +105,14 @@ class SliceStates:
 
     def load(self, step: int, states: Mapping[int, State]) -> None:
         """Goes on from a checkpoint."""
-        self.num_updates, self.repairs = step, ()
+        self.num_updates, self.repairs, self.first_steps = step, (), {}
         self._pieces = {index: dict(enumerate(state)) for index, state in states.items()}
         self._hosted = frozenset(self._pieces)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Slices of which something is here."""
+        return tuple(self._pieces)
 
     def whole(self, index: int) -> State | None:
         """The state of a slice, if all of it is here."""

@@ -42,6 +42,7 @@ FOUND_AS = {
     "keeps what was gathered from a wrong owner": "has not gathered anew|ends with StopHalted",
     "says nothing of a gathering that broke": "no progress|no end",
     "installs pieces of an earlier step": "counts as a host of slice|other parameters",
+    "copies slices in the step of the loss": "whose sums have not come to it",
 }
 
 
@@ -70,6 +71,7 @@ RARE = {
     "says nothing of a gathering that broke": draw_breaks,
     "patches a step that was discarded": draw_discards,
     "installs pieces of an earlier step": draw_copies,
+    "copies slices in the step of the loss": draw_copies,
 }
 
 

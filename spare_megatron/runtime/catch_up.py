@@ -3,6 +3,7 @@
 That is a commit which admits it beside the others or, after a wipe-out, the restart.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from spare_megatron.core.messages import (
     Entry,
     EntryRead,
     Fence,
+    Restart,
     RunStarted,
     StopWipeOut,
     entry_fields,
@@ -101,7 +103,10 @@ class CatchUp:
         was_wiped_out = controller.restarts.wipe_out is not None
         if isinstance(entry, Fence) and entry.hits(agreement.member):
             raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
-        actions = controller.handle(EntryRead(index=index, entry=entry), now_s=self._start_over.now_s())
+        # What was before the restart is past. From the restart on the clock goes on: it is no time without a save.
+        is_restart = isinstance(entry, Restart) and agreement.member in entry.members
+        now_s = time.monotonic() if is_restart else self._start_over.now_s()
+        actions = controller.handle(EntryRead(index=index, entry=entry), now_s=now_s)
         agreement.head = controller.head
         self._note(index, entry, was_wiped_out)
         return self._first(actions)

@@ -1,0 +1,88 @@
+"""A group that reads the log in a new life, and the clock that it goes on with."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.messages import (
+    AppendEntry,
+    Commit,
+    Entry,
+    Fence,
+    Restart,
+    VotesRead,
+)
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.restart import RestartLimits
+from spare_megatron.core.restart_messages import LoadCheckpoint
+from spare_megatron.core.saves import SavePolicy
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
+from spare_megatron.runtime.catch_up import CatchUp
+
+GROUPS = (GroupId(0), GroupId(1))
+RESTART_S = 1000.0
+"""What the restart has taken so far."""
+
+
+class Agreement:
+    """Of one of a group's ranks that has the log before it."""
+
+    def __init__(self, member: Member, entries: Sequence[Entry]) -> None:
+        self.member = member
+        self.is_leader = False
+        self.head = 0
+        self._entries = list(entries)
+
+    def is_at_end(self, index: int) -> bool:
+        return index >= len(self._entries)
+
+    def read_entries(self, index: int) -> list[Entry]:
+        return self._entries[index : index + 1]
+
+
+@pytest.mark.parametrize(("interval_s", "is_due"), [(RESTART_S / 2, False), (0.0, True)])
+def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool) -> None:
+    """It was: the first step after each restart that took as long as an interval was saved, for nothing."""
+    again = tuple(Member(group, 1) for group in GROUPS)
+    log = [
+        Commit(step=0, attempt=0, at_s=10.0),
+        Fence(group=GroupId(0)),
+        Restart(step=0, members=again),
+    ]
+    controller = Controller(
+        ControllerSetup(
+            placement=make_placement("golomb", 2, 1),
+            microbatches_per_shard=1,
+            num_steps=100,
+            saves=SavePolicy(interval_s=interval_s),
+            restarts=RestartLimits(max_restarts=1, window_s=1e6, wait_s=1.0),
+        )
+    )
+    wiped_out_at_s = time.monotonic() - RESTART_S
+    start_over: Any = SimpleNamespace(now_s=lambda: wiped_out_at_s, wiped_out=lambda: None)
+    nothing: Any = None
+    agreement: Any = Agreement(again[1], log)
+    first = CatchUp(
+        controller=controller,
+        agreement=agreement,
+        journal=nothing,
+        start_over=start_over,
+        groups=GROUPS,
+        may_restart=True,
+        probe=nothing,
+        announced=nothing,
+    ).run()
+    assert isinstance(first, deque)
+    assert isinstance(first[0], LoadCheckpoint)
+    votes = dict.fromkeys(GROUPS, Vote(is_complete=True, plan_digest="p"))
+    [decided] = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=time.monotonic())
+    assert isinstance(decided, AppendEntry)
+    assert isinstance(decided.entry, Commit)
+    assert decided.entry.save == is_due
+    assert decided.entry.at_s >= 10.0 + RESTART_S

@@ -205,9 +205,11 @@ class CrossGroupCommunicator:
         Raises:
             RuntimeError: It has not ended well.
         """
-        if transfer.backend is not None and transfer.backend is self._ended:  # it looks complete then
+        is_over = transfer.advance()
+        # Not before: it looks complete from then on, and another thread may end it at any moment.
+        if transfer.backend is not None and transfer.backend is self._ended:
             raise RuntimeError("ended, for nobody needed it any more")
-        return transfer.advance()
+        return is_over
 
     def wait(self, is_decided: Callable[[], bool]) -> bool:
         """Waits until the first of the sums in flight has ended, in whatever way; `poll` says which.

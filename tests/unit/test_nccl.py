@@ -149,6 +149,20 @@ def test_sums_that_were_ended_do_not_count_though_they_look_complete(communicato
     assert not communicator.post(torch.zeros(1))
 
 
+def test_sums_that_are_ended_while_they_are_looked_at_do_not_count(communicator: CrossGroupCommunicator) -> None:
+    backend = post(communicator, 0)
+    first = communicator.first_in_flight()
+    assert first is not None
+
+    def is_completed() -> bool:
+        communicator.end(first)
+        return backend.is_aborted.wait(PATIENCE.total_seconds())
+
+    backend.works[0].is_completed = is_completed  # type: ignore[method-assign]
+    assert communicator.poll() == 0
+    assert communicator.evidence == "connection: ended, for nobody needed it any more"
+
+
 def test_each_backend_is_ended_once_and_the_next_is_sound(communicator: CrossGroupCommunicator) -> None:
     first = post(communicator, 0)
     communicator.give_up()

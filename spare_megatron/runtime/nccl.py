@@ -22,6 +22,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +124,27 @@ def meet(store: dist.Store, size: int, timeout: timedelta) -> None:
     if store.add(_HERE, 1) == size:
         store.set(_ALL_HERE, "")
     store.wait([_ALL_HERE], timeout)
+
+
+def coalesced(backend: Any, device: torch.device, post: Callable[[], object]) -> Any:
+    """Posts transfers between two members as one, and returns the work of all.
+
+    In a thread of its own: torch and NCCL count by thread which groups of calls are open, and one that breaks stays
+    open, so that nothing would leave that thread any more, nor what the rank's own group is to be sent.
+
+    Raises:
+        RuntimeError: The connection is broken.
+    """
+    stream = torch.cuda.current_stream(device)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(_coalesce, backend, stream, post).result()
+
+
+def _coalesce(backend: Any, stream: torch.cuda.Stream, post: Callable[[], object]) -> Any:
+    with torch.cuda.stream(stream):
+        backend._start_coalescing()
+        post()
+        return backend._end_coalescing()
 
 
 def end(backend: Any) -> threading.Thread:

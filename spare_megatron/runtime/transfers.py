@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spare_megatron.runtime import nccl
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -111,17 +113,20 @@ class Exchange:
         ]
         if not sent:
             return []
-        if self._is_polled:
-            # Outside of such a block torch makes a communicator for each pair. Inside it NCCL connects two members too,
-            # in the call that posts their first transfer: `runtime.sum_watch` ends what a lost one holds up there.
-            self._backend._start_coalescing()
-        works = [
-            self._backend.send([values], other, tag)
-            if self._rank == owner
-            else self._backend.recv([values], owner, tag)
-            for values, owner, other, tag in sent
-        ]
-        return [self._backend._end_coalescing()] if self._is_polled else [_Awaited(works)]
+
+        def post() -> list[Any]:
+            return [
+                self._backend.send([values], other, tag)
+                if self._rank == owner
+                else self._backend.recv([values], owner, tag)
+                for values, owner, other, tag in sent
+            ]
+
+        if not self._is_polled:
+            return [_Awaited(post())]
+        # Outside of such a block torch makes a communicator for each pair. Inside it NCCL connects two members, too, in
+        # the call that posts their first transfer: `runtime.sum_watch` ends what a lost one holds up there.
+        return [nccl.coalesced(self._backend, sent[0][0].device, post)]
 
 
 class _Awaited:

@@ -189,6 +189,27 @@ def test_a_group_alone_has_nothing_to_end(
     assert ended == []
 
 
+def test_a_group_of_transfers_that_breaks_stays_open_in_no_thread_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: "mine")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(assert_mine(stream)))
+    opened_in: list[int] = []
+
+    def assert_mine(stream: object) -> None:
+        assert stream == "mine"
+
+    def lose_connection() -> None:
+        raise RuntimeError("connection lost")
+
+    backend = SimpleNamespace(
+        _start_coalescing=lambda: opened_in.append(threading.get_ident()), _end_coalescing=lambda: "the work"
+    )
+    assert nccl.coalesced(backend, GPU, lambda: None) == "the work"
+    with pytest.raises(RuntimeError, match="connection lost"):
+        nccl.coalesced(backend, GPU, lose_connection)
+    assert len(opened_in) == 2
+    assert threading.get_ident() not in opened_in
+
+
 # --------------------------------------------------------------------------------------------------------- versions
 
 

@@ -29,6 +29,7 @@ def of_the_job(etcd_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         patch.setenv("PATH", f"{etcd_binary.parent}:{os.environ['PATH']}")
         patch.setattr(etcd, "address_of", lambda _: "127.0.0.1")
         patch.setattr(etcd, "step_command", lambda _name, _node, command: command)
+        patch.setattr(etcd, "_END_S", 0.2)  # members without a step around them do not end when they are asked to
         with etcd.etcd_of_the_job(
             ["n1", "n2", "n3"], ControlConfig(store="etcd"), ports_for_members(), "token", folder
         ) as control:

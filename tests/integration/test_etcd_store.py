@@ -211,13 +211,13 @@ def test_whoever_waits_hears_of_a_write_though_the_member_of_its_watch_breaks(
 
 
 def test_without_a_quorum_nothing_is_written_and_the_store_is_lost_in_time(own_cluster: EtcdCluster) -> None:
-    spec = spec_of(*own_cluster.endpoints, timeout_s=3.0)
+    spec = spec_of(*own_cluster.endpoints, timeout_s=2.0)
     store = EtcdControlStore(spec)
     store.put("key", "value")
     for member in (0, 1):
         own_cluster.kill(member)
     began_s = time.monotonic()
-    with pytest.raises(StoreLost, match=r"control\.store_timeout_s=3"):
+    with pytest.raises(StoreLost, match=r"control\.store_timeout_s=2"):
         store.put_if_absent("other", "value")
     with pytest.raises(StoreLost):
         store.wait("log/0", 60.0)

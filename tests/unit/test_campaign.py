@@ -16,6 +16,7 @@ from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import Goodput, find_goodput
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Line, Record, RunRecord
 from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.runtime import process_watch
 from spare_megatron.runtime.process_watch import (
     MOST_GROWTH,
     Holdings,
@@ -267,7 +268,8 @@ def test_a_spare_that_takes_the_place_of_a_rank_does_not_leak() -> None:
     assert report.largest.memory_bytes > sum(map(len, held))
 
 
-def test_a_process_whose_parent_is_gone_is_found_and_ended() -> None:
+def test_a_process_whose_parent_is_gone_is_found_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_watch, "_FAREWELL_S", 1.0)
     command = f"import os, subprocess, sys\nsubprocess.Popen(['sleep', '987'])\nprint({os.getpid()})"
     with ProcessWatch() as watch:
         subprocess.run([sys.executable, "-c", command], timeout=60, check=True, stdout=subprocess.DEVNULL)

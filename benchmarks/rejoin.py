@@ -36,10 +36,13 @@ FIGURES = ("kill_to_ready_s", "kill_to_commit_s", "pause_s")
 
 @dataclass(slots=True)
 class Killer:
-    """Kills one group after the other, each when the one before has come back, and ends the run after the last."""
+    """Kills one group after the other, each when the one before has come back and all spares wait, and ends the run
+    after the last.
+    """
 
     num_groups: int
     num_kills: int
+    num_spares: int
     pids: dict[RankKey, int] = field(default_factory=dict)
     rejoined: list[GroupRejoined] = field(default_factory=list)
     killed_at_s: list[float] = field(default_factory=list)
@@ -62,6 +65,8 @@ class Killer:
                     raise KeyboardInterrupt
                 victim = psutil.Process(self.pids[GroupId(num_killed % self.num_groups), 0])
                 waiting = {process.pid for process in victim.parent().children()} - set(self.pids.values())
+                if len(waiting) < self.num_spares:
+                    return  # they start a heartbeat later than ranks
                 self.spare_bytes += map(own_bytes, waiting)
                 self.killed_at_s.append(time.time())
                 victim.send_signal(signal.SIGKILL)
@@ -108,7 +113,7 @@ def rejoins_of(
     wanted = [f"spare.rejoins={num_kills}", f"spare.spares={num_spares}"]
     settings = [f"train.steps={MOST_STEPS}", *wanted, "faults.trace=[]", *overrides]
     config = load_run_config(config_file, settings).config
-    killer = Killer(num_groups=config.layout.num_groups, num_kills=num_kills)
+    killer = Killer(num_groups=config.layout.num_groups, num_kills=num_kills, num_spares=num_spares)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             start_run(config, Path(scratch) / "run", killer)

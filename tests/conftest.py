@@ -21,9 +21,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["gpu", "gpus"],
         help="hardware that must be there, one GPU or several: tests that would be skipped for lack of it fail",
     )
-    parser.addoption(
-        "--benchmarks", action="store_true", help="also run every benchmark, for the shortest time (minutes)"
-    )
     parser.addoption("--slurm", action="store_true", help="also run all jobs on a Slurm started here (root, minutes)")
 
 
@@ -33,8 +30,6 @@ def gpus_needed(item: pytest.Item) -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("benchmarks") is not None and not item.config.getoption("--benchmarks"):
-        pytest.skip("takes minutes: --benchmarks runs it")
     needed, found = gpus_needed(item), len(list(DEVICE_FILES.glob("nvidia[0-9]*")))
     if found < needed:
         pytest.skip(f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, found {found}")

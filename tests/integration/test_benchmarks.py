@@ -1,23 +1,19 @@
-"""Benchmarks in a mode so short that their figures mean nothing: their commands work.
+"""Benchmarks that train, in a mode so short that their figures mean nothing: their commands work.
 
-Those that train run in this process, which has what they import and the server that they fork their ranks from. The
-peers' environment is not made here: only our ways run.
+They run in this process, which has what they import and the server that they fork their ranks from. The peers'
+environment is not made here: only our ways run.
 """
 
 import importlib
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.integration.test_planning_benchmarks import NOT_TRAINING, ROOT, checked
+
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -29,18 +25,6 @@ TINY = (
     "control.heartbeat_interval_s=2",
 )
 TWO_GROUPS = ("layout.num_groups=2", "layout.pipeline_parallel=1", "spare.redundancy=2")
-
-NOT_TRAINING: dict[str, tuple[str, set[str]]] = {
-    "control_plane": ("--stores embedded --groups 6 --fan-in 2 --steps 2 --processes 2", {"rows"}),
-    "paper_assumptions": ("--steps 3", {"ratio", "rows"}),
-    "paper_table": ("--seeds 1 --steps 3 --jobs 1", {"ratio", "rows"}),
-    "planner_formulas": ("--samples 20 --most-groups 200", {"endurance", "overhead"}),
-    "reorder": ("--states 3 --sequences 1 --most-groups 200", {"coverage", "times"}),
-    "report": ("--steps 50 --chromium=", {"processor_s", "page_bytes"}),
-    "scatter": ("--groups 2 --elements 1000 --parts 2 --rounds 2", {"ratio", "median_s"}),
-    "state_wipe_outs": ("--groups 200 --hosts 2 --steps 3", {"ratio", "rows"}),
-}
-"""Arguments, and keys that the result has beside where it comes from. None of these trains."""
 
 TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "cadence": ("--intervals 0.2 --steps 30 --mean-steps 6", {"ratio", "outcomes"}, ()),
@@ -62,28 +46,7 @@ TRAINING: dict[str, tuple[str, set[str], tuple[str, ...]]] = {
     "snapshots": ("--pairs 1 --steps 5", {"ratio", "restarts"}, ()),
     "telemetry": ("--steps 96 --told-steps 100 --hanging", {"ratio", "sinks", "memory_growth_bytes"}, TWO_GROUPS),
 }
-"""The same, and settings beside those of all."""
-
-
-def checked(text: str, keys: set[str]) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(text)
-    assert {"machine", "commit", "date"} | keys <= set(result)
-    return result
-
-
-def run(name: str, words: list[str], keys: set[str]) -> dict[str, Any]:
-    """In a process of its own."""
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{name}.py", *words, "--json"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return checked(done.stdout, keys)
+"""Arguments, keys that the result has beside where it comes from, and settings beside those of all."""
 
 
 def settings(corpus: Path, more: tuple[str, ...]) -> list[str]:
@@ -111,23 +74,7 @@ def test_a_command_finds_what_it_imports(name: str) -> None:
     assert 0 < text.find("\nsys.path.insert(0, ") < text.find("\nfrom benchmarks")
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    """The quickest alone runs in every test run."""
-    return [name if name == "control_plane" else pytest.param(name, marks=pytest.mark.benchmarks) for name in names]
-
-
-@pytest.mark.parametrize("name", marked(NOT_TRAINING))
-def test_a_command_that_does_not_train(name: str) -> None:
-    words, keys = NOT_TRAINING[name]
-    result = run(name, words.split(), keys)
-    if name == "control_plane":
-        loops, threads = result["rows"]
-        assert (loops["clients"], threads["clients"]) == ("loops", "threads")
-        assert 0 < loops["commit_ms"]["p50"] <= loops["commit_ms"]["p99"]
-        assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]
-
-
-@pytest.mark.parametrize("name", marked(TRAINING))
+@pytest.mark.parametrize("name", TRAINING)
 def test_a_command_that_trains(
     name: str, text_corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

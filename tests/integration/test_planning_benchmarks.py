@@ -1,0 +1,58 @@
+"""Benchmarks that do not train, in a mode so short that their figures mean nothing: their commands work."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[2]
+
+NOT_TRAINING: dict[str, tuple[str, set[str]]] = {
+    "control_plane": ("--stores embedded --groups 6 --fan-in 2 --steps 2 --processes 2", {"rows"}),
+    "paper_assumptions": ("--steps 3", {"ratio", "rows"}),
+    "paper_table": ("--seeds 1 --steps 3 --jobs 1", {"ratio", "rows"}),
+    "planner_formulas": ("--samples 20 --most-groups 200", {"endurance", "overhead"}),
+    "reorder": ("--states 3 --sequences 1 --most-groups 200", {"coverage", "times"}),
+    "report": ("--steps 50 --chromium=", {"processor_s", "page_bytes"}),
+    "scatter": ("--groups 2 --elements 1000 --parts 2 --rounds 2", {"ratio", "median_s"}),
+    "state_wipe_outs": ("--groups 200 --hosts 2 --steps 3", {"ratio", "rows"}),
+}
+"""Arguments, and keys that the result has beside where it comes from. None of these trains."""
+
+
+def checked(text: str, keys: set[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(text)
+    assert {"machine", "commit", "date"} | keys <= set(result)
+    return result
+
+
+def run(name: str, words: list[str], keys: set[str]) -> dict[str, Any]:
+    """In a process of its own."""
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *words, "--json"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return checked(done.stdout, keys)
+
+
+@pytest.mark.parametrize("name", NOT_TRAINING)
+def test_a_command_that_does_not_train(name: str) -> None:
+    words, keys = NOT_TRAINING[name]
+    result = run(name, words.split(), keys)
+    if name == "control_plane":
+        loops, threads = result["rows"]
+        assert (loops["clients"], threads["clients"]) == ("loops", "threads")
+        assert 0 < loops["commit_ms"]["p50"] <= loops["commit_ms"]["p99"]
+        assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]

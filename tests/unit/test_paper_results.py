@@ -14,10 +14,10 @@ from spare_megatron.simulator.sweep import VARIANTS, Variant, variant_name
 
 PRESETS = ("paper_n200", "paper_n600", "paper_n1000")
 DIGESTS = {
-    "checkpoint-only": "5c1d54f379387697d05bbc913dfe814f432fcb9d571bf8c3ad893991c9ed60aa",
-    "replication": "208a8ae2da8823909a5291eb6d553366e5d0f69a234af05fde830672619f4a6d",
-    "spare, stack": "39e84dad03c776cebe8e806bd413aa996a50fa23fbff8b60a1ae042dd518a972",
-    "spare, microbatch": "dafc0c9e4edb372bdb574594b82c8fe34049eb2af7eeb46188c92ae24a5bc6e4",
+    "checkpoint-only": "a80f271c80281efa3f2b41d76c17ea1dab0dd4d8c000e00084de87ea17109da7",
+    "replication": "e6b0f2f08839f416ab46b105601614da2db02e027cfc5e020e10b58024aaa526",
+    "spare, stack": "e07d608719d69b5daee588da4d8c77183922bd4aaa9d9e048a230889485b8aa2",
+    "spare, microbatch": "1c40a046828ab16894b1fb5b7aa984709e5ebd494cab7991f2e0bbed1cba50f9",
 }
 
 

@@ -48,15 +48,17 @@ def train(
     5 ended by SIGUSR1 with steps left, 130 interrupted. A journal that takes more than 60 s to prove is left to `spare
     check`.
     """
-    from spare_megatron.cli.detached_view import outlasting_output
-    from spare_megatron.cli.progress import print_summary
     from spare_megatron.runtime import end_signal
-    from spare_megatron.runtime.checkpoints import folder_of
-    from spare_megatron.runtime.loading import resumed
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     console = Console(stderr=as_json)
+    # Before anything is imported that starts threads, as numpy does: one that lets the signal through would swallow it.
     with end_signal.blocked(), explained_errors("train"):
+        from spare_megatron.cli.detached_view import outlasting_output
+        from spare_megatron.cli.progress import print_summary
+        from spare_megatron.runtime.checkpoints import folder_of
+        from spare_megatron.runtime.loading import resumed
+
         loaded = load_runnable("train", config, overrides or ())
         folder = choose_run_dir(loaded, run_dir)
         if resume:

@@ -1,7 +1,6 @@
 """How far a run goes on, how it ends when it cannot, and what the command line says of it."""
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -60,7 +59,7 @@ def test_a_run_asked_to_end_while_it_starts_ends_with_its_first_steps(text_corpu
     """It was ignored until the supervisor was there, and the job ran into its time limit."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with end_signal.blocked():
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)  # to this thread: others of the tests' process would let it through
         run = complete_run(tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=5000), tmp_path / "run")
     signal.signal(signal.SIGUSR1, before)
     assert (run.summary.verdict, run.summary.outcome) == ("valid", "finished")

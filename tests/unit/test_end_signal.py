@@ -1,8 +1,13 @@
-"""SIGUSR1 at any time of a run's life: until somebody can act on it, it waits."""
+"""SIGUSR1 at any time of a run's life: until somebody can act on it, it waits.
+
+In processes of their own, that begin anew: a thread that some library starts in a forked one would take the signal.
+"""
 
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from multiprocessing.connection import Connection, Pipe
 
 import pytest
@@ -21,7 +26,7 @@ def _is_pending_of_itself(reports: Connection) -> None:
 
 @pytest.mark.timeout(120)
 def test_what_is_asked_of_a_process_before_it_listens_is_obeyed_when_it_does() -> None:
-    child = start_child(multiprocessing.get_context("fork"), "listener", _is_pending_of_itself)
+    child = start_child(multiprocessing.get_context("spawn"), "listener", _is_pending_of_itself)
     try:
         assert [child.reports.recv() for _ in range(3)] == [True, "asked", "asked"]
     finally:
@@ -33,7 +38,7 @@ def _keeps_it_ignored_while_blocked(ours: Connection) -> None:
     """As the driver does: ignored, so that nothing happens once it is over, and still known of until then."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with end_signal.blocked():
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         ours.send(end_signal.is_pending())
     ours.send(end_signal.is_pending())
 
@@ -41,7 +46,32 @@ def _keeps_it_ignored_while_blocked(ours: Connection) -> None:
 @pytest.mark.timeout(120)
 def test_it_ends_nobody_who_has_it_ignored_and_is_known_of_while_it_is_blocked() -> None:
     ours, theirs = Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_keeps_it_ignored_while_blocked, args=(theirs,))
+    process = multiprocessing.get_context("spawn").Process(target=_keeps_it_ignored_while_blocked, args=(theirs,))
     process.start()
     process.join(60.0)
     assert (process.exitcode, ours.recv(), ours.recv()) == (0, True, False)
+
+
+LOOK_AT_THREADS = """
+import pathlib
+import spare_megatron.cli.train as command
+
+def look(*_):
+    for status in pathlib.Path("/proc/self/task").glob("*/status"):
+        print(next(line for line in status.read_text().splitlines() if line.startswith("SigBlk")).split()[1])
+    raise SystemExit
+
+command.load_runnable = look
+command.train(pathlib.Path("preset.toml"))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_no_thread_of_a_driver_swallows_it() -> None:
+    """numpy starts threads when it is imported, unless it is told not to."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    command = [sys.executable, "-c", LOOK_AT_THREADS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    masks = [int(mask, 16) for mask in done.stdout.split()]
+    assert masks
+    assert all(mask >> (signal.SIGUSR1 - 1) & 1 for mask in masks)

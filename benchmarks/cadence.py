@@ -4,9 +4,10 @@ Every loss of a group is a wipe-out (`spare.redundancy=1`), and strikes the same
 `ratio` is what the optimal cadence loses over what the best fixed interval does. A few kills say little: one that
 strikes just before a save costs all of an interval, one just after it nothing. `expected_ratio` therefore takes the
 saves as they were made and, in place of the rework that this draw of the kills caused, its mean over all draws: each
-step is struck with the same probability, and what it costs is the steps since the newest save. Besides, each journaled
-decision is held against a numerical search for the interval of the highest availability, for the times that the
-decision names.
+step is struck with the same probability, and what it costs is the steps since the newest save. It compares shares of
+the useful time, for the machine's speed changes from run to run, and with it what steps and saves take. Besides, each
+journaled decision is held against a numerical search for the interval of the highest availability, for the times that
+the decision names.
 """
 
 import argparse
@@ -52,7 +53,9 @@ class Outcome:
         saves: Checkpoints that became visible.
         kills: That struck.
         wall_s: From start to end.
-        goodput: Useful time over that.
+        step_s: A quiet step.
+        useful_s: Committed steps, each counted with a quiet step's time at most.
+        goodput: Useful time over the wall time.
         decisions: Intervals that the run chose, in seconds.
         decision_error: Largest relative difference of one of them from the interval of the highest availability.
     """
@@ -63,6 +66,8 @@ class Outcome:
     saves: int
     kills: int
     wall_s: float
+    step_s: float
+    useful_s: float
     goodput: float
     decisions: list[float]
     decision_error: float
@@ -72,8 +77,9 @@ class Outcome:
         return self.saves_s + self.rework_s
 
     @property
-    def expected_lost_s(self) -> float:
-        return self.saves_s + self.mean_rework_s
+    def expected_share(self) -> float:
+        """Of saves and of the mean rework, over useful time."""
+        return (self.saves_s + self.mean_rework_s) / self.useful_s
 
 
 def configure(options: argparse.Namespace, way: str, run: int) -> RunConfig:
@@ -129,6 +135,8 @@ def outcome_of(journal: Journal, steps: int, mean_steps: float) -> Outcome:
         saves=len(saved),
         kills=len(journal.of(FaultRecord)),
         wall_s=goodput.wall_s,
+        step_s=goodput.step_s,
+        useful_s=goodput.useful_s,
         goodput=goodput.goodput,
         decisions=[round(record.interval_s, 3) for record in decisions],
         decision_error=max((abs(record.interval_s / best_interval_s(record) - 1) for record in decisions), default=0.0),
@@ -171,14 +179,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 loads.append(os.getloadavg()[0])
                 print(f"run {run}, {way}: {outcome}", file=sys.stderr)
     lost_s = {way: statistics.fmean(outcome.lost_s for outcome in found) for way, found in outcomes.items()}
-    expected_s = {
-        way: statistics.fmean(outcome.expected_lost_s for outcome in found) for way, found in outcomes.items()
-    }
+    shares = {way: statistics.fmean(outcome.expected_share for outcome in found) for way, found in outcomes.items()}
     return {
         "ratio": _ratio(lost_s),
-        "expected_ratio": _ratio(expected_s),
+        "expected_ratio": _ratio(shares),
         "lost_s": lost_s,
-        "expected_lost_s": expected_s,
+        "expected_shares": shares,
         "decision_error": max(outcome.decision_error for outcome in outcomes[OPTIMAL]),
         "outcomes": {way: [asdict(outcome) for outcome in found] for way, found in outcomes.items()},
         "load_average": {"min": min(loads), "max": max(loads)},
@@ -186,8 +192,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ratio(lost_s: dict[str, float]) -> float:
-    return lost_s[OPTIMAL] / min(lost for way, lost in lost_s.items() if way != OPTIMAL)
+def _ratio(lost: dict[str, float]) -> float:
+    return lost[OPTIMAL] / min(found for way, found in lost.items() if way != OPTIMAL)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, Record, RecoveryRecord
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced
-from spare_megatron.runtime.finish import FinishVote
+from spare_megatron.runtime.finish import vote_to_finish
 from spare_megatron.runtime.gather import ParamsGather
 from spare_megatron.runtime.group_saves import GroupSaves
 from spare_megatron.runtime.join import NO_DIGEST, confirm
@@ -332,8 +332,8 @@ class GroupExecutor:
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns all votes on the leader whose vote was the last, else nothing."""
-        vote = FinishVote(self._voting, self._journal, self._probe)
-        return vote.cast(action, self._digests.value, lacks_params=self.lacks_params)
+        digests, lacks_params = self._digests.value, self.lacks_params
+        return vote_to_finish(action, self._voting, self._journal, self._probe, digests, lacks_params=lacks_params)
 
     def _hold_params(self, step: int) -> None:
         self.num_steps = step

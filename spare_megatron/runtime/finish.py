@@ -10,46 +10,48 @@ from spare_megatron.runtime.probe import RankProbe
 from spare_megatron.runtime.voting import Voting
 
 
-class FinishVote:
-    """Casts it. Only the leader has something to say.
+def vote_to_finish(
+    action: AttemptFinish,
+    voting: Voting,
+    journal: JournalWriter,
+    probe: RankProbe,
+    digests: Digests,
+    *,
+    lacks_params: bool,
+) -> list[Event]:
+    """Votes on whether the run can end. Only the leader has something to say.
 
     Args:
+        action: What is voted on.
         voting: The group's voice.
         journal: The rank's journal.
         probe: Told what the rank is about.
+        digests: What the vote says of the group's state.
+        lacks_params: Whether parameters of the group are those of an earlier step.
+
+    Returns:
+        On the leader whose vote was the last, all votes; else nothing.
     """
-
-    def __init__(self, voting: Voting, journal: JournalWriter, probe: RankProbe) -> None:
-        self._voting = voting
-        self._journal = journal
-        self._probe = probe
-
-    def cast(self, action: AttemptFinish, digests: Digests, *, lacks_params: bool) -> list[Event]:
-        """Votes on whether the run can end.
-
-        Returns:
-            On the leader whose vote was the last, all votes; else nothing.
-        """
-        agreement = self._voting.agreement
-        if not agreement.is_leader:
-            return []
-        member = agreement.member
-        record = VoteRecord(
-            group=member.group,
-            step=action.step,
-            attempt=action.attempt,
-            is_complete=not lacks_params,
-            work_digest=digest_of_work([]),
-            incarnation=member.incarnation,
-        )
-        self._journal.write(record)
-        vote = Vote(
-            is_complete=not lacks_params,
-            plan_digest=action.plan_digest,
-            params_digest=digests.params,
-            lacks_params=lacks_params,
-            slice_digests=digests.slices,
-        )
-        with self._probe.during(Operation.VOTE):
-            cast = self._voting.vote(action.attempt, vote, action.voters)
-            return [votes for votes in (cast, self._voting.confirm()) if votes is not None]
+    agreement = voting.agreement
+    if not agreement.is_leader:
+        return []
+    member = agreement.member
+    record = VoteRecord(
+        group=member.group,
+        step=action.step,
+        attempt=action.attempt,
+        is_complete=not lacks_params,
+        work_digest=digest_of_work([]),
+        incarnation=member.incarnation,
+    )
+    journal.write(record)
+    vote = Vote(
+        is_complete=not lacks_params,
+        plan_digest=action.plan_digest,
+        params_digest=digests.params,
+        lacks_params=lacks_params,
+        slice_digests=digests.slices,
+    )
+    with probe.during(Operation.VOTE):
+        cast = voting.vote(action.attempt, vote, action.voters)
+        return [votes for votes in (cast, voting.confirm()) if votes is not None]

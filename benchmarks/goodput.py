@@ -4,7 +4,9 @@ All train the same model on the same data with the same code, and each kill stri
 the same step, if it is there. torchft's groups are started again at once, as ours are, and from a process that has
 imported all they need, as ours are; those of NVIDIA's in-process restart stay away. The useful time is what the
 microbatches in committed sums would have taken without any kill, so that a step that lacks a group counts for less;
-goodput is that over the wall time from the first commit to the last.
+goodput is that over the wall time from the first commit to the last. By the quiet steps of all runs it holds a way's
+own overhead against it, and the machine's speed of the minute, too; by each run's own, before its first kill, it leaves
+both out, and `peers/fault_free.py` measures the overhead.
 """
 
 import argparse
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.goodput_plot import plot_goodput
 from benchmarks.origin import origin
-from benchmarks.outcomes import FIRST_KILL, Commit, Outcome, commits_of, outcome_of
+from benchmarks.outcomes import Commit, Outcome, commits_of, outcome_of
 from benchmarks.peers.environment import ROOT, peer_python
 from benchmarks.peers.history import events_of_journal, spread
 from benchmarks.peers.peer_run import NvrxTimes, TorchftTimes, run_peer
@@ -52,6 +54,8 @@ WAYS: dict[str, list[str]] = {
     "checkpoint_only": ["spare.redundancy=1", "spare.rejoins=0"],
     **{peer: [] for peer in PEERS},
 }
+STEPS_AFTER = 10
+"""The fewest after the last kill."""
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE)
 
 
@@ -93,12 +97,12 @@ def _kills(options: argparse.Namespace, run: int) -> list[str]:
     """Exponential times in steps from kill to kill. At most one group is left out, so that every way can go on."""
     draw = np.random.default_rng(run)
     victims = draw.permutation(4)
-    kills, step = [], float(FIRST_KILL)
+    kills, step = [], float(options.quiet_steps)
     for number in range(options.kills):
         step += 1.0 + draw.exponential(options.mean_steps)
         phase = PHASES[draw.integers(len(PHASES))]
         kills.append(f'{{phase="{phase}", step={int(step)}, group={victims[number % 3]}, rank=0}}')
-    if step >= options.steps - FIRST_KILL:
+    if step >= options.steps - STEPS_AFTER:
         raise SystemExit(f"--steps {options.steps} is too short, the last kill is at step {int(step)}; raise it")
     return kills
 
@@ -158,12 +162,14 @@ def summarize(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     goodputs = {
         way: [run.outcome.counted * quiet_s / run.outcome.wall_s for run in found] for way, found in runs.items()
     }
+    own = {way: [run.outcome.goodput_by_own_steps for run in found] for way, found in runs.items()}
     ours = statistics.median(goodputs[OURS]) if OURS in goodputs else None
     return {
         "quiet_step_s": quiet_s,
         "ways": {
             way: {
                 "goodput": spread(goodputs[way]),
+                "goodput_by_own_steps": spread(own[way]),
                 "ratio": None if ours is None else ours / statistics.median(goodputs[way]),
                 "kills": sum(len(run.outcome.to_commit_s) for run in found),
                 **{
@@ -177,6 +183,7 @@ def summarize(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
                     )
                 },
                 "goodputs": goodputs[way],
+                "goodputs_by_own_steps": own[way],
                 "outcomes": [asdict(run.outcome) for run in found],
             }
             for way, found in runs.items()
@@ -188,6 +195,7 @@ def summarize(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 def print_table(result: dict[str, Any]) -> None:
     columns = (
         "goodput",
+        "by its own steps",
         "ours over it",
         "kills",
         "step",
@@ -198,7 +206,7 @@ def print_table(result: dict[str, Any]) -> None:
     )
     print(f"{'':16}" + "".join(f"{column:>21}" for column in columns))
     for way, found in result["ways"].items():
-        row = ["{median:.1%} ({min:.1%}, {max:.1%})".format(**found["goodput"])]
+        row = ["{median:.1%} ({min:.1%}, {max:.1%})".format(**found[of]) for of in ("goodput", "goodput_by_own_steps")]
         row += ["" if found["ratio"] is None else f"{found['ratio']:.2f}", str(found["kills"])]
         for name in ("quiet_s", "to_commit_s", "longest_gap_s", "pause_s"):
             of = found[name]
@@ -217,6 +225,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of each kind, each with kills of its own")
     parser.add_argument("--steps", type=int, default=300, help="steps of each run")
     parser.add_argument("--kills", type=int, default=6, help="kills in each run")
+    parser.add_argument("--quiet-steps", type=int, default=20, help="steps before the first kill can come")
     parser.add_argument("--mean-steps", type=float, default=30.0, help="mean number of steps from kill to kill")
     parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

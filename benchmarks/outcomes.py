@@ -9,9 +9,6 @@ from itertools import pairwise
 
 from benchmarks.peers.history import NUM_WARMUP, Event
 
-FIRST_KILL = 10
-"""Steps before the first kill, whose median is the time of a step without kills."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
@@ -52,6 +49,11 @@ class Outcome:
     pause_s: list[float]
     thrown_away: int
 
+    @property
+    def goodput_by_own_steps(self) -> float:
+        """Useful time over wall time, useful being what the counted microbatches take by this run's quiet steps."""
+        return self.counted * self.quiet_s / self.wall_s
+
 
 def commits_of(events: Sequence[Event], per_step: int) -> list[Commit]:
     """The commits in the order of their steps; `per_step` microbatches make a whole one."""
@@ -73,14 +75,15 @@ def outcome_of(events: Sequence[Event], per_step: int) -> Outcome:
         per_step: Microbatches of a whole step.
     """
     commits = commits_of(events, per_step)
-    quiet = [later.at_s - earlier.at_s for earlier, later in pairwise(commits[NUM_WARMUP:FIRST_KILL])]
-    quiet_s = statistics.median(quiet)
+    faults = [event for event in events if event.kind == "fault"]
+    quiet = [commit for commit in commits[NUM_WARMUP:] if not faults or commit.at_s < faults[0].at_s]
+    quiet_s = statistics.median(later.at_s - earlier.at_s for earlier, later in pairwise(quiet))
     ended = {(event.group, event.step) for event in events if event.kind == "committed"}
     joined = {event.step for event in events if event.kind == "joined" and (event.group, event.step) in ended}
     took_s = {later.step: later.at_s - earlier.at_s for earlier, later in pairwise(commits)}
     at_s = [commit.at_s for commit in commits]
     to_commit_s, longest_gap_s = [], []
-    for fault in [event for event in events if event.kind == "fault"]:
+    for fault in faults:
         behind = max(bisect_left(at_s, fault.at_s), bisect_left(commits, fault.step, key=lambda commit: commit.step))
         to_commit_s.append(at_s[behind] - fault.at_s)
         longest_gap_s.append(max(took_s[commit.step] for commit in commits[behind : behind + 2]))

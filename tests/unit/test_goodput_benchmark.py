@@ -129,10 +129,11 @@ def test_our_journal_tells_of_returns_and_of_work_done_again(tmp_path: Path) -> 
     assert events == [*step, *step, ("joined", 1, 4, 0)]
 
 
-def run_of(goodput: float) -> Run:
-    """One whose steps take 0.2 s without kills."""
+def run_of(goodput: float, slowness: float = 1.0) -> Run:
+    """One whose steps take 0.2 s without kills, all of it so many times as long."""
     outcome = outcome_of(recorded(), 4)
-    return Run(outcome=replace(outcome, wall_s=outcome.counted * 0.2 / goodput), commits=commits_of(recorded(), 4))
+    slow = replace(outcome, wall_s=outcome.counted * 0.2 / goodput * slowness, quiet_s=0.2 * slowness)
+    return Run(outcome=slow, commits=commits_of(recorded(), 4))
 
 
 def test_goodputs_are_put_beside_ours_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +142,7 @@ def test_goodputs_are_put_beside_ours_and_drawn(tmp_path: Path, capsys: pytest.C
     assert result["ways"]["torchft"]["ratio"] == pytest.approx(2.0)
     assert result["ways"][OURS]["kills"] == 6
     assert result["ways"][OURS]["to_commit_s"]["max"] == pytest.approx(1.5)
+    assert result["ways"]["torchft"]["goodputs_by_own_steps"] == pytest.approx([0.4])
     print_table(result)
     assert "40.0%" in capsys.readouterr().out
     curve = [Commit(step=step, at_s=float(step), share=1.0) for step in range(3)]
@@ -148,9 +150,16 @@ def test_goodputs_are_put_beside_ours_and_drawn(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_slow_minute_is_in_one_goodput_and_not_in_the_other() -> None:
+    found = summarize({OURS: [run_of(0.9), run_of(0.9, slowness=1.5), run_of(0.9)]})["ways"][OURS]
+    assert found["goodputs"] == pytest.approx([0.9, 0.6, 0.9])
+    assert found["goodputs_by_own_steps"] == pytest.approx([0.9, 0.9, 0.9])
+
+
 def options(**changed: object) -> argparse.Namespace:
     given = {
         "steps": 60,
+        "quiet_steps": 10,
         "kills": 4,
         "mean_steps": 5.0,
         "save_every": 20,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.compare import FAULTS, HIT_STEP, configure, summarize
+from benchmarks.peers.fault_free import summarize as summarize_fault_free
 from benchmarks.peers.history import Event, cost_of, events_of_journal, read_events
 from spare_megatron.faults.trace import resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
@@ -159,3 +160,15 @@ def test_a_run_is_hit_as_its_fault_says_and_each_group_in_turn(fault: str) -> No
         assert len({hit.group for hit in trace}) == num_hit
         groups.append(trace[0].group)
     assert groups == [0, 1, 2, 3]
+
+
+def test_a_step_without_faults_is_set_against_plain_megatrons_of_the_same_round() -> None:
+    found = {
+        "plain": [[0.1, 0.1, 9.0], [0.2, 0.2]],
+        "ours": [[0.11, 0.11], [0.2, 0.2]],
+        "torchft_1s": [[0.12], [0.3]],
+    }
+    result = summarize_fault_free(found)
+    assert result["over_plain"]["ours"]["rounds"] == pytest.approx([1.1, 1.0])
+    assert result["over_plain"]["torchft_1s"]["median"] == pytest.approx(1.35)
+    assert result["ratio"] == pytest.approx(1.05)

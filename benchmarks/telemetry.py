@@ -1,14 +1,16 @@
 """What telemetry costs a step: every sink and the spans of all ranks, on and off in turn within one run.
 
-Blocks of steps with it and without it follow each other as on, off, off, on, so that what drifts is in both. The steps
-at the beginning of a block are left out: sinks may still be at what came before. With `--hanging` there is one more
-sink, which never comes back from the first step that it is told. Also: what 100,000 steps leave in the memory of the
-process that tells them to the sinks.
+Pairs of steps with it and without it follow each other as on, off, off, on, so that what drifts is in both: the longer
+the blocks, the more of the machine's own moods is in a ratio. What sinks do later in threads and processes of their own
+may fall into any step; so the processor time of a step that is told to all of them is measured apart, and put beside
+that of a step. With `--hanging` there is one more sink, which never comes back from the first step that it is told.
+Also: what 100,000 steps leave in the memory of the process that tells them to the sinks.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -40,7 +42,10 @@ from spare_megatron.runtime.reports import MetricsLost, StepCommitted
 from spare_megatron.runtime.spec import RankSpec
 from spare_megatron.runtime.telemetry import Telemetry, open_sinks
 
-BLOCK_STEPS, SETTLING_STEPS = 16, 4
+BLOCK_STEPS = 2
+ROUND_STEPS = 4 * BLOCK_STEPS
+"""On, off, off, on."""
+NUM_WARMUP = 4 * ROUND_STEPS
 MOST_WAITING = 1000
 SINKS = ("tensorboard", "wandb")
 
@@ -86,7 +91,7 @@ def run_gated_rank(spec: RankSpec, reports: Connection) -> None:
 
 
 def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
-    """Medians of the steps of neighbouring blocks, with telemetry over without; one sink more hangs, if asked for."""
+    """Steps with telemetry over those without, round by round; one sink more hangs, if asked for."""
     left_behind: list[str] = []
 
     def open_all(*arguments: Any) -> list[Sink]:
@@ -112,45 +117,62 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
             if isinstance(line.record, UpdateRecord) and line.record.group == 0
         ]
     step_s = {step: at_s - before_s for (_, before_s), (step, at_s) in pairwise(sorted(told))}
-    ratios = []
-    for first in range(2 * BLOCK_STEPS, config.train.steps - 2 * BLOCK_STEPS + 1, 2 * BLOCK_STEPS):  # two warm up
-        pair_s = {is_on(begin): _typical(step_s, begin) for begin in (first, first + BLOCK_STEPS)}
-        ratios.append(pair_s[True] / pair_s[False])
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5
-    return {
-        "ratio": statistics.fmean(ratios),
-        "ratio_ci95": 1.96 * error,
-        "ratio_median": statistics.median(ratios),
-        "pairs": len(ratios),
-        "step_s": statistics.median(step_s.values()),
-        "wall_s": wall_s,
-    }
+    return {**ratio_of(step_s), "step_s": statistics.median(step_s.values()), "wall_s": wall_s}
 
 
-def _typical(step_s: Mapping[int, float], first: int) -> float:
-    return statistics.median(step_s[step] for step in range(first + SETTLING_STEPS, first + BLOCK_STEPS))
+def ratio_of(step_s: Mapping[int, float]) -> dict[str, Any]:
+    """Steps with telemetry over those without: the mean over whole rounds after the warm-up, and how sure it is.
+
+    Args:
+        step_s: Seconds of every step but the first.
+    """
+    logs = [_log_ratio(step_s, first) for first in range(NUM_WARMUP, max(step_s) - ROUND_STEPS + 2, ROUND_STEPS)]
+    error = statistics.stdev(logs) / len(logs) ** 0.5
+    return {"ratio": math.exp(statistics.fmean(logs)), "ratio_ci95": 1.96 * error, "rounds": len(logs)}
+
+
+def _log_ratio(step_s: Mapping[int, float], first: int) -> float:
+    """Logarithm of the geometric mean of a round's steps with telemetry over that of those without."""
+    logs = {step: math.log(step_s[step]) for step in range(first, first + ROUND_STEPS)}
+    return statistics.fmean(logs[step] for step in logs if is_on(step)) - statistics.fmean(
+        logs[step] for step in logs if not is_on(step)
+    )
 
 
 def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
     """Resident memory of a process that tells so many steps to every sink: after a tenth of them, and what came on top.
 
-    It waits for the sinks, so that nothing is dropped.
+    It waits for the sinks, so that nothing is dropped. The processor time is that of all steps but the first tenth, of
+    the sinks' own processes, too.
     """
     process, lost = psutil.Process(), []
     with tempfile.TemporaryDirectory() as scratch:
         sinks = open_sinks(config, Path(scratch), lost.append)
         telemetry = Telemetry(config, sinks)
-        began_s, before = time.monotonic(), 0
+        began_s, before, spent_before_s = time.monotonic(), 0, 0.0
         for step in range(num_steps):
             telemetry.take(_committed(step))
             while any(isinstance(sink, DetachedSink) and sink._waiting.qsize() > MOST_WAITING for sink in sinks):
                 time.sleep(0.001)
             if step == num_steps // 10:
-                before = process.memory_info().rss
+                before, spent_before_s = process.memory_info().rss, _processor_s(process)
+        processor_s = (_processor_s(process) - spent_before_s) / (num_steps - 1 - num_steps // 10)
         grown = process.memory_info().rss - before
         spent_s = time.monotonic() - began_s
         telemetry.close()
-    return {"memory_bytes": before, "memory_growth_bytes": grown, "told_s": spent_s, "lost": [str(one) for one in lost]}
+    return {
+        "memory_bytes": before,
+        "memory_growth_bytes": grown,
+        "told_s": spent_s,
+        "told_processor_s": processor_s,
+        "lost": [str(one) for one in lost],
+    }
+
+
+def _processor_s(process: psutil.Process) -> float:
+    """What it and the processes under it have had so far."""
+    spent = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(times.user + times.system for times in spent)
 
 
 def _committed(step: int) -> StepCommitted:

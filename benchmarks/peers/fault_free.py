@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting")
     parser.add_argument("--runs", type=int, default=5, help="rounds, with a run of each way")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=["torchft_1s", "nvrx_100ms"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=["torchft_1s", "nvrx_1s"])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.steps < NUM_WARMUP + 2:

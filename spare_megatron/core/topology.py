@@ -64,6 +64,15 @@ class Layout:
         """The node of a rank."""
         return (group * self.ranks_per_group + rank) // self.ranks_per_node
 
+    def is_first_on_node(self, group: GroupId, rank: int) -> bool:
+        """Whether no rank before this one of its group is on the same node.
+
+        >>> layout = Layout(num_groups=1, pipeline_parallel=4, num_nodes=2)
+        >>> [layout.is_first_on_node(GroupId(0), rank) for rank in range(4)]
+        [True, False, True, False]
+        """
+        return rank == 0 or self.node_of(group, rank) != self.node_of(group, rank - 1)
+
     def nodes_of(self, group: GroupId) -> list[int]:
         """The nodes that have a rank of a group, ascending.
 

@@ -179,6 +179,10 @@ class FaultRecord:
     kind: str
 
 
+LOST_A_PEER = "lost a peer in its group"
+"""Cause of a loss that shows on one rank where another one of its group is at fault."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRecord:
     """A group found lost, by the supervisor of its node or by those that watch that node; rank -1 is the node."""

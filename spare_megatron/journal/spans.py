@@ -1,13 +1,24 @@
 """What ranks spent their time on around an event: `RUN_DIR/timeline`, a file for each node."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from spare_megatron.journal.files import AppendingFile
 
 FOLDER = "timeline"
+
+RecoveryStage = Literal["agree", "patch", "rebuild", "reduce"]
+"""What `RecoveryRecord` tells the seconds of."""
+RECOVERY_NAMES: Mapping[RecoveryStage, str] = {
+    "agree": "recovery: agree",
+    "patch": "recovery: patch",
+    "rebuild": "recovery: rebuild",
+    "reduce": "recovery: reduce",
+}
+"""Names of the spans of a recovery's stages. They begin and end in the middle of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +26,8 @@ class Span:
     """Something that a rank's main thread did.
 
     Attributes:
-        name: What: an operation of `core.liveness`, or the forward or backward pass of a microbatch.
+        name: What: an operation of `core.liveness`, the forward or backward pass of a microbatch, or a stage of a
+            recovery.
         step: The step.
         began_s: When, on the monotonic clock of the rank's machine.
         ended_s: When it ended.
@@ -52,11 +64,16 @@ class RankSpans:
     spans: Sequence[Span]
 
 
+def spans_file(run_dir: Path, node: int) -> Path:
+    """Where the spans of a node's ranks are."""
+    return run_dir / FOLDER / f"node-{node:04d}.jsonl"
+
+
 class SpansFile(AppendingFile):
     """Appends what the ranks of one node did."""
 
     def __init__(self, run_dir: Path, node: int) -> None:
-        super().__init__(run_dir / FOLDER / f"node-{node:04d}.jsonl")
+        super().__init__(spans_file(run_dir, node))
 
     def write(self, spans: RankSpans) -> None:
         rows = [

@@ -11,6 +11,7 @@ from spare_megatron.journal.events import Event, event_of_entry, event_of_record
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.records import (
+    LOST_A_PEER,
     CadenceRecord,
     ContributionRecord,
     EndRecord,
@@ -146,7 +147,8 @@ class Standing:
         found_s, known = self._losses[life]
         pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
         is_given_up = known.is_given_up or record.is_given_up
-        self._losses[life] = min(found_s, at_s), replace(known, is_given_up=is_given_up, pending=pending)
+        culprit = record if known.cause == LOST_A_PEER else known  # the rank at fault may stand on another node
+        self._losses[life] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
         return is_given_up and not known.is_given_up
 
     def _note(self, event: Event | None) -> None:

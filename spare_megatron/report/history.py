@@ -80,6 +80,7 @@ class Loss:
     Attributes:
         found_s: When, as in `Steps`.
         group: The group.
+        rank: The one that did not arrive; -1 if its whole node is lost.
         cause: What was found.
         pending: What its ranks were about, as far as that is known.
         is_given_up: It stays away.
@@ -87,6 +88,7 @@ class Loss:
 
     found_s: float
     group: int
+    rank: int
     cause: str
     pending: str
     is_given_up: bool
@@ -178,6 +180,7 @@ def _loss(record: LossRecord, found_s: float) -> Loss:
     return Loss(
         found_s=found_s,
         group=record.group,
+        rank=record.rank,
         cause=record.cause,
         pending=", ".join(f"rank {item['rank']}: {item['operation']}" for item in record.pending),
         is_given_up=record.is_given_up,

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import EntryRecord, LossRecord
-from spare_megatron.journal.spans import RankSpans, Span
+from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span
 
 Event = dict[str, Any]
 
 _MICRO = 1e6
 _FIRST_THREAD, _MOST_RANKS = 10_000_000, 10_000
+_RECOVERY = _MOST_RANKS - 1
+"""The place of the group's recoveries, whose stages would overlap with what a rank did."""
 
 
 class _Placed(NamedTuple):
@@ -30,7 +32,7 @@ class _Placed(NamedTuple):
 
 
 def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None = None) -> dict[str, Any]:
-    """The trace: a process for each group, a thread for each of its ranks.
+    """The trace: a process for each group, a thread for each of its ranks, and one for its recoveries.
 
     Args:
         ranks: What the ranks did.
@@ -53,7 +55,7 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
     ]
     placed.sort(key=lambda one: (one.began_us, -one.ended_us))  # what is around a span comes before it
     events = [_complete(one) for one in placed]
-    events += _names(part for part, _ in chosen)
+    events += _names(chosen)
     events += _flows(placed)
     events += _losses(journal, origin_s, max(one.ended_us for one in placed))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -101,15 +103,21 @@ def _complete(placed: _Placed) -> Event:
     return {
         "name": span.name,
         "ph": "X",
-        **_place(part.group, part.rank),
+        **_place(part.group, _RECOVERY if _is_recovery(span) else part.rank),
         "ts": placed.began_us,
         "dur": placed.ended_us - placed.began_us,
         "args": arguments,
     }
 
 
-def _names(parts: Iterable[RankSpans]) -> Iterator[Event]:
-    for group, rank, stage in sorted({(part.group, part.rank, part.stage) for part in parts}):
+def _is_recovery(span: Span) -> bool:
+    return span.name in RECOVERY_NAMES.values()
+
+
+def _names(chosen: Sequence[tuple[RankSpans, Span]]) -> Iterator[Event]:
+    for group in sorted({part.group for part, span in chosen if _is_recovery(span)}):
+        yield {"name": "thread_name", "ph": "M", **_place(group, _RECOVERY), "args": {"name": "recovery"}}
+    for group, rank, stage in sorted({(part.group, part.rank, part.stage) for part, _ in chosen}):
         if rank == 0:
             yield {"name": "process_name", "ph": "M", **_place(group, rank), "args": {"name": f"group {group}"}}
         name = {"name": f"rank {rank}, stage {stage}"}

@@ -1,6 +1,7 @@
 """Why a rank ended, for people and for the fence."""
 
 from spare_megatron.faults.injection import InjectedFault
+from spare_megatron.journal.records import LOST_A_PEER
 from spare_megatron.runtime.processes import describe_exit
 from spare_megatron.runtime.reports import ExitCode
 
@@ -8,7 +9,7 @@ LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
 """Ends that all groups come to by themselves: no reason to fence anybody."""
 
 _CAUSES: dict[int, str] = {
-    ExitCode.GROUP_BROKEN: "lost a peer in its group",
+    ExitCode.GROUP_BROKEN: LOST_A_PEER,
     ExitCode.JOIN_FAILED: "could not take the state over; its log says why",
     ExitCode.FENCED: "found itself fenced; the log entry says why",
     ExitCode.STORE_LOST: "lost the control store",

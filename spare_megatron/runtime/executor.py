@@ -25,6 +25,7 @@ from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, Record, RecoveryRecord
+from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced
 from spare_megatron.runtime.finish import vote_to_finish
@@ -56,7 +57,8 @@ class GroupExecutor:
         transfer: For groups that come back.
         start_over: For groups that start again after a wipe-out.
         join_timeout_s: How long one that comes back waits for the others to confirm its state.
-        report: Tells the supervisor of a committed step.
+        report: Tells the supervisor of what the group takes part in.
+        tells_steps: Whether this rank tells it of committed steps, too.
         probe: Told what the rank is about.
         digests: Of the group's state, for comparisons.
         saves: Checkpoints and snapshots.
@@ -75,6 +77,7 @@ class GroupExecutor:
         start_over: StartOver,
         join_timeout_s: float,
         report: Callable[[StepCommitted | GroupRejoined | GroupRestarted], None],
+        tells_steps: bool,
         probe: RankProbe,
         digests: StateDigests,
         saves: GroupSaves,
@@ -90,11 +93,11 @@ class GroupExecutor:
         self._transfer = transfer
         self._start_over = start_over
         self._join_timeout_s = join_timeout_s
-        self._report = report
+        self._report, self._tells_steps = report, tells_steps
         self._probe = probe
         self._digests = digests
         self.saves = saves
-        self._clock = RecoveryClock(self._group)
+        self._clock = RecoveryClock(self._group, self._recovered)
         self._step: StepUnderWay | None = None
         self._head = 0
         self.num_steps = 0  # that the parameters hold
@@ -282,7 +285,7 @@ class GroupExecutor:
         if not self.lacks_params:
             self._hold_params(step + 1)
         split_s = self._probe.take_split()
-        if self._agreement.is_leader:
+        if self._tells_steps:
             self._report(
                 self._now.report(
                     self._group, result, step_s=step_s, split_s=split_s, head=self._head, recoveries=recoveries
@@ -364,6 +367,11 @@ class GroupExecutor:
         for record in ended:
             self._write_if_leader(record)
         return ended
+
+    def _recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
+        """What a recovery has spent time on shows in the timeline, of a group once."""
+        if self._agreement.is_leader:
+            self._probe.recovered(stage, began_s, ended_s)
 
     def _write_if_leader(self, record: Record) -> None:
         if self._agreement.is_leader:

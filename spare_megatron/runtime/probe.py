@@ -6,6 +6,7 @@ from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.faults.injection import Injector
+from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.runtime.beacon import Beacon
 
 
@@ -44,6 +45,10 @@ class RankProbe:
 
     def backward(self, microbatch: Microbatch) -> None:
         self._beacon.spans.backward(microbatch)
+
+    def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
+        """The group's recovery from a loss has spent this time on a stage, by the monotonic clock."""
+        self._beacon.spans.recovered(stage, began_s, ended_s)
 
     def compute_s(self) -> float:
         """Seconds of the forward and backward passes of the step so far; of a rank with a GPU, waits for them."""

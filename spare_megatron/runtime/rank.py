@@ -22,7 +22,7 @@ from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import FaultRecord
+from spare_megatron.journal.records import LOST_A_PEER, FaultRecord
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.agreement import Fenced, GroupAgreement, GroupBroken
@@ -126,6 +126,7 @@ class _Rank:
         self._journal = JournalWriter(spec.run_dir, spec.name, writing=self._beacon.writing)
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
+        self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
         self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
         self._executor: GroupExecutor | None = None
 
@@ -203,6 +204,7 @@ class _Rank:
             start_over=self._start_over,
             join_timeout_s=config.reduce.timeout_s,
             report=self._reports.send,
+            tells_steps=self._is_first_on_node,
             probe=self._probe,
             digests=self._build_digests(agreement),
             saves=keeping.saves(self._journal, self._reports.send, reduction.save_ends.append),
@@ -340,11 +342,6 @@ class _Rank:
         if self._is_first_on_node:
             self._reports.send(RanksReady(group=self._spec.group))
 
-    @property
-    def _is_first_on_node(self) -> bool:
-        layout, group, rank = self._spec.config.parallel, self._spec.group, self._spec.rank
-        return rank == 0 or layout.node_of(group, rank) != layout.node_of(group, rank - 1)
-
     def _stopped(self, stop: Stop) -> ExitCode:
         if isinstance(stop, FinishRun):
             return ExitCode.FINISHED
@@ -359,7 +356,7 @@ class _Rank:
     def _broken(self, error: Exception) -> ExitCode:
         """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""
         say(error)
-        reason = f"rank {self._spec.rank} lost a peer in its group"
+        reason = f"rank {self._spec.rank} {LOST_A_PEER}"
         try:
             fence(self._log, self._spec.member, reason, self._controller.head)
         except StoreLost as lost:

@@ -1,13 +1,15 @@
 """Where the time of a recovery goes, as one group spends it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.records import RecoveryRecord
+from spare_megatron.journal.spans import RecoveryStage
 
-Stage = Literal["agree", "patch", "rebuild", "reduce"]
+Listener = Callable[[RecoveryStage, float, float], None]
+"""Told of time that a recovery has spent on a stage, from one monotonic time to another."""
 
 
 @dataclass(slots=True)
@@ -17,15 +19,18 @@ class _Recovery:
     noticed_at_s: float
     lost: list[GroupId]
     lap_from_s: float
+    listener: Listener
     num_patched: int = 0
     is_agreeing: bool = True
     has_communicator: bool = False
-    spent_s: dict[Stage, float] = field(default_factory=dict)
+    spent_s: dict[RecoveryStage, float] = field(default_factory=dict)
 
-    def lap(self, stage: Stage, until_s: float) -> None:
+    def lap(self, stage: RecoveryStage, until_s: float) -> None:
         """What has passed since the last lap was spent on this stage."""
-        self.spent_s[stage] = self.spent_s.get(stage, 0.0) + max(0.0, until_s - self.lap_from_s)
-        self.lap_from_s = max(until_s, self.lap_from_s)
+        if until_s > self.lap_from_s:
+            self.spent_s[stage] = self.spent_s.get(stage, 0.0) + until_s - self.lap_from_s
+            self.listener(stage, self.lap_from_s, until_s)
+            self.lap_from_s = until_s
 
 
 class RecoveryClock:
@@ -34,10 +39,15 @@ class RecoveryClock:
     A recovery is over when its step is committed and the new communicator is there, whichever comes last: after a
     loss that cost no sum, the communicator is only needed by the next step. If another group is lost before that, the
     communicator never comes.
+
+    Args:
+        group: The group.
+        listener: Told of each stage.
     """
 
-    def __init__(self, group: GroupId) -> None:
+    def __init__(self, group: GroupId, listener: Listener) -> None:
         self._group = group
+        self._listener = listener
         self._computed_at_s = 0.0
         self._open: _Recovery | None = None
         self._without_communicator: _Recovery | None = None  # committed
@@ -56,7 +66,12 @@ class RecoveryClock:
         self._without_communicator = None
         if self._open is None:
             self._open = _Recovery(
-                step=step, computed_at_s=self._computed_at_s, noticed_at_s=time.time(), lost=[], lap_from_s=now_s
+                step=step,
+                computed_at_s=self._computed_at_s,
+                noticed_at_s=time.time(),
+                lost=[],
+                lap_from_s=now_s,
+                listener=self._listener,
             )
         elif not self._open.is_agreeing:
             self._open.lap("reduce", now_s)

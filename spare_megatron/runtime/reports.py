@@ -79,7 +79,10 @@ class GroupRestarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted:
-    """A step is committed and applied; sent by every leader."""
+    """A step is committed and applied.
+
+    Sent by a group's first rank on every node, told on by the node of its leader.
+    """
 
     group: GroupId
     step: int
@@ -90,7 +93,7 @@ class StepCommitted:
     makespan: int
     step_s: float
     split_s: Mapping[Operation, float]
-    """What the leader's main thread spent its time on since it last told."""
+    """What the rank's main thread spent its time on since it last told."""
     head: int
     """Log entries the group has folded."""
     epoch: int

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from spare_megatron.core.liveness import OPERATIONS, Operation
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.journal.spans import Span
+from spare_megatron.journal.spans import RECOVERY_NAMES, RecoveryStage, Span
 from spare_megatron.runtime.pass_times import PassTimes
 
 NUM_SPANS = 4096
@@ -21,7 +21,7 @@ NUM_SPANS = 4096
 
 FORWARD = "forward"
 BACKWARD = "backward"
-NAMES = (*map(str, OPERATIONS), FORWARD, BACKWARD)
+NAMES = (*map(str, OPERATIONS), FORWARD, BACKWARD, *RECOVERY_NAMES.values())
 
 _CODES = {name: code for code, name in enumerate(NAMES)}
 _OPERATION_CODES = {operation: _CODES[str(operation)] for operation in OPERATIONS}
@@ -66,8 +66,9 @@ def read_spans(ring: Ring, first: int) -> tuple[list[Span], int]:
 class SpanRecorder:
     """The writing end, for the rank's main thread.
 
-    A span may lie inside another one. The backward pass of a microbatch runs inside Megatron's schedule, where only its
-    beginning shows: it ends when the main thread turns to something else.
+    A span may lie inside another one; that of a recovery's stage overlaps with others. The backward pass of a
+    microbatch runs inside Megatron's schedule, where only its beginning shows: it ends when the main thread turns to
+    something else.
     """
 
     def __init__(self, ring: Ring, passes: PassTimes) -> None:
@@ -101,6 +102,10 @@ class SpanRecorder:
         """The backward pass of a microbatch begins."""
         self._backward = (microbatch, self._turn())
         self.passes.begin()
+
+    def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
+        """A span of a stage of a recovery, by the monotonic clock."""
+        self._add(_CODES[RECOVERY_NAMES[stage]], began_s, ended_s, None)
 
     def _turn(self) -> float:
         """The main thread turns to something else: the time."""

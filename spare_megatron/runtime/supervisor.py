@@ -195,8 +195,6 @@ class Supervisor:
                 self._rank_watch.begin(group)
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._restarts.admitted(member.group)
-                if self._ranks.pipes[pipe][1] > 0:
-                    return True  # its leader tells, perhaps on another node
             case RestartAwaited():
                 self._restarts.wiped_out()
                 return True
@@ -206,6 +204,9 @@ class Supervisor:
             case FaultWanted():
                 self._faults.inflict(report)
                 return True
+        if isinstance(report, StepCommitted | GroupRejoined | GroupRestarted) and self._ranks.pipes[pipe][1] > 0:
+            self._timeline.take(report)
+            return True  # its leader tells, perhaps on another node
         self._driver.tell(report)
         return True
 

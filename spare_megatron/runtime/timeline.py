@@ -46,17 +46,17 @@ class Timeline:
         self._machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._kept: dict[RankKey, _Kept] = {}
         self._step = -1
-        self._num_alive = layout.num_groups
+        self._epoch = 0
         self._first_step = 0
         self._due_at: int | None = None
 
     def take(self, report: object) -> None:
         """What happened on the node, before it has consequences."""
         match report:
-            case StepCommitted(step=step, num_alive=num_alive):
-                if num_alive != self._num_alive:  # here or on another node
+            case StepCommitted(step=step, epoch=epoch):
+                if epoch > self._epoch:  # groups were lost or came back, here or on another node
                     self._open()
-                self._step, self._num_alive = step, num_alive
+                self._step, self._epoch = step, epoch
                 if self._due_at is not None and step >= self._due_at:
                     self._write_all()
             case GroupLost(group=group):
@@ -107,7 +107,8 @@ class Timeline:
         if kept is None or kept.page is not page:
             kept = self._kept[key] = _Kept(page)
         spans, kept.next = read_spans(page.ring, kept.next)
-        inside = [span for span in spans if span.step >= self._first_step]
+        # Stages of a recovery are known only later.
+        inside = sorted((span for span in spans if span.step >= self._first_step), key=lambda span: span.ended_s)
         if is_lost:
             inside.append(self._unfinished(key))
         if not inside:

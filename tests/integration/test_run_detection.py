@@ -17,6 +17,7 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.journal.follow import read_standing
 from spare_megatron.journal.paces import find_slowest
 from spare_megatron.journal.records import FaultRecord, LossRecord
+from spare_megatron.journal.spans import read_spans_of
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.pipeline import Item, LossFunction
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -141,12 +142,25 @@ def test_a_lost_node_costs_its_groups_and_nothing_else(text_corpus: Path, tmp_pa
 
 
 def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tmp_path: Path) -> None:
-    """Its node hears of the group's start from the first of the group's ranks that it has."""
+    """Its node hears of the group's start, and of its steps, from the first of the group's ranks that it has.
+
+    The last step ends only when a node without a leader has written down what its rank did around the loss.
+    """
     config = faulty(text_corpus, [at(Phase.BACKWARD, "stop", rank=1)], num_nodes=8)
-    run = complete_run(config, tmp_path / "run")
+    last = STEPS + 1
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=last + 1))
+    run = complete_run(config, tmp_path / "run", Watch(windows=frozenset({(last, 1)})))
     assert_masked(run)
     assert fenced_groups(run.journal) == {1}
     assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
+    (loss,) = history_of(read_standing(run.run_dir), "valid", now_s=0.0).losses
+    assert (loss.group, loss.rank) == (1, 1)
+    assert "no heartbeat" in loss.cause
+    parts = read_spans_of(run.run_dir)
+    before_the_end = next(part for part in parts if (part.group, part.rank) == (0, 1))
+    assert {2, 3} < {span.step for span in before_the_end.spans}
+    unfinished = {(part.group, part.rank) for part in parts for span in part.spans if span.name.startswith("lost in")}
+    assert unfinished == {(1, 0), (1, 1)}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")

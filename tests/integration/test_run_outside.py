@@ -15,19 +15,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from playwright.sync_api import Browser
+from typer.testing import CliRunner
 
+from spare_megatron.cli.main import app
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
-from spare_megatron.journal.records import LossRecord, RecoveryRecord, UpdateRecord
-from spare_megatron.journal.spans import RankSpans, Span, read_spans_of
+from spare_megatron.journal.records import LOST_A_PEER, LossRecord, RecoveryRecord, UpdateRecord
+from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, read_spans_of
 from spare_megatron.runtime.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.spans import BACKWARD, FORWARD
 from spare_megatron.runtime.telemetry import split_of_step
+from tests.integration.perfetto import loaded_in_perfetto
 from tests.integration.reference import assert_exact
+from tests.integration.test_report_browser import browser
 from tests.integration.watched_rank import Watch, watched_rank
-from tests.integration.whole_run import assert_masked, complete_run, kill, read_run, tiny_config
+from tests.integration.whole_run import Run, assert_masked, complete_run, kill, read_run, tiny_config
+
+__all__ = ["browser"]
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -69,27 +77,98 @@ class Killer:
         return pid
 
 
-def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(text_corpus: Path, tmp_path: Path) -> None:
-    """The kill falls on whatever the rank is doing at that time. Each group has a supervisor of its own."""
+@pytest.fixture(scope="module")
+def outlived(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One of whose ranks was killed, whatever it was doing at that time. Each group has a supervisor of its own."""
+    run_dir = tmp_path_factory.mktemp("outlived") / "run"
     config = tiny_config(text_corpus, LAYOUT, steps=60, cluster=ClusterConfig(device="cpu", num_nodes=3))
     killer = Killer((1, 1), step=2)
     watch = Watch(dump_steps=frozenset({0, 30, 59}))
-    start_run(config, tmp_path / "run", killer, rank_main=partial(watched_rank, watch))
+    start_run(config, run_dir, killer, rank_main=partial(watched_rank, watch))
     assert killer.has_struck
-    run = read_run(config, tmp_path / "run", killer.events)
+    return read_run(config, run_dir, killer.events)
+
+
+def test_a_rank_killed_from_outside_is_masked_like_any_other_loss(outlived: Run) -> None:
+    run = outlived
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
     assert [(record.group, record.cause) for record in run.journal.of(LossRecord)] in (
         [(1, "SIGKILL")],
-        [(1, "lost a peer in its group")],  # the other rank of the group was seen to end first
+        [(1, LOST_A_PEER)],  # the other rank of the group was seen to end first
     )
-    assert [event.group for event in killer.events if isinstance(event, GroupLost)] == [1]
+    assert [event.group for event in run.events if isinstance(event, GroupLost)] == [1]
     assert {r.group for r in run.journal.of(UpdateRecord) if r.step == 59} == {0, 2}
     assert_exact(run, [0, 30, 59])
-    parts = read_spans_of(tmp_path / "run")
-    assert_timeline(parts, lost=1, num_microbatches=config.spare.microbatches_per_shard)
-    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    parts = read_spans_of(run.run_dir)
+    assert_timeline(parts, lost=1, num_microbatches=run.config.spare.microbatches_per_shard)
+    told = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert_spans_add_up(parts, told)
     assert_recovery(told, run.journal.of(RecoveryRecord))
+
+
+SPENT = """
+select process.name as process, thread.name as thread, slice.name as name,
+    extract_arg(slice.arg_set_id, 'args.step') as step, sum(slice.dur) / 1e9 as spent_s
+from slice join thread_track on slice.track_id = thread_track.id join thread using (utid) join process using (upid)
+group by process, thread, slice.name, step
+"""
+"""What each rank of each group spent on what, by steps, for Perfetto."""
+
+
+def test_perfetto_finds_the_recovery_of_a_run_and_what_its_journal_says_of_times(
+    browser: Browser, outlived: Run, tmp_path: Path
+) -> None:
+    told = CliRunner().invoke(app, ["timeline", str(outlived.run_dir), "--out", str(tmp_path / "trace.json")])
+    assert told.exit_code == 0, told.output
+    with loaded_in_perfetto(browser, tmp_path / "trace.json") as query:
+        rows = query(SPENT, "process", "thread", "name", "step", "spent_s")
+        marks = query("select name, dur from slice where name glob 'group * lost: *'", "name", "dur")
+    (loss,) = outlived.journal.of(LossRecord)
+    assert marks == [(f"group 1 lost: rank {loss.rank}: {loss.cause}", 0)]
+    spent_s = {(process, thread, name, step): value for process, thread, name, step, value in rows if value}
+    assert_whole(spent_s, read_spans_of(outlived.run_dir))
+    assert_stages(spent_s, outlived.journal.of(RecoveryRecord))
+    assert_passes(spent_s, outlived.journal.of(UpdateRecord))
+
+
+Spent = Mapping[tuple[str, str, str, int], float]
+
+
+def assert_whole(spent_s: Spent, parts: Sequence[RankSpans]) -> None:
+    """Everything that the ranks wrote is there, each rank in a thread of its own."""
+    expected_s: dict[tuple[str, str, str, int], float] = defaultdict(float)
+    for part in parts:
+        for span in part.spans:
+            thread = "recovery" if span.name.startswith("recovery") else f"rank {part.rank}, stage {part.stage}"
+            expected_s[f"group {part.group}", thread, span.name, span.step] += span.ended_s - span.began_s
+    for key in set(spent_s) | set(expected_s):
+        assert spent_s.get(key, 0.0) == pytest.approx(expected_s[key], rel=0.02, abs=5e-5), key
+
+
+def assert_stages(spent_s: Spent, records: Sequence[RecoveryRecord]) -> None:
+    """Both survivors have the recovery, and each of its stages as long as the journal says."""
+    assert [record.group for record in sorted(records, key=lambda record: record.group)] == [0, 2]
+    for record in records:
+        assert record.agree_s > 0
+        for stage, name in RECOVERY_NAMES.items():
+            found_s = sum(
+                value
+                for (process, _, named, _), value in spent_s.items()
+                if (process, named) == (f"group {record.group}", name)
+            )
+            assert found_s == pytest.approx(getattr(record, f"{stage}_s"), rel=0.02, abs=1e-5), (record.group, stage)
+
+
+def assert_passes(spent_s: Spent, records: Sequence[UpdateRecord]) -> None:
+    """What ranks told the journal of their passes is in the trace, in the median over ranks and steps within 2%."""
+    apart = []
+    for record in records:
+        for rank, told_s in enumerate(record.compute_s):
+            place = f"group {record.group}", f"rank {rank}, stage {rank}"
+            found_s = sum(spent_s.get((*place, name, record.step), 0.0) for name in (FORWARD, BACKWARD))
+            apart += [abs(found_s - told_s) / told_s] if found_s else []
+    assert len(apart) >= 3 * 2 * 2, "steps, groups, ranks"
+    assert median(apart) < 0.02
 
 
 def assert_timeline(parts: list[RankSpans], lost: int, num_microbatches: int) -> None:
@@ -98,7 +177,12 @@ def assert_timeline(parts: list[RankSpans], lost: int, num_microbatches: int) ->
     assert unfinished == {(lost, 0), (lost, 1)}
     before = min(span.step for part in parts for span in part.spans if part.group != lost) + 1
     for stage in range(2):
-        spans = [span for part in parts if (part.group, part.stage) == (0, stage) for span in part.spans]
+        spans = [
+            span
+            for part in parts
+            for span in part.spans
+            if (part.group, part.stage) == (0, stage) and span.name not in RECOVERY_NAMES.values()
+        ]
         for name in ("forward", "backward"):
             passes = [span.microbatch for span in spans if (span.name, span.step) == (name, before)]
             assert sorted(passes) == [(0, index) for index in range(num_microbatches)]

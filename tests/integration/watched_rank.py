@@ -28,6 +28,7 @@ from spare_megatron.core.pieces import Piece
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.spans import spans_file
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters
@@ -67,6 +68,7 @@ class Watch:
         census_steps: Steps after which each rank counts its threads, file descriptors and bytes.
         whole_spares: Steps in which a rank enters the reduction only when all ranks and spares of its node are there.
         whole_copies: Steps in which a rank enters the reduction only when its copies of slices are whole.
+        windows: Steps in which a rank enters the reduction only when this node has written some of its timeline.
         no_pieces_before: Committed steps up to which nobody gives anything of a slice.
         scatters: Whether gradients of slices go to those alone who update them, as they do over NCCL.
     """
@@ -80,6 +82,7 @@ class Watch:
     census_steps: frozenset[int] = frozenset()
     whole_spares: frozenset[int] = frozenset()
     whole_copies: frozenset[int] = frozenset()
+    windows: frozenset[tuple[int, int]] = frozenset()
     no_pieces_before: int = 0
     scatters: bool = False
 
@@ -216,6 +219,15 @@ def _wait_for_spares(config: RunConfig) -> None:
         time.sleep(_POLL_S)
 
 
+def _wait_for_window(run_dir: Path, node: int) -> None:
+    file = spans_file(run_dir, node)
+    end_s = time.monotonic() + _TIMEOUT_S
+    while not (file.exists() and file.stat().st_size):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"node {node} has written nothing of its timeline")
+        time.sleep(_POLL_S)
+
+
 def _wait_for_copies(repairs: GroupRepairs | None) -> None:
     assert repairs is not None
     end_s = time.monotonic() + _TIMEOUT_S
@@ -287,6 +299,9 @@ class _WatchedExecutor(GroupExecutor):
         if action.step in self._watch.whole_copies:
             with self._probe.during(Operation.AWAIT_ENTRY):
                 _wait_for_copies(self._reduction._repairs)
+        for node in [node for step, node in self._watch.windows if step == action.step]:
+            with self._probe.during(Operation.AWAIT_ENTRY):
+                _wait_for_window(self._attempts.spec.run_dir, node)
         if self._is_held_back(action):
             with self._probe.during(Operation.AWAIT_ENTRY):
                 DecisionLog(open_store(self._attempts.spec.store)).wait(self._head, _TIMEOUT_S)

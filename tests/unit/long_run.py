@@ -44,7 +44,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
         load=np.broadcast_to(rng.integers(1, 9, (num_steps, 1)).astype(np.float32), (num_steps, num_groups)),
     )
     losses = [
-        Loss(found_s=float(index), group=0, cause="killed", pending="", is_given_up=False)
+        Loss(found_s=float(index), group=0, rank=0, cause="killed", pending="", is_given_up=False)
         for index in range(0, num_steps, 10)
     ]
     return dataclasses.replace(history_of(standing, "valid", now_s=0.0), steps=steps, losses=losses)

@@ -25,6 +25,7 @@ from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.follow import Follower, read_standing
 from spare_megatron.journal.goodput import find_goodput
 from spare_megatron.journal.records import (
+    LOST_A_PEER,
     CadenceRecord,
     ContributionRecord,
     EndRecord,
@@ -183,6 +184,16 @@ def test_a_loss_that_several_nodes_tell_of_is_one_and_given_up_if_one_of_them_sa
         "group 1 lost: rank 1: SIGKILL",
         "group 1 lost: rank 1: SIGKILL; given up",
     ]
+
+
+@pytest.mark.parametrize("is_cause_first", [False, True])
+def test_of_several_nodes_of_a_group_the_one_of_the_rank_at_fault_is_believed(*, is_cause_first: bool) -> None:
+    standing = standing_of(commit(101.0, 0, 0))
+    cause = LossRecord(group=1, rank=1, cause="no heartbeat", entry_index=1)
+    found = [cause, LossRecord(group=1, rank=0, cause=LOST_A_PEER, entry_index=1)]
+    for at_s, record in enumerate(found if is_cause_first else reversed(found)):
+        standing.take(line(102.0 + at_s, record))
+    assert standing.losses == [(102.0, cause)]
 
 
 def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:

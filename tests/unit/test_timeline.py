@@ -15,7 +15,7 @@ from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import EntryRecord, Line, LossRecord
-from spare_megatron.journal.spans import RankSpans, Span, SpansFile, read_spans_of
+from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
 from spare_megatron.report.timeline import clock_offsets, trace_of
 from spare_megatron.runtime.beacon import Beacon, new_page
 from spare_megatron.runtime.pass_times import PassTimes
@@ -184,6 +184,17 @@ def test_every_rank_is_a_thread_of_its_own_and_spans_lie_whole_inside_others() -
                 around.pop()
             assert not around or (around[-1][0] <= began and ended <= around[-1][1])
             around.append((began, ended))
+
+
+def test_stages_of_a_recovery_have_a_thread_of_their_own() -> None:
+    """They begin and end in the middle of what the rank did, which Perfetto shows on one thread as nothing."""
+    stages = [span(name, 10.5 + place, 11.5 + place, place=None) for place, name in enumerate(RECOVERY_NAMES.values())]
+    trace = trace_of([part(0, 0, span("vote", 10.0, 11.0, place=None), *stages), part(1, 0)], Journal(lines=()))
+    thread_of = {event["name"]: event["tid"] for event in events(trace, "X")}
+    (recovery,) = {thread_of[name] for name in RECOVERY_NAMES.values()}
+    assert recovery != thread_of["vote"]
+    names = {event["tid"]: event["args"]["name"] for event in events(trace, "M") if event["name"] == "thread_name"}
+    assert names == {thread_of["vote"]: "rank 0, stage 0", recovery: "recovery"}
 
 
 def test_clocks_of_machines_are_aligned_by_the_entries_that_all_read() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
 
@@ -36,7 +36,7 @@ def campaign(
     from spare_megatron.journal.files import read_journal
     from spare_megatron.runtime.process_watch import ProcessWatch, process_problems
 
-    console = Console(stderr=as_json)
+    console = RunConsole(stderr=as_json)
     times = [] if minutes is None else [f"train.max_minutes={minutes}"]
     with explained_errors("campaign"):
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
@@ -46,7 +46,6 @@ def campaign(
         figures = campaign_figures(read_journal(folder), summary)
     processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]
-    print_campaign(summary, figures, processes, problems, folder, console)
     result = {
         "run_dir": str(folder),
         "is_passed": not problems,
@@ -57,6 +56,10 @@ def campaign(
     }
     text = json.dumps(result)
     (folder / "campaign.json").write_text(text + "\n")
-    if as_json:
-        sys.stdout.write(text + "\n")
+    with outlasting_output(console.file):
+        print_campaign(summary, figures, processes, problems, folder, console)
+    with outlasting_output(sys.stdout):
+        if as_json:
+            sys.stdout.write(text + "\n")
+        sys.stdout.flush()
     raise typer.Exit(1 if problems else 0)

@@ -1,6 +1,7 @@
 """What a run shows while it goes on: a terminal that stalls, a full disk or a closed pipe does it no harm."""
 
 import contextlib
+import errno
 import os
 import queue
 import threading
@@ -27,6 +28,17 @@ class View(Protocol):
 
     def take(self, event: Any) -> None:
         """Shows an event."""
+
+
+class RunConsole(Console):
+    """Where a run is shown. A pipe whose reader has left is an error like a full disk.
+
+    rich would throw away what goes to stdout, whichever stream it is that is closed, and end the program.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Raises the error again."""
+        raise BrokenPipeError(errno.EPIPE, "its reader has left")
 
 
 class DetachedView:
@@ -76,7 +88,7 @@ def outlasting_output(stream: IO[str]) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SystemExit):  # rich ends the program where a pipe is closed
+    except OSError:
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())

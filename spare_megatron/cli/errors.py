@@ -1,7 +1,10 @@
 """How commands tell a user what is wrong."""
 
+import select
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO
 
 import typer
 
@@ -12,5 +15,14 @@ def explained_errors(command: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
+            raise  # click ends the program without a word
         typer.echo(f"spare {command}: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def _has_reader(stream: IO[str]) -> bool:
+    """Whether what is written to the stream may still be read by somebody, where it is a pipe."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))

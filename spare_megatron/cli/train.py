@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.running import INTERRUPTED, choose_run_dir, load_runnable, run_and_show, told_interruption
 
@@ -51,10 +51,9 @@ def train(
     from spare_megatron.runtime import end_signal
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    console = Console(stderr=as_json)
+    console = RunConsole(stderr=as_json)
     # Before anything is imported that starts threads, as numpy does: one that lets the signal through would swallow it.
     with end_signal.blocked(), explained_errors("train"):
-        from spare_megatron.cli.detached_view import outlasting_output
         from spare_megatron.cli.progress import print_summary
         from spare_megatron.runtime.checkpoints import folder_of
         from spare_megatron.runtime.loading import resumed

@@ -1,17 +1,23 @@
 """What a run shows is never in its way."""
 
+import errno
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 import pytest
+import typer
 from rich.console import Console
 
 from spare_megatron.cli import detached_view
-from spare_megatron.cli.detached_view import DetachedView, outlasting_output
+from spare_megatron.cli.detached_view import DetachedView, RunConsole, outlasting_output
+from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.runtime.reports import Starting
@@ -64,7 +70,7 @@ def test_an_output_that_stalls_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("is_terminal", [False, True], ids=["plain lines", "a live view"])
 def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_terminal: bool) -> None:
     with open("/dev/full", "w") as full:
-        console = Console(file=full, force_terminal=is_terminal)
+        console = RunConsole(file=full, force_terminal=is_terminal)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
             for number in range(3):
                 progress.take(Starting(what=f"part {number}"))
@@ -76,7 +82,7 @@ def test_a_full_disk_ends_the_lines_and_nothing_else(tmp_path: Path, *, is_termi
 def test_a_full_disk_under_one_stream_leaves_the_other(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """Progress goes to stderr where the summary goes to stdout as JSON."""
     with open("/dev/full", "w") as full:
-        console = Console(file=full)
+        console = RunConsole(file=full)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
             progress.take(Starting(what="a test"))
         assert is_nowhere(full)
@@ -84,15 +90,49 @@ def test_a_full_disk_under_one_stream_leaves_the_other(tmp_path: Path, capfd: py
     assert capfd.readouterr().out == "{}\n"
 
 
-def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+@contextmanager
+def unread_pipe() -> Iterator[IO[str]]:
+    """The writing end of a pipe whose reader has left."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
-        console = Console(file=pipe, force_terminal=False)
+        yield pipe
+
+
+def test_a_reader_that_has_left_ends_the_lines_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Also where progress goes to stderr and the summary to stdout, which rich itself would have taken for closed."""
+    with unread_pipe() as pipe:
+        console = RunConsole(file=pipe, force_terminal=False)
         with DetachedView(RunProgress(RunConfig(), console, tmp_path), console) as progress:
             progress.take(Starting(what="a test"))
         assert is_nowhere(pipe), "the pipe was closed"
         with outlasting_output(pipe):
             console.print("the end")
+    print("{}", flush=True)
     print("others may", file=sys.stderr)
-    assert "others may" in capfd.readouterr().err
+    assert capfd.readouterr() == ("{}\n", "others may\n")
+
+
+def test_a_command_whose_reader_has_left_ends_without_a_word(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `spare status --watch RUN_DIR | head -1`, whatever the run goes on to do."""
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "driver.jsonl").touch()
+    with unread_pipe() as pipe, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", pipe)
+        patched.setattr(sys, "stderr", sys.stderr)  # click replaces both
+        with pytest.raises(SystemExit) as ended:
+            app(["status", str(tmp_path)])
+        with outlasting_output(pipe):
+            pipe.flush()
+    assert ended.value.code == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_connection_that_breaks_is_told_of(capfd: pytest.CaptureFixture) -> None:
+    """It is the same error as that of a reader who has left."""
+    with pytest.raises(typer.Exit) as ended, explained_errors("train"):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    assert ended.value.exit_code == 2
+    assert "spare train" in capfd.readouterr().err

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spare_megatron.cli.quantities import format_duration
 from spare_megatron.journal.campaign import CampaignFigures
 from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.process_watch import Holdings, ProcessReport
 
@@ -66,10 +66,14 @@ def _rows(
     yield "losses of groups, taken in again", f"{figures.losses}, {figures.admissions}"
     yield "microbatches recomputed", str(summary.microbatches_recomputed)
     if figures.recovery_p50_s is not None and figures.recovery_p99_s is not None:
-        yield "recovery, median and p99", f"{figures.recovery_p50_s:.3f} s, {figures.recovery_p99_s:.3f} s"
+        yield (
+            "recovery, median and p99",
+            f"{format_duration(figures.recovery_p50_s)}, {format_duration(figures.recovery_p99_s)}",
+        )
     if figures.goodput is not None:
-        yield "step, longest pause", f"{figures.goodput.step_s:.3f} s, {figures.goodput.longest_pause_s:.3f} s"
-        yield "goodput", f"{figures.goodput.goodput:.1%}"
+        goodput = figures.goodput
+        yield "step, longest pause", f"{format_duration(goodput.step_s)}, {format_duration(goodput.longest_pause_s)}"
+        yield "goodput", f"{goodput.goodput:.1%}"
     yield "most that a process grew by", _held(processes.growth)
     yield "most that a process held", _held(processes.largest)
     yield "processes, orphans", f"{processes.num_processes}, {len(processes.orphans)}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.journal.quantities import format_bytes
 
 if TYPE_CHECKING:
     from spare_megatron.runtime.checkpoints import Manifest
@@ -42,7 +43,7 @@ def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
         typer.echo(json.dumps(entries))
         return
     for entry in entries:
-        what = f"{entry['step']} steps  {entry['num_bytes'] / 1e6:.1f} MB" if not entry["damage"] else entry["damage"]
+        what = entry["damage"] or f"{entry['step']} steps  {format_bytes(entry['num_bytes'])}"
         typer.echo(f"{entry['path']}  {what}" + (f"  refused: {entry['refused']}" if entry["refused"] else ""))
 
 

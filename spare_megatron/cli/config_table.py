@@ -7,10 +7,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spare_megatron.cli.quantities import format_bytes, format_count
 from spare_megatron.config.implications import Implications
 from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.resolved import settings
+from spare_megatron.journal.quantities import format_bytes, format_count, format_large
 
 
 def print_settings(loaded: LoadedConfig) -> None:
@@ -35,10 +35,10 @@ def print_implications(facts: Implications, endured_losses: float) -> None:
 def _rows(facts: Implications, endured_losses: float) -> Iterator[tuple[str, str]]:
     memory = facts.memory
     yield "ranks", f"{facts.num_ranks}, {facts.ranks_per_group} in each group"
-    yield "parameters", _large(facts.num_parameters)
+    yield "parameters", format_large(facts.num_parameters)
     batch = f"{facts.microbatches_per_step} microbatches, {facts.sequences_per_step} sequences"
-    yield "global batch", f"{batch}, {_large(facts.tokens_per_step)} tokens"
-    yield "tokens of the run", _large(facts.tokens)
+    yield "global batch", f"{batch}, {format_large(facts.tokens_per_step)} tokens"
+    yield "tokens of the run", format_large(facts.tokens)
     yield "losses endured", f"{format_count(endured_losses)} on average, if no group came back"
     yield "memory of the fullest rank", f"{format_bytes(memory.total_bytes)}, and what libraries take"
     for name, size in (
@@ -56,14 +56,3 @@ def _text(value: Any) -> str:
     if value is None:
         return "absent"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _large(count: float) -> str:
-    """A count with three digits, as people speak of models.
-
-    >>> [_large(count) for count in (999, 124439808, 1313722368, 3e12)]
-    ['999', '124M', '1.31B', '3T']
-    """
-    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-    size, unit = next((pair for pair in units if count >= pair[0]), (1.0, ""))
-    return f"{count / size:.3g}{unit}"

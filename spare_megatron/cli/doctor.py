@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.quantities import format_bytes
+from spare_megatron.journal.quantities import format_bytes
 
 if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import Finding

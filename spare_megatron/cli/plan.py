@@ -25,6 +25,7 @@ from spare_megatron.cli.plan_question import (
     policy_of,
     slice_copy_s_of,
 )
+from spare_megatron.journal.quantities import format_duration
 
 _Groups = Annotated[int, typer.Option(help="Data-parallel groups; as many shards of every batch.")]
 _Restart = Annotated[str, typer.Option(help="From a wipe-out to training again, as in 60m.")]
@@ -174,9 +175,10 @@ def answer_to(question: Question) -> Answer:
     best = optimize(facts, chosen, limits) if fixed is None else predict(facts, chosen, fixed)
     if not best.time_to_train_ratio < _HOPELESS or best.time_to_wipe_out_s < facts.times.step_s:
         raise ValueError(
-            f"no training at redundancy {best.redundancy}: with a loss every {facts.times.loss_interval_s:g} s a step "
-            f"of {facts.times.step_s:g} s and a save of {facts.checkpoint.save_s:g} s are hardly ever done; check "
-            f"--mtbf (or the failure rate), --step and --save"
+            f"no training at redundancy {best.redundancy}: with a loss every "
+            f"{format_duration(facts.times.loss_interval_s)} a step of {format_duration(facts.times.step_s)} and a "
+            f"save of {format_duration(facts.checkpoint.save_s)} are hardly ever done; check --mtbf (or the failure "
+            f"rate), --step and --save"
         )
     names = {
         "step": question.step,

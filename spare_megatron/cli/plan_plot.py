@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from spare_megatron.cli.quantities import format_count, format_duration
+from spare_megatron.journal.quantities import format_count, format_duration
 from spare_megatron.planner.availability import availability
 from spare_megatron.planner.endurance import coverage_probabilities
 from spare_megatron.planner.facts import ClusterFacts

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spare_megatron.cli.plan_answer import Answer, read_s
-from spare_megatron.cli.quantities import format_bytes, format_count, format_duration
+from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
 from spare_megatron.planner.optimum import closed_form_redundancy
 
 _DESCRIPTIONS = {

@@ -15,6 +15,7 @@ from rich.text import Text
 from spare_megatron.cli.standing_view import view_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.follow import Follower
+from spare_megatron.journal.quantities import format_bytes, format_duration
 from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.standing import SavePlan
@@ -113,7 +114,7 @@ class RunProgress:
         return (
             f"step {event.step + 1}/{self._config.train.steps}  loss {event.loss:.4f}  "
             f"groups {event.num_alive}/{self._config.layout.num_groups}  "
-            f"load {event.makespan} microbatches  {event.step_s * 1e3:.0f} ms"
+            f"load {event.makespan} microbatches  {format_duration(event.step_s)}"
         )
 
     def _tell(self, text: str, *, is_repeatable: bool = True) -> None:
@@ -132,9 +133,9 @@ def _describe_save(record: CheckpointRecord) -> str:
     where = f"checkpoint after {record.step} steps"
     if record.outcome != "saved":
         return f"{where} {record.outcome}: {record.reason}; the earlier ones are untouched, and training goes on"
-    figures = f"{record.num_bytes / 1e6:.1f} MB by group {record.group} in {record.write_s:.2f} s"
+    figures = f"{format_bytes(record.num_bytes)} by group {record.group} in {format_duration(record.write_s)}"
     end = f"; {record.reason}" if record.reason else ""
-    return f"{where} saved: {figures}, {record.stall_s * 1e3:.0f} ms of it without training{end}"
+    return f"{where} saved: {figures}, {format_duration(record.stall_s)} of it without training{end}"
 
 
 def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:

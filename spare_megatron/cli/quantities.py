@@ -1,4 +1,4 @@
-"""Durations, sizes and counts as people write and read them."""
+"""Durations and sizes as people write them."""
 
 import math
 import re
@@ -43,48 +43,6 @@ def parse_bytes(option: str, text: str) -> int:
     if not 1 <= size < 1e30:
         raise ValueError(f"{option} {text}: a size has to be 1B or more, as in 512kB, 64MiB or 1.5GB")
     return round(size)
-
-
-def format_duration(seconds: float) -> str:
-    """A duration in its two largest units.
-
-    >>> [format_duration(s) for s in (0.25, 64.0, 1651.0, 3600.0, 100000.0)]
-    ['250 ms', '1 min 4 s', '27 min 31 s', '1 h', '1 d 4 h']
-    >>> format_duration(1e10)
-    '317 years'
-    """
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60 and round(seconds, 1) != round(seconds):
-        return f"{seconds:.1f} s"
-    if seconds > 2 * 365.25 * 86400:
-        years = seconds / (365.25 * 86400)
-        return f"{years:.0f} years" if years < 1e5 else f"{years:.0e} years"
-    for large, small, name, small_name in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
-        whole, rest = divmod(round(seconds / small), large // small)
-        if whole:
-            return f"{whole} {name} {rest} {small_name}" if rest else f"{whole} {name}"
-    return f"{seconds:.0f} s"
-
-
-def format_bytes(size: float) -> str:
-    """A size with three digits.
-
-    >>> format_bytes(9 * 64 * 2**20)
-    '604 MB'
-    """
-    units = ("TB", "GB", "MB", "kB")
-    unit = next((unit for unit in units if size >= _BYTES_OF[unit]), "B")
-    return f"{size / _BYTES_OF[unit]:.3g} {unit}"
-
-
-def format_count(count: float) -> str:
-    """A count rounded to what it means.
-
-    >>> format_count(280.747), format_count(3.2e12), format_count(2.44)
-    ('281', '3.2e+12', '2.4')
-    """
-    return f"{count:.1f}" if count < 10 else f"{count:.0f}" if count < 1e6 else f"{count:.1e}"
 
 
 def _sum_of_parts(option: str, text: str, units: dict[str, float] | dict[str, int], example: str) -> float:

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.quantities import format_bytes, parse_duration_s
+from spare_megatron.cli.quantities import parse_duration_s
+from spare_megatron.journal.quantities import format_bytes
 
 if TYPE_CHECKING:
     from spare_megatron.cli.simulate_calibrate import Measured

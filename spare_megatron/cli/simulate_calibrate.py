@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spare_megatron.cli.quantities import format_duration
 from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.calibrate import Calibration, calibrate
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.replay import Prediction, Replay, replay

@@ -16,6 +16,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.sweep import (
     Case,
     CaseResult,
@@ -85,10 +86,10 @@ class CaseProgress:
     def take(self, result: CaseResult) -> None:
         """Shows that a case is done."""
         self._num_done += 1
+        found = "given up" if result.stalled else f"{result.time_to_train_ratio:.3f} x"
         text = (
             f"{result.name}, {variant_name(result.policy, result.granularity)}, r = {result.redundancy}, "
-            f"seed {result.seed}: "
-            f"{'given up' if result.stalled else f'{result.time_to_train_ratio:.3f} x'} in {result.wall_s:.1f} s"
+            f"seed {result.seed}: {found} in {format_duration(result.wall_s)}"
         )
         self._bar.update(self._task, completed=self._num_done, description=text)
         is_last = self._num_done == self._num_cases

@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 from spare_megatron.cli.plan_plot import INK, POLICY_STYLES
-from spare_megatron.cli.quantities import format_duration
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.published import published
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.sweep import Estimate, Figures, variant_name

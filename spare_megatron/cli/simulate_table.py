@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spare_megatron.cli.quantities import format_count, format_duration
+from spare_megatron.journal.quantities import format_count, format_duration
 from spare_megatron.simulator.failures import UNNAMED
 from spare_megatron.simulator.published import published
 from spare_megatron.simulator.sweep import Estimate, Figures, variant_name

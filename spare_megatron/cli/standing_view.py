@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.journal.standing import GroupState, SavePlan, Standing
 
 _LETTERS: dict[GroupState, tuple[str, str]] = {
@@ -73,21 +74,21 @@ def _headlines(standing: Standing, plan: SavePlan, now_s: float) -> Iterator[str
     reason = "" if standing.end is None else standing.end.reason
     outcome = f"{standing.outcome}: {reason}" if reason else standing.outcome
     goodput = standing.goodput(now_s)
-    pace = "" if goodput is None else f"  {goodput.step_s * 1e3:.0f} ms"
+    pace = "" if goodput is None else f"  {format_duration(goodput.step_s)}"
     yield f"{step_line(standing)}{pace}  ({outcome})"
     if goodput is not None:
         yield _describe_goodput(goodput)
     next_s = standing.next_save_s(plan, now_s)
     if next_s is not None:
-        yield f"next save in {next_s:.0f} s"
+        yield f"next save in {format_duration(round(next_s))}"
     for text in standing.damage[:1]:
         yield f"damaged: {text}"
 
 
 def _describe_goodput(goodput: Goodput) -> str:
     lost = sorted(((spent, name) for name, spent in goodput.lost_s.items() if spent >= 0.05), reverse=True)
-    told = ", ".join(f"{name.replace('_', ' ')} {spent:.1f} s" for spent, name in lost)
-    return f"goodput {goodput.goodput:.1%} of {goodput.wall_s:.1f} s" + (f"; lost: {told}" if told else "")
+    told = ", ".join(f"{name.replace('_', ' ')} {format_duration(spent)}" for spent, name in lost)
+    return f"goodput {goodput.goodput:.1%} of {format_duration(goodput.wall_s)}" + (f"; lost: {told}" if told else "")
 
 
 def _grid(states: Sequence[GroupState]) -> Text:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spare_megatron.journal.filed import FiledEvidence
+from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import EndRecord, EntryRecord, Record, RunRecord, decode_line
 from spare_megatron.journal.summary import NOT_RUN, Summary, sum_up
 
@@ -48,7 +49,7 @@ def _told(run_dir: Path) -> Summary:
     return Summary(
         verdict=NOT_RUN,
         reasons=(
-            f"{num_bytes / 1e6:.0f} MB of journal take more than {PROOF_S:.0f} s to prove: spare check {run_dir}",
+            f"{format_bytes(num_bytes)} of journal take more than {PROOF_S:.0f} s to prove: spare check {run_dir}",
         ),
         outcome=ends[0].outcome if ends else "unknown",
         outcome_reason=ends[0].reason if ends else "the journal has no end",

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spare_megatron.journal.quantities import format_bytes, format_duration
 from spare_megatron.journal.records import CheckpointRecord, EndRecord, FaultRecord, LossRecord, Record
 
 
@@ -25,8 +26,8 @@ def event_of_record(record: Record, at_s: float) -> Event | None:
         case FaultRecord():
             text = f"fault injected: {record.kind} of group {record.group} rank {record.rank}, {record.phase}"
         case CheckpointRecord(outcome="saved"):
-            size, write_s = record.num_bytes / 1e6, record.write_s
-            text = f"checkpoint after {record.step} steps saved: {size:.1f} MB in {write_s:.2f} s"
+            figures = f"{format_bytes(record.num_bytes)} in {format_duration(record.write_s)}"
+            text = f"checkpoint after {record.step} steps saved: {figures}"
         case CheckpointRecord():
             text = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
         case EndRecord():

@@ -1,6 +1,7 @@
 """The plots of a report. Colours are Okabe and Ito's, which the colour-blind tell apart; patterns survive print."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 import plotly.graph_objects as go
 
 from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.report.history import History, Interval, Presence, presence
 
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#BBBBBB"
@@ -25,8 +27,38 @@ LEAST_PACE, MOST_PACE = 0.9, 1.2
 MOST_POINTS = 2000
 """Of a line; of what exceeds it, the smallest and the largest of neighbours are drawn."""
 MOST_MARKS = 1000
+_UNITS = ((3, 86400.0, "d"), (3, 3600.0, "h"), (10, 60.0, "min"))
+"""Of axes of time: the largest of which they have this many; seconds, if there is none."""
 MOST_INTERVALS = 500
 """Of groups over time; beyond it a map is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of time, in which an axis is.
+
+    Attributes:
+        name: Its name.
+        seconds: Its length.
+    """
+
+    name: str
+    seconds: float
+
+    @classmethod
+    def for_up_to(cls, longest_s: float) -> "Unit":
+        """One in which times up to this one are short numbers."""
+        found = (cls(name, seconds) for least, seconds, name in _UNITS if longest_s >= least * seconds)
+        return next(found, cls("s", 1.0))
+
+    @classmethod
+    def of(cls, history: History) -> "Unit":
+        """One for times since the start of the run."""
+        return cls.for_up_to(float(np.max(history.steps.ended_s, initial=0.0)))
+
+    def values(self, times_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """The times in this unit, to the millisecond or the second."""
+        return np.round(np.asarray(times_s, np.float64) / self.seconds, 3 if self.seconds == 1 else 5)
 
 
 def loss_curve(histories: Mapping[str, History]) -> go.Figure:
@@ -56,10 +88,11 @@ def step_times(history: History) -> go.Figure:
     taken_s = np.diff(steps.ended_s, prepend=0.0)
     num_members = np.array([len(members) for members in steps.members])
     drawn = extremes(taken_s, MOST_POINTS)
+    unit = Unit.of(history)
     figure = go.Figure()
     figure.add_scatter(
-        x=_rounded(steps.ended_s[drawn]),
-        y=_rounded(taken_s[drawn]),
+        x=unit.values(steps.ended_s[drawn]),
+        y=np.round(taken_s[drawn], 3),
         name="from commit to commit, s",
         line={"color": BLUE},
         customdata=steps.step[drawn],
@@ -69,14 +102,14 @@ def step_times(history: History) -> go.Figure:
     )
     drawn = extremes(num_members, MOST_POINTS)
     figure.add_scatter(
-        x=_rounded(steps.ended_s[drawn]),
+        x=unit.values(steps.ended_s[drawn]),
         y=num_members[drawn],
         name="groups",
         yaxis="y2",
         line={"color": ORANGE, "shape": "hv", "dash": "dot"},
     )
     figure.update_layout(yaxis2={"title": "groups", "overlaying": "y", "side": "right", "rangemode": "tozero"})
-    return _titled(figure, "s since the start", "s")
+    return _titled(figure, f"{unit.name} since the start", "s")
 
 
 def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
@@ -99,15 +132,16 @@ def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
 def waterfall(goodput: Goodput) -> go.Figure:
     """From the wall time down to the useful time, each loss by its name."""
     lost = {name: spent for name, spent in sorted(goodput.lost_s.items(), key=lambda item: -item[1]) if spent > 0}
+    unit = Unit.for_up_to(goodput.wall_s)
     spent_s = np.array([goodput.wall_s, *lost.values(), goodput.useful_s])
     base_s = np.zeros(len(spent_s))
     base_s[1:-1] = goodput.wall_s - np.cumsum(spent_s[1:-1])
     figure = go.Figure(
         go.Bar(
             x=["wall time", *(name.replace("_", " ") for name in lost), "useful"],
-            y=spent_s,
-            base=base_s,
-            text=[f"{value:.3g} s" for value in spent_s],
+            y=unit.values(spent_s),
+            base=unit.values(base_s),
+            text=[format_duration(value) for value in spent_s],
             textposition="outside",
             cliponaxis=False,
             marker={
@@ -117,30 +151,30 @@ def waterfall(goodput: Goodput) -> go.Figure:
             hovertemplate="%{x}: %{text}<extra></extra>",
         )
     )
-    return _titled(figure, "", "s")
+    return _titled(figure, "", unit.name)
 
 
 def presence_map(history: History) -> go.Figure:
     """Groups over time: training, lost in the step under way, away."""
-    intervals = presence(history)
+    intervals, unit = presence(history), Unit.of(history)
     figure = go.Figure()
     if len(intervals) > MOST_INTERVALS:
-        figure.add_trace(_presence_heat(history, intervals))
+        figure.add_trace(_presence_heat(history, intervals, unit))
     for state, (colour, pattern) in _STATES.items() if len(intervals) <= MOST_INTERVALS else ():
         chosen = [item for item in intervals if item.presence == state]
         figure.add_bar(
-            base=_rounded(np.array([item.from_s for item in chosen])),
-            x=_rounded(np.array([item.to_s - item.from_s for item in chosen])),
+            base=unit.values([item.from_s for item in chosen]),
+            x=unit.values([item.to_s - item.from_s for item in chosen]),
             y=[item.group for item in chosen],
             orientation="h",
             name=state,
             marker={"color": colour, "pattern": {"shape": pattern}},
-            customdata=[(round(item.from_s, 3), round(item.to_s, 3)) for item in chosen],
-            hovertemplate="group %{y}, %{customdata[0]:.2f} to %{customdata[1]:.2f} s",
+            customdata=unit.values([(item.from_s, item.to_s) for item in chosen]).tolist(),
+            hovertemplate=f"group %{{y}}, %{{customdata[0]:.2f}} to %{{customdata[1]:.2f}} {unit.name}",
         )
     marked = history.losses[:: -(-len(history.losses) // MOST_MARKS) or 1]
     figure.add_scatter(
-        x=[round(loss.found_s, 3) for loss in marked],
+        x=unit.values([loss.found_s for loss in marked]),
         y=[loss.group for loss in marked],
         text=[loss.cause for loss in marked],
         name="found lost",
@@ -149,10 +183,10 @@ def presence_map(history: History) -> go.Figure:
     )
     figure.update_layout(barmode="overlay", bargap=0.15)
     figure.update_yaxes(autorange="reversed", dtick=1 if history.run.num_groups <= 30 else None)
-    return _titled(figure, "s since the start", "group")
+    return _titled(figure, f"{unit.name} since the start", "group")
 
 
-def _presence_heat(history: History, intervals: Sequence[Interval]) -> go.Heatmap:
+def _presence_heat(history: History, intervals: Sequence[Interval], unit: Unit) -> go.Heatmap:
     """Groups over time in as many columns as can be told apart; of several states in one the worst is drawn."""
     end_s = float(history.steps.ended_s[-1])
     worst = np.zeros((history.run.num_groups, MOST_COLUMNS))
@@ -165,13 +199,13 @@ def _presence_heat(history: History, intervals: Sequence[Interval]) -> go.Heatma
     colours = [_STATES[state][0] for state in codes]
     return go.Heatmap(
         z=table.astype(np.uint8),
-        x=_rounded(np.arange(MOST_COLUMNS) * end_s / MOST_COLUMNS),
+        x=unit.values(np.arange(MOST_COLUMNS) * end_s / MOST_COLUMNS),
         y=np.arange(len(table)) * by_group,
         zmin=0,
         zmax=2,
         colorscale=[[place, colours[index // 2]] for index, place in enumerate((0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1))],
         colorbar={"tickvals": [1 / 3, 1, 5 / 3], "ticktext": list(codes)},
-        hovertemplate="group %{y}, %{x:.1f} s<extra></extra>",
+        hovertemplate=f"group %{{y}}, %{{x:.1f}} {unit.name}<extra></extra>",
         name="worst state",
     )
 
@@ -260,11 +294,6 @@ def load_around(history: History, hit: int) -> go.Figure:
     return _titled(figure, "group", "microbatches")
 
 
-def _rounded(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """To the millisecond."""
-    return np.round(seconds, 3)
-
-
 def _titled(figure: go.Figure, x: str, y: str) -> go.Figure:
     figure.update_layout(
         template="simple_white",
@@ -273,6 +302,6 @@ def _titled(figure: go.Figure, x: str, y: str) -> go.Figure:
         legend={"orientation": "h", "y": 1.12},
         xaxis_title=x,
         yaxis_title=y,
-        uirevision="kept",  # what a reader zoomed into stays while the run grows
+        uirevision=x,  # what a reader zoomed into stays while the run grows, if the unit does
     )
     return figure

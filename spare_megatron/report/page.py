@@ -15,6 +15,7 @@ import jinja2
 import plotly.graph_objects as go
 
 from spare_megatron.journal.paces import Slowest, find_slowest
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.report.figures import (
     group_map,
     load_around,
@@ -95,7 +96,7 @@ def _head(histories: Mapping[str, History]) -> str:
 
 
 def _tables(histories: Mapping[str, History]) -> str:
-    return _template("tables").render(histories=histories, most_rows=MOST_ROWS)
+    return _template("tables").render(histories=histories, most_rows=MOST_ROWS, duration=format_duration)
 
 
 @cache
@@ -128,9 +129,12 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     yield "microbatches computed again", str(figures["microbatches_recomputed"])
     yield "last loss", "none" if loss is None else f"{loss:.4f}"
     if goodput is not None:
-        yield "wall time", f"{goodput.wall_s:.1f} s"
+        yield "wall time", format_duration(goodput.wall_s)
         yield "goodput", f"{goodput.goodput:.1%} of the wall time was useful"
-        yield "quiet step, longest pause", f"{goodput.step_s * 1e3:.0f} ms, {goodput.longest_pause_s * 1e3:.0f} ms"
+        yield (
+            "quiet step, longest pause",
+            f"{format_duration(goodput.step_s)}, {format_duration(goodput.longest_pause_s)}",
+        )
 
 
 def plots_of(history: History) -> list[Plot]:

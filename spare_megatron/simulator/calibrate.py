@@ -7,6 +7,7 @@ from math import inf
 from statistics import median
 
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.quantities import format_duration
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.simulator.compute_fit import ComputeFit, fit_compute
 from spare_megatron.simulator.costs import CostModel
@@ -236,4 +237,4 @@ def _untold(
         yield "what reducing again takes, as no recovery had to"
     elif rebuild_s is None:
         least_s = min(max(times.patch_s.values(), default=0.0) for times in retried)
-        yield f"how long a rebuild takes: patches of {least_s:.3g} s and more have hidden it"
+        yield f"how long a rebuild takes: patches of {format_duration(least_s)} and more have hidden it"

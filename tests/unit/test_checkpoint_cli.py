@@ -24,7 +24,7 @@ def test_checkpoints_of_a_run_are_listed_the_newest_first(tmp_path: Path) -> Non
     newest, damaged = json.loads(output)
     assert (newest["step"], newest["num_bytes"], newest["damage"]) == (10, 4000, "")
     assert damaged["damage"] == "step-00000005: manifest.json is missing"
-    assert "10 steps  0.0 MB" in invoke("list", tmp_path)[1]
+    assert "10 steps  4 kB" in invoke("list", tmp_path)[1]
 
 
 def test_damage_is_named_and_is_an_exit_code(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.running import load_runnable
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def _bench() -> None:
 def throughput(
     config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Runs of ours, and as many of plain Megatron in turn.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of each run; the first 5 are not measured.")] = 40,
@@ -50,8 +52,8 @@ def throughput(
 
     console = Console(stderr=as_json)
     with explained_errors("bench throughput"):
-        if out is not None and not out.absolute().parent.is_dir():
-            raise ValueError(f"--out {out}: there is no directory {out.absolute().parent}; make it")
+        if out is not None:
+            check_output_file("--out", out)
         short = [*(overrides or ()), f"train.steps={steps}", "optimizer.warmup_steps=0"]
         loaded = training_alone(load_runnable("bench throughput", config, short))
         if found := list(problems_of(loaded, has_plain=not alone)):

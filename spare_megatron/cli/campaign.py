@@ -10,6 +10,7 @@ import typer
 
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
 
 
@@ -19,7 +20,8 @@ def campaign(
         float | None, typer.Option(help="End the run after this time, committed steps or not (train.max_minutes).")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Never an existing run's.")
@@ -41,6 +43,7 @@ def campaign(
     with explained_errors("campaign"):
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
         folder = choose_run_dir(loaded, run_dir)
+        check_folders(loaded, folder)
         with told_interruption("campaign", folder), ProcessWatch() as watch:
             summary = run_and_show(loaded, folder, console, watch.take)
         figures = campaign_figures(read_journal(folder), summary)

@@ -17,7 +17,8 @@ app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 
 Preset = Annotated[Path, typer.Argument(help="The run preset, a TOML file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -69,6 +70,7 @@ def check(
         config = load_run_config(preset, overrides or ()).config
         machine = fitting_machine(config) if elsewhere else _this_machine(config)
         found = problems(config, machine)
+        found = found or _megatron_problems(config, machine)
         doubts = [] if found else warnings(config, machine)
         if as_json:
             typer.echo(json.dumps({"problems": found, "warnings": doubts}))
@@ -87,6 +89,26 @@ def _endured_losses(config: "RunConfig") -> float:
     if config.data.access == "shared":
         return config.layout.num_groups - 1
     return endured_losses(config.layout.num_groups, config.spare.redundancy)
+
+
+def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
+    """Why megatron-core would refuse the fields of `[megatron]`, which it alone knows."""
+    if not config.megatron:
+        return []
+    import warnings
+
+    import torch
+
+    from spare_megatron.config.validate import resolve_device
+    from spare_megatron.mcore.transformer import transformer_config
+
+    device = torch.device("cuda" if resolve_device(config, machine) == "gpu" else "cpu")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of Megatron about Megatron
+            transformer_config(config, device)
+    except (ValueError, TypeError, AssertionError) as error:  # whatever its own checks raise
+        return [f"[megatron]: {error}"]
+    return []
 
 
 def refusal(found: list[str]) -> str:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def doctor(
     config: Annotated[Path | None, typer.Option(help="The run preset, a TOML file; not with --node.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where the nodes meet, on storage that all share; left as it was found.")

@@ -8,10 +8,13 @@ from typing import IO
 
 import typer
 
+INTERRUPTED = 130
+"""Exit code of a command that was ended by a signal."""
+
 
 @contextmanager
 def explained_errors(command: str) -> Iterator[None]:
-    """Turns what a user can fix into one message on stderr and exit code 2, without a traceback."""
+    """Turns what a user can fix into one message on stderr and exit code 2, without a traceback; Ctrl-C into 130."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -19,6 +22,9 @@ def explained_errors(command: str) -> Iterator[None]:
             raise  # click ends the program without a word
         typer.echo(f"spare {command}: {error}", err=True)
         raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        typer.echo(f"spare {command}: interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _has_reader(stream: IO[str]) -> bool:

@@ -1,4 +1,4 @@
-"""`spare logs`, `spare cancel`: a job of Slurm by its folder."""
+"""`spare logs`, `spare cancel`: a run or a job of Slurm by its folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,33 +6,25 @@ from typing import Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import is_run_dir
 
-Folder = Annotated[Path, typer.Argument(help="The folder that `spare submit` printed.")]
+_MOST_LOGS = 10
 
 
 def logs(
-    folder: Folder,
-    group: Annotated[int | None, typer.Argument(help="The group; the job's own log when absent.")] = None,
+    folder: Annotated[Path, typer.Argument(help="A run's directory, or the folder that `spare submit` printed.")],
+    group: Annotated[
+        int | None, typer.Argument(help="A group; when absent a job's own log, or of a run the logs last written to.")
+    ] = None,
     lines: Annotated[int, typer.Option(help="Last lines of each file to print.", min=1)] = 40,
 ) -> None:
-    """Print the end of a job's log, or of the logs of a group's ranks in the newest run."""
-    from spare_megatron.slurm.commands import tasks_of
-    from spare_megatron.slurm.job import LOG
+    """Print the end of the logs of a run, or of a job and its newest run.
 
+    A run has a log for each supervisor and for each life of each rank, which hold what these print: nothing, unless
+    something is wrong. What happened in the run `spare status` tells.
+    """
     with explained_errors("logs"):
-        if tasks := tasks_of(folder):
-            raise ValueError(f"{folder} is that of a job array: name one of {', '.join(tasks)} in it")
-        if group is None:
-            files = [folder / LOG]
-            if not files[0].exists():
-                raise ValueError(f"{files[0]} is not there: the job has not started; see `spare status {folder}`")
-        else:
-            newest = max(folder.glob("attempt-*"), default=folder)
-            files = sorted(newest.glob(f"logs/group-{group:04d}-rank-*.log"))
-            if not files:
-                raise ValueError(
-                    f"{newest} holds no log of group {group}: it has not started, or there is no such group"
-                )
+        files = _logs_of_run(folder, group) if is_run_dir(folder) else _logs_of_job(folder, group)
         for file in files:
             if len(files) > 1:
                 typer.echo(f"==> {file} <==")
@@ -40,7 +32,35 @@ def logs(
                 typer.echo(line)
 
 
-def cancel(folder: Folder) -> None:
+def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
+    from spare_megatron.slurm.commands import tasks_of
+    from spare_megatron.slurm.job import LOG
+
+    if tasks := tasks_of(folder):
+        raise ValueError(f"{folder} is that of a job array: name one of {', '.join(tasks)} in it")
+    if group is not None:
+        return _logs_of_run(max(folder.glob("attempt-*"), default=folder), group)
+    if not (folder / LOG).exists():
+        raise ValueError(f"{folder / LOG} is not there: the job has not started; see `spare status {folder}`")
+    return [folder / LOG]
+
+
+def _logs_of_run(run_dir: Path, group: int | None) -> list[Path]:
+    """The logs of a group's ranks; or of all those that hold something the last ones, in the order of their times."""
+    if group is None:
+        written = [file for file in (run_dir / "logs").glob("*.log") if file.stat().st_size]
+        if not written:
+            raise ValueError(f"the logs in {run_dir / 'logs'} are empty; see `spare status {run_dir}`")
+        return sorted(written, key=lambda file: file.stat().st_mtime)[-_MOST_LOGS:]
+    files = sorted(run_dir.glob(f"logs/group-{group:04d}-rank-*.log"))
+    if not files:
+        raise ValueError(f"{run_dir} holds no log of group {group}: it has not started, or there is no such group")
+    return files
+
+
+def cancel(
+    folder: Annotated[Path, typer.Argument(help="The folder that `spare submit` printed.")],
+) -> None:
     """End a job. What it has committed and saved stays."""
     from spare_megatron.slurm.commands import cancel as end
     from spare_megatron.slurm.commands import job_of

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import check_plot_file
 from spare_megatron.cli.plan_answer import Answer, as_figures
 from spare_megatron.cli.plan_question import (
     ASSUMED_MICROBATCHES,
@@ -139,6 +140,8 @@ def plan(
         slice_copy=slice_copy,
     )
     with explained_errors("plan"):
+        if plot is not None:
+            check_plot_file(plot)
         answer = answer_to(question)
         _show(answer, plot, as_json)
 

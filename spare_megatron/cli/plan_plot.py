@@ -34,11 +34,8 @@ def write_plot(path: Path, facts: ClusterFacts, plan: Plan, alternatives: tuple[
     """Time to train over the redundancy, losses endured, and time lost over the cadence, in one PNG file.
 
     Raises:
-        ValueError: The file's name does not end with .png.
         OSError: The file cannot be written.
     """
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--plot {path}: the name has to end with .png")
     settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
     with mpl.rc_context(settings):
         figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")

@@ -32,6 +32,8 @@ from spare_megatron.runtime.reports import (
     RunStopped,
     Starting,
     StepCommitted,
+    StoreAway,
+    StoreBack,
 )
 
 _PLAIN_INTERVAL_S = 2.0
@@ -47,6 +49,7 @@ class RunProgress:
         self._follower = Follower(run_dir)
         self._absent: dict[int, str] = {}  # groups that take no part, and what is known of them
         self._last: StepCommitted | None = None
+        self._is_store_away = False
         self._last_event = "starting"
         self._next_line_at_s = 0.0
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
@@ -98,6 +101,12 @@ class RunProgress:
                 self._tell(f"group {group} lost: rank {rank}: {cause}; the others go on{end}")
                 if text:
                     self._console.print(Text(text.rstrip()))
+            case StoreAway(limit_s=limit_s) if not self._is_store_away:  # each node says so
+                self._is_store_away = True
+                self._tell(f"the control store does not answer; training pauses for it, {limit_s:g} s at most")
+            case StoreBack(away_s=away_s) if self._is_store_away:
+                self._is_store_away = False
+                self._tell(f"the control store answers again after {away_s:.1f} s")
             case RunStopped(step=step, reason=reason):
                 self._tell(f"stopped after {step} committed steps: {reason}", is_repeatable=False)
 

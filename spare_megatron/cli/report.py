@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import check_output_file
 
 if TYPE_CHECKING:
     from spare_megatron.journal.standing import Standing
@@ -35,6 +36,8 @@ def report(
     with explained_errors("report"):
         if len(run_dirs) > 2:
             raise ValueError(f"{len(run_dirs)} directories: a page holds one run, or two to compare")
+        if out is not None:
+            check_output_file("--out", out)
         standings = [(folder, read_standing(folder)) for folder in run_dirs]
         now_s = time.time()
         histories = [history_of(standing, verdict_of(folder, standing), now_s) for folder, standing in standings]

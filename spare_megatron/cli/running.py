@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from spare_megatron.cli.errors import INTERRUPTED
+
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
     from spare_megatron.runtime.reports import RunEvent
     from spare_megatron.runtime.stand_in import Launcher
-
-INTERRUPTED = 130
-"""Exit code of a command that was ended by a signal."""
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.errors import INTERRUPTED, explained_errors
+from spare_megatron.cli.folders import check_output_file, check_plot_file
 from spare_megatron.cli.quantities import parse_duration_s
 from spare_megatron.journal.quantities import format_bytes
 
@@ -25,7 +26,6 @@ PLOTTED_REDUNDANCIES = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20)
 MOST_JOURNAL_BYTES = 10**9
 """A journal tells of every group in every step; larger ones take longer to write than anybody waits."""
 ALL_POLICIES = "all"
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,12 @@ _Repair = Annotated[str | None, typer.Option(help="From the loss of a group unti
 _Save = Annotated[str | None, typer.Option(help="How long training stands still for one save, as in 60s.")]
 _Join = Annotated[str | None, typer.Option(help="How long everybody waits when groups are taken in.")]
 _Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Overrides one setting of the scenario, as in failures.shape=1.0; repeatable.",
+    ),
 ]
 _Calibrate = Annotated[
     Path | None,
@@ -296,10 +301,10 @@ def _check_options(request: Request) -> None:
     for option, count in (("--seeds", request.seeds), ("--jobs", request.jobs)):
         if count is not None and count < 1:
             raise ValueError(f"{option} {count} is below 1")
+    if request.out is not None:
+        check_output_file("--out", request.out)
     if request.plot is not None:
-        from spare_megatron.cli.simulate_plot import check_path
-
-        check_path(request.plot)
+        check_plot_file(request.plot)
 
 
 def _check_journal(folder: Path, scenario: "Scenario") -> None:

@@ -33,19 +33,6 @@ _HIGHEST_RATIO = 3.0
 """Ratios above this many times the least one of the policy are cut off."""
 
 
-def check_path(path: Path) -> None:
-    """Refuses what cannot be written.
-
-    Raises:
-        ValueError: The file's name does not end with .png.
-        FileNotFoundError: Its folder is missing.
-    """
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--plot {path}: the name has to end with .png")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--plot {path}: there is no folder {path.parent}")
-
-
 def write_plot(path: Path, base: Scenario, figures: Sequence[Figures], timeline: Sequence[Moment]) -> None:
     """Time to train and availability over the redundancy, and one run, in one PNG file.
 

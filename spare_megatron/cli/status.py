@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import is_run_dir
 
 if TYPE_CHECKING:
     from spare_megatron.journal.standing import SavePlan, Standing
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _POLLS_PER_S = 4
 _PLAIN_INTERVAL_S = 2.0
 _EVENTS_TOLD = 20
+_SILENCE_S = 5.0
+"""After which it is asked whether anybody still drives a run."""
 
 
 def status(
@@ -34,7 +37,7 @@ def status(
     with explained_errors("status"):
         if watch and as_json:
             raise ValueError("--watch is for people and --json for programs: choose one of them")
-        is_run = (folder / "journal").is_dir()
+        is_run = is_run_dir(folder)
         if watch:
             _watch(folder if is_run else _newest_run(folder))
         elif is_run:
@@ -68,13 +71,28 @@ def _tell_run(run_dir: Path, *, as_json: bool) -> None:
 
     standing, plan, now_s = read_standing(run_dir), save_plan(run_dir), time.time()
     if as_json:
-        typer.echo(json.dumps(_as_json(standing, plan, now_s)))
+        typer.echo(json.dumps(_as_json(run_dir, standing, plan, now_s)))
         return
     for text in lines_of(standing, plan, now_s):
         typer.echo(text)
+    if note := driverless(run_dir, standing, now_s):
+        typer.echo(note)
 
 
-def _as_json(standing: "Standing", plan: "SavePlan", now_s: float) -> dict[str, Any]:
+def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
+    """That nobody drives a run which has not ended, for people; empty where somebody does, or where none can tell."""
+    from spare_megatron.runtime.lock import is_held
+
+    silent_s = now_s - standing.told_s
+    if standing.run is None or standing.end is not None or silent_s < _SILENCE_S or is_held(run_dir) is not False:
+        return ""
+    return (
+        f"its driver is gone, and has not written how the run ended: it was killed, or its machine is lost. The last "
+        f"line of the journal is {silent_s:.0f} s old; on other nodes the run may go on"
+    )
+
+
+def _as_json(run_dir: Path, standing: "Standing", plan: "SavePlan", now_s: float) -> dict[str, Any]:
     goodput = standing.goodput(now_s)
     return {
         **dict(standing.figures()),
@@ -87,6 +105,7 @@ def _as_json(standing: "Standing", plan: "SavePlan", now_s: float) -> dict[str, 
         "next_save_s": standing.next_save_s(plan, now_s),
         "events": [{"at_s": event.at_s, "text": event.text} for event in standing.events(_EVENTS_TOLD)],
         "damage": standing.damage,
+        "driverless": driverless(run_dir, standing, now_s),
     }
 
 
@@ -97,11 +116,13 @@ def _watch(run_dir: Path) -> None:
     follower, plan, console = Follower(run_dir), save_plan(run_dir), Console()
     try:
         if not console.is_terminal:
-            _watch_plainly(follower.poll, plan)
+            _watch_plainly(run_dir, follower.poll, plan)
             return
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while follower.poll().end is None:
-                live.update(view_of(follower.standing, plan, time.time()), refresh=True)
+                now_s = time.time()
+                note = driverless(run_dir, follower.standing, now_s)
+                live.update(view_of(follower.standing, plan, now_s, note), refresh=True)
                 time.sleep(1 / _POLLS_PER_S)
     except KeyboardInterrupt:
         pass
@@ -109,11 +130,11 @@ def _watch(run_dir: Path) -> None:
         console.print(text, highlight=False, markup=False)
 
 
-def _watch_plainly(poll: Callable[[], "Standing"], plan: "SavePlan") -> None:
+def _watch_plainly(run_dir: Path, poll: Callable[[], "Standing"], plan: "SavePlan") -> None:
     """Without a terminal: a line when steps have been committed, and one for each event as it is known."""
     from spare_megatron.cli.standing_view import step_line
 
-    told, told_events, next_at_s = "", 0, 0.0
+    told, told_events, next_at_s, is_left = "", 0, 0.0, False
     while True:
         standing = poll()
         for event in standing.events_since(told_events):
@@ -125,6 +146,10 @@ def _watch_plainly(poll: Callable[[], "Standing"], plan: "SavePlan") -> None:
             typer.echo(line)
         if standing.end is not None:
             return
+        note = driverless(run_dir, standing, time.time())
+        if note and not is_left:
+            typer.echo(note)
+        is_left = bool(note)
         time.sleep(1 / _POLLS_PER_S)
 
 

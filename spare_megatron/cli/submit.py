@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.running import choose_run_dir
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def submit(
         Path | None, typer.Option(help="Preset of the cluster; its values win over those of the run preset.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the job, which all nodes share; runs/NAME-TIME when absent.")
@@ -167,9 +168,9 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
         )
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; a job never writes over another: choose another --run-dir")
-    _check_writable("--run-dir", folder)
+    check_writable("--run-dir", folder)
     for checkpoints in [Path(config.checkpoint.folder).absolute() for config in configs if config.checkpoint.folder]:
-        _check_writable("checkpoint.folder", checkpoints)
+        check_writable("checkpoint.folder", checkpoints)
         try:
             with locked(checkpoints) if (checkpoints / LOCK).exists() else nullcontext():
                 pass
@@ -193,14 +194,6 @@ def _check_partition(config: "RunConfig") -> None:
         raise ValueError(reason)
     for text in may_not_fit(config.slurm, num_nodes, partitions):
         typer.echo(f"spare submit: warning: {text}", err=True)
-
-
-def _check_writable(setting: str, folder: Path) -> None:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"{setting} {folder} cannot be made: {there} is a file; choose another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{setting} {folder} cannot be written: {there} is not yours to write; choose another")
 
 
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:

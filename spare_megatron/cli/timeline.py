@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.folders import check_output_file
 
 DEFAULT_NAME = "timeline.json"
 
@@ -30,6 +31,8 @@ def timeline(
     with explained_errors("timeline"):
         if margin < 0:
             raise ValueError(f"--margin {margin} must be at least 0")
+        if out is not None:
+            check_output_file("--out", out)
         steps = None if step is None else range(step - margin, step + margin + 1)
         trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
         target = out or run_dir / DEFAULT_NAME

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
-from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.running import INTERRUPTED, choose_run_dir, load_runnable, run_and_show, told_interruption
+from spare_megatron.cli.errors import INTERRUPTED, explained_errors
+from spare_megatron.cli.folders import check_folders
+from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -28,7 +29,8 @@ STEPS_LEFT = 5
 def train(
     config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting; repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the run; runs/NAME-TIME when absent. Never an existing run's.")
@@ -55,13 +57,12 @@ def train(
     # Before anything is imported that starts threads, as numpy does: one that lets the signal through would swallow it.
     with end_signal.blocked(), explained_errors("train"):
         from spare_megatron.cli.progress import print_summary
-        from spare_megatron.runtime.checkpoints import folder_of
-        from spare_megatron.runtime.loading import resumed
 
         loaded = load_runnable("train", config, overrides or ())
         folder = choose_run_dir(loaded, run_dir)
+        check_folders(loaded, folder)
         if resume:
-            loaded = resumed(loaded, folder_of(loaded, folder))
+            loaded = _resumed(loaded)
         with told_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher)
     unsaved = unsaved_end(loaded, folder, summary)
@@ -75,6 +76,27 @@ def train(
             sys.stdout.write(json.dumps({"run_dir": str(folder), **asdict(summary)}) + "\n")
         sys.stdout.flush()
     raise typer.Exit(exit_code(summary, is_timed=loaded.train.max_minutes is not None) or bool(unsaved))
+
+
+def _resumed(config: "RunConfig") -> "RunConfig":
+    """The configuration that begins with the newest checkpoint, where there is any.
+
+    Raises:
+        ValueError: The folder is that of the new run, which has none.
+    """
+    from spare_megatron.runtime.loading import resumed
+
+    folder = config.checkpoint.folder
+    if not folder:
+        raise ValueError(
+            "--resume begins with the newest checkpoint of checkpoint.folder, which is not set: a new run has none of "
+            "its own. Name the folder that both runs are to have, or begin with that of a run, "
+            "--set checkpoint.load=RUN_DIR"
+        )
+    found = resumed(config, Path(folder).absolute())
+    if not found.checkpoint.load:
+        typer.echo(f"spare train: --resume: {folder} holds no checkpoint, training begins from nothing", err=True)
+    return found
 
 
 def exit_code(summary: "Summary", *, is_timed: bool) -> int:
@@ -107,7 +129,7 @@ def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     newest = f"the newest is of {max(steps)} steps" if steps else "there is none"
     return (
         f"no checkpoint of the last of {last} steps was saved in {folder}, {newest}: its writer was lost or could not "
-        f"write (spare status {run_dir}); train the rest again with --resume"
+        f"write (spare status {run_dir}); to train the rest begin a run with --set checkpoint.load={folder}"
     )
 
 

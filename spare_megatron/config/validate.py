@@ -3,12 +3,16 @@
 Facts about the machine are passed in, so that the answer depends on the arguments alone.
 """
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
+from spare_megatron.config.validate_data import data_problems
 from spare_megatron.config.validate_faults import fault_problems
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
@@ -61,6 +65,7 @@ class Machine:
         num_cores: CPU cores for the run, over all its nodes.
         has_corpus: Both files of `data.corpus` exist.
         can_isolate: Processes may be given networks of their own: root, and `ip` and `nsenter` are there.
+        can_listen: `control.listen_address` is an address of this machine.
         corpus_vocab_size: The vocabulary it was written with, where that is known.
     """
 
@@ -68,6 +73,7 @@ class Machine:
     num_cores: int
     has_corpus: bool
     can_isolate: bool = False
+    can_listen: bool = True
     corpus_vocab_size: int | None = None
 
 
@@ -84,7 +90,9 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
     Each text names the value, the limit and the setting to change.
     """
     return [
+        *_name(config),
         *_too_small(config),
+        *_infinite(config),
         *_outside_interval(config),
         *_redundancy(config),
         *spare_problems(config),
@@ -92,7 +100,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_schedule(config),
         *optimizer_problems(config),
         *_timeouts(config),
-        *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun"),
+        *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun", can_listen=machine.can_listen),
         *launcher_problems(config),
         *_megatron(config),
         *fault_problems(config),
@@ -102,7 +110,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *snapshot_problems(config),
         *_isolation(config, machine),
         *_device(config, machine),
-        *_data(config, machine),
+        *data_problems(config, has_corpus=machine.has_corpus, corpus_vocab_size=machine.corpus_vocab_size),
     ]
 
 
@@ -118,6 +126,12 @@ def warnings(config: RunConfig, machine: Machine) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------- sizes
+
+
+def _name(config: RunConfig) -> Iterator[str]:
+    """It is part of paths, of keys in the control store, and of a batch script."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.name):
+        yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
 
 
 def _too_small(config: RunConfig) -> Iterator[str]:
@@ -154,13 +168,19 @@ def _too_small(config: RunConfig) -> Iterator[str]:
         for key, value in settings.items():
             if value < least:
                 yield f"{key}={value} must be at least {least}; raise it"
-    if not 0.0 < config.reduce.bucket_mib < float("inf"):
-        yield f"reduce.bucket_mib={config.reduce.bucket_mib} must be above 0, and finite; change it"
+    if not config.reduce.bucket_mib > 0.0:
+        yield f"reduce.bucket_mib={config.reduce.bucket_mib} must be above 0; raise it"
     if train.max_minutes is not None and not train.max_minutes > 0:
         yield f"train.max_minutes={train.max_minutes} must be above 0; raise it, or remove it to train all steps"
     factor = train.gradient_outlier_factor
     if not (factor == 0.0 or factor > 1.0):
         yield f"train.gradient_outlier_factor={factor} must be above 1, or 0 to judge no sizes; change it"
+
+
+def _infinite(config: RunConfig) -> Iterator[str]:
+    for key, value in settings_of(config):
+        if isinstance(value, float) and math.isinf(value):
+            yield f"{key}={value} must be finite; choose a number"
 
 
 def _outside_interval(config: RunConfig) -> Iterator[str]:
@@ -333,22 +353,6 @@ def _only_transformer_engine(config: RunConfig) -> str:
         f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine; "
         f"set it to 1, or use cluster.device=gpu and model.transformer_impl=transformer_engine"
     )
-
-
-def _data(config: RunConfig, machine: Machine) -> Iterator[str]:
-    corpus = config.data.corpus
-    if not corpus:
-        yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
-    elif not machine.has_corpus:
-        yield (
-            f"data.corpus={corpus}: {corpus}.bin or {corpus}.idx is missing; write them with "
-            f"`spare preprocess --input DIR --output-prefix {corpus} --tokenizer byte` or change data.corpus"
-        )
-    elif machine.corpus_vocab_size is not None and machine.corpus_vocab_size > config.model.vocab_size:
-        yield (
-            f"model.vocab_size={config.model.vocab_size} is below the {machine.corpus_vocab_size} tokens that "
-            f"data.corpus={corpus} was written with; raise it"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------- warnings

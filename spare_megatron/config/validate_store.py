@@ -7,12 +7,13 @@ from urllib.parse import urlsplit
 from spare_megatron.config.schema import ControlConfig
 
 
-def store_problems(control: ControlConfig, *, brings_etcd: bool = False) -> Iterator[str]:
+def store_problems(control: ControlConfig, *, brings_etcd: bool = False, can_listen: bool = True) -> Iterator[str]:
     """Every reason why no control store can be reached with these settings.
 
     Args:
         control: The settings.
         brings_etcd: The run starts an etcd of its own where no endpoint is named.
+        can_listen: `control.listen_address` is an address of this machine.
     """
     try:
         if ipaddress.ip_address(control.listen_address).is_unspecified:
@@ -25,6 +26,11 @@ def store_problems(control: ControlConfig, *, brings_etcd: bool = False) -> Iter
     if control.vote_fan_in < 1:
         yield f"control.vote_fan_in={control.vote_fan_in} must be at least 1, with which every group votes directly"
     if control.store == "embedded":
+        if not can_listen:
+            yield (
+                f"control.listen_address={control.listen_address} is no address of this machine, or its network is "
+                f"down; name one that `ip address` shows"
+            )
         for key in ("endpoints", "ca_file", "cert_file", "key_file", "credentials_file"):
             if getattr(control, key):
                 yield f"control.{key} has no effect on control.store=embedded; remove it or set control.store=etcd"

@@ -38,7 +38,7 @@ def prepare_index(config: RunConfig) -> Path:
     To be called in one process, before the ranks start: they only load, and wait for nobody.
 
     Raises:
-        ValueError: The corpus is missing or too short for one sample.
+        ValueError: The corpus is missing or too short for one sample, or the index cannot be written.
     """
     folder = _index_folder(config)
     if folder.is_dir():
@@ -48,10 +48,13 @@ def prepare_index(config: RunConfig) -> Path:
     try:
         _open_dataset(config, aside)
         aside.rename(folder)
-    except OSError:
-        # Another process put its own there meanwhile; the two are equal.
+    except OSError as error:
+        # Another process may have put its own there meanwhile; the two are equal.
         if not folder.is_dir():
-            raise
+            raise ValueError(
+                f"the sample index of data.corpus={config.data.corpus} cannot be written into {folder.parent}: "
+                f"{error}; set data.cache to one that you may write, and that all nodes share"
+            ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder

@@ -39,6 +39,27 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def is_held(folder: Path) -> bool | None:
+    """Whether a process holds the directory; None where that cannot be told from here.
+
+    For a directory whose run has begun: one that is about to begin might find it held by who asks.
+    """
+    try:
+        fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
 def _holder(fd: int) -> str:
     try:
         holder = json.loads(os.pread(fd, 1024, 0))

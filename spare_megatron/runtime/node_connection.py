@@ -95,8 +95,8 @@ def connect(run_dir: Path, node: int, timeout_s: float) -> Connection:
                 reason = f"{place['host']}:{place['port']} does not answer: {error}"
         if time.monotonic() >= end_s:
             raise ValueError(
-                f"node {node} is not awaited by a driver ({file}): {reason}; start `spare train` with this "
-                f"run directory first, on storage that all nodes share"
+                f"node {node} is not awaited by a driver ({file}): {reason}; start `spare train` (or "
+                f"`spare doctor`) with this directory on the first node, on storage that all nodes share"
             )
         time.sleep(_POLL_S)
 

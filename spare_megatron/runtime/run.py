@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -51,6 +53,7 @@ def look_at_machine(config: RunConfig) -> Machine:
         num_gpus=num_machines * _count_gpus(),
         num_cores=num_machines * len(os.sched_getaffinity(0)),
         can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
+        can_listen=_can_listen(config.control.listen_address),
         corpus_vocab_size=_corpus_vocab_size(corpus),
         has_corpus=all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx")),
     )
@@ -172,6 +175,19 @@ def _origin() -> dict[str, str]:
         check=False,
     )
     return {"version": __version__, "commit": found.stdout.strip() if found.returncode == 0 else "unknown"}
+
+
+def _can_listen(address: str) -> bool:
+    """Whether it is one of this machine's; true of what is no address at all, which is told elsewhere."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.bind((address, 0))
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def _corpus_vocab_size(prefix: Path) -> int | None:

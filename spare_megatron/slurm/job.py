@@ -39,8 +39,6 @@ def job_script(config: RunConfig, *, folder: Path, working_folder: Path, python:
                 f"{what} {str(path)!r} has characters that a batch script does not take literally; letters, digits and "
                 f"_./@:+,=- are fine: choose another path"
             )
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.name):
-        raise ValueError(f"name={config.name!r} cannot be the name of a job: letters, digits and _.- only; change it")
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     template = environment.from_string(files(__package__).joinpath("job.sh.j2").read_text())
     return template.render(

@@ -67,3 +67,9 @@ def test_check_names_all_that_is_wrong_and_elsewhere_forgives_what_this_machine_
     assert "spare.redundancy=9" in wrong
     assert "train.steps=0" in wrong
     assert len(json.loads(run("check", NODE, "--set", "spare.redundancy=9", "--json", expected=2))["problems"]) >= 1
+
+
+def test_check_asks_megatron_about_its_own_fields() -> None:
+    told = run("check", NODE, "--elsewhere", "--set", "megatron.recompute_granularty=selective", expected=2)
+    assert "did you mean recompute_granularity?" in told
+    assert "can run" in run("check", NODE, "--elsewhere", "--set", "megatron.recompute_granularity=selective")

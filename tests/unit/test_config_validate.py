@@ -31,6 +31,8 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (["name=a$b"], "name='a$b' cannot be the name of a run: letters, digits and _.- only"),
+        (["name="], "name='' cannot be the name of a run"),
         (["spare.redundancy=5"], "spare.redundancy=5 exceeds layout.num_groups=4"),
         (["spare.redundancy=0"], "spare.redundancy=0 must be at least 1"),
         (["spare.spares=-1"], "spare.spares=-1 must be at least 0; raise it"),
@@ -169,7 +171,8 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),
         (["reduce.bucket_mib=0"], "reduce.bucket_mib=0.0 must be above 0"),
-        (["reduce.bucket_mib=inf"], "reduce.bucket_mib=inf must be above 0, and finite"),
+        (["reduce.bucket_mib=inf"], "reduce.bucket_mib=inf must be finite"),
+        (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be finite"),
         (["data.corpus="], "data.corpus is empty"),
     ],
 )
@@ -185,6 +188,16 @@ def test_all_problems_are_returned_at_once() -> None:
 def test_a_missing_corpus_comes_with_the_command_that_writes_it() -> None:
     text = only_problem(machine=dataclasses.replace(CPU, has_corpus=False))
     assert "spare preprocess --input DIR --output-prefix c --tokenizer byte" in text
+    text = only_problem("data.corpus=x/c.bin", machine=dataclasses.replace(CPU, has_corpus=False))
+    assert "data.corpus=x/c.bin is a file, and the prefix of its two files is meant; set it to x/c" in text
+
+
+def test_an_address_of_another_machine_is_no_place_for_the_store() -> None:
+    machine = dataclasses.replace(CPU, can_listen=False)
+    text = only_problem("control.listen_address=192.0.2.7", machine=machine)
+    assert "control.listen_address=192.0.2.7 is no address of this machine" in text
+    etcd = ("control.store=etcd", 'control.endpoints=["http://192.0.2.8:2379"]')
+    assert problems(configured(*etcd), machine) == []
 
 
 def test_more_ranks_than_gpus_is_a_problem_on_gpus_only() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import sys
 import threading
 import tracemalloc
@@ -21,11 +22,18 @@ from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig,
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.journal.records import RecoveryRecord
+from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.metrics.wandb import WandbSink
-from spare_megatron.runtime.reports import GroupLost, GroupRejoined, GroupRestarted, MetricsLost, StepCommitted
+from spare_megatron.runtime.reports import (
+    CheckpointTold,
+    GroupLost,
+    GroupRejoined,
+    GroupRestarted,
+    MetricsLost,
+    StepCommitted,
+)
 from spare_megatron.runtime.telemetry import Telemetry, open_sinks
 
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=4), spare=SpareConfig(redundancy=3, microbatches_per_shard=4))
@@ -176,6 +184,29 @@ def test_speed_is_that_of_the_models_own_operations() -> None:
     assert values["perf/mfu"] == pytest.approx(tflops / 2.0, abs=1e-6)
     assert values["perf/vote_s"] == pytest.approx(0.1)
     assert "perf/mfu" not in told(committed(0))[0]
+
+
+def test_the_page_has_every_key_and_no_other() -> None:
+    times = dict.fromkeys(("computed_at_s", "noticed_at_s", "agree_s", "patch_s", "rebuild_s", "reduce_s"), 0.0)
+    recovery = RecoveryRecord(group=0, step=1, lost=[1], num_patched=1, **times)
+    saved = CheckpointRecord(group=0, step=3, outcome="saved", reason="", num_bytes=1, stall_s=0.0, write_s=0.0)
+    events = [
+        committed(0),
+        lost(1),
+        replace(committed(1, num_alive=3), recoveries=(recovery,)),
+        committed(2, num_alive=3),
+        GroupRejoined(member=Member(GroupId(1), 1), step=3),
+        committed(3),
+        committed(4),
+        CheckpointTold(record=saved),
+        GroupRestarted(member=Member(GroupId(0), 1), step=4),
+        committed(4),
+    ]
+    found = told(*events, config=replace(CONFIG, metrics=MetricsConfig(peak_tflops=1.0)))
+    keys = {key for values in found for key in values} - {"step"}
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    rows = "".join(re.findall(r"^\|([^|]*)\|", page, re.MULTILINE))
+    assert set(re.findall(r"`([a-z]+/[a-z_]+)`", rows)) == keys
 
 
 def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Path) -> None:

@@ -3,15 +3,23 @@
 import ast
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import spare_megatron.config.schema as schema
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.validate import Machine, problems
+from spare_megatron.core.messages import Entry
+from spare_megatron.journal.records import KINDS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs/settings.md"
+JOURNAL, RUNBOOK = ROOT / "docs/journal.md", ROOT / "docs/runbook.md"
+VALUES = r"\.\.\.|\[[^]]*\]|\(\.\.\.\)|\b[0-9.]+\b|SIG[A-Z]+|[a-z]+\.[a-z_]+=?"
+"""What stands for a value in a message on a page."""
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -69,3 +77,45 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 def test_files_that_are_named_are_there(page: Path) -> None:
     named = re.findall(r"`((?:benchmarks|configs|tests|launch)/[a-z0-9_/.]+\.(?:py|toml|sh))", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_preset_that_is_shown_can_run_where_there_are_gpus(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/presets.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.toml").write_text(text.replace('"../', f'"{ROOT}/configs/'))
+    config = load_run_config(tmp_path / "mine.toml").config
+    assert problems(config, Machine(num_gpus=8, num_cores=8, has_corpus=True)) == []
+    assert config.name == "mine"
+
+
+def missing_in_tables(text: str, kinds: Mapping[str, type[Any]]) -> dict[str, set[str]]:
+    """Of each kind the fields that are not in backticks in its row, if there are any."""
+    found: dict[str, set[str]] = {}
+    for name, kind in kinds.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", text, re.MULTILINE)
+        named = set(re.findall(r"`([a-z_0-9]+)`", row))
+        found[name] = {field.name for field in dataclasses.fields(kind)} - named
+    return {name: fields for name, fields in found.items() if fields}
+
+
+def test_the_page_of_the_journal_has_every_field_of_every_record_and_entry() -> None:
+    records, entries = JOURNAL.read_text().split("## The decision log")
+    assert missing_in_tables(records, KINDS) == {}
+    assert missing_in_tables(entries, {kind.__name__.lower(): kind for kind in get_args(Entry)}) == {}
+
+
+def test_messages_that_the_runbook_explains_are_those_of_the_program() -> None:
+    """Values differ: pieces of three words and more between them have to be there."""
+    constants = [
+        node.value
+        for package in ("cli", "config", "control", "core", "journal", "mcore", "runtime")
+        for file in (ROOT / "spare_megatron" / package).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    written = "\n".join(constants)
+    cells = re.findall(r"^\| (`[^|]*) \|", RUNBOOK.read_text().partition("## Reasons")[2], re.MULTILINE)
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    pieces = [piece.strip(" ;:,") for message in messages for piece in re.split(VALUES, message)]
+    told = [piece for piece in pieces if len(piece.split()) >= 3]
+    assert len(told) > 20
+    assert [piece for piece in told if piece not in written] == []

@@ -87,7 +87,9 @@ def test_whoever_has_not_the_key_is_not_served(tmp_path: Path) -> None:
 
 
 def test_a_node_that_nobody_awaits_is_told_what_to_start(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"node 1 is not awaited by a driver .* start `spare train` with this"):
+    with pytest.raises(
+        ValueError, match=r"node 1 is not awaited by a driver .* start `spare train` \(or `spare doctor`\) with this"
+    ):
         connect(tmp_path, 1, 0.0)
 
 

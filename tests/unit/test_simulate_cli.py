@@ -233,7 +233,7 @@ def test_the_plot_is_a_picture(small: str, tmp_path: Path, policy: str) -> None:
         ("--sweep-redundancy 5..3", "--sweep-redundancy 5..3: redundancies have to be 1 or more"),
         ("--sweep-redundancy 0..3", "--sweep-redundancy 0..3: redundancies have to be 1 or more"),
         ("--plot picture.pdf", "--plot picture.pdf: the name has to end with .png"),
-        ("--plot missing/picture.png", "there is no folder missing"),
+        ("--plot missing/picture.png", "missing; make it"),
         ("--calibrate missing", "missing holds no journal"),
         ("--replay missing", "--replay missing needs the costs of a run: add --calibrate RUN_DIR"),
         ("--journal somewhere", "--journal somewhere: a journal of 10000 steps of 600 groups has about"),

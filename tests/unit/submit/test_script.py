@@ -63,8 +63,3 @@ def test_nothing_in_a_script_is_doubtful_to_shellcheck(name: str) -> None:
 def test_a_path_that_a_script_would_not_take_literally_is_refused() -> None:
     with pytest.raises(ValueError, match="the run's directory '/a b' has characters"):
         job_script(configured(), folder=Path("/a b"), working_folder=Path("/"), python=Path("/p"))
-
-
-def test_a_name_that_is_no_name_of_a_job_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"name='a\$b' cannot be the name of a job"):
-        script_of(configured("name=a$b"))

@@ -142,4 +142,4 @@ def test_a_job_is_shown_by_its_folder_and_cancelled(arguments: list[str], fake_s
 
 
 def test_a_folder_of_no_job_is_told_apart(tmp_path: Path, fake_slurm: Path) -> None:
-    assert "holds no job.json" in spare("status", str(tmp_path), expected=2)
+    assert "no job.json, as the folder of a job does" in spare("status", str(tmp_path), expected=2)

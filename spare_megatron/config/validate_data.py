@@ -1,0 +1,31 @@
+"""What is wrong with the corpus that a configuration names."""
+
+from collections.abc import Iterator
+
+from spare_megatron.config.schema import RunConfig
+
+
+def data_problems(config: RunConfig, *, has_corpus: bool, corpus_vocab_size: int | None) -> Iterator[str]:
+    """Every reason why no samples could be read.
+
+    Args:
+        config: The configuration.
+        has_corpus: Both files of `data.corpus` exist.
+        corpus_vocab_size: The vocabulary it was written with, where that is known.
+    """
+    corpus = config.data.corpus
+    prefix = corpus.removesuffix(".bin").removesuffix(".idx")
+    if not corpus:
+        yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
+    elif not has_corpus and prefix != corpus:
+        yield f"data.corpus={corpus} is a file, and the prefix of its two files is meant; set it to {prefix}"
+    elif not has_corpus:
+        yield (
+            f"data.corpus={corpus}: {corpus}.bin or {corpus}.idx is missing; write them with "
+            f"`spare preprocess --input DIR --output-prefix {corpus} --tokenizer byte` or change data.corpus"
+        )
+    elif corpus_vocab_size is not None and corpus_vocab_size > config.model.vocab_size:
+        yield (
+            f"model.vocab_size={config.model.vocab_size} is below the {corpus_vocab_size} tokens that "
+            f"data.corpus={corpus} was written with; raise it"
+        )

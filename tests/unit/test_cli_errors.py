@@ -1,0 +1,132 @@
+"""What commands say of what a user got wrong, before anything is started for it."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.cli.progress import RunProgress
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.records import Line, encode_line
+from spare_megatron.runtime.lock import LOCK, is_held, locked
+from spare_megatron.runtime.reports import StoreAway, StoreBack
+from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import simulate
+from spare_megatron.simulator.failures import FailureSpec
+from spare_megatron.simulator.scenario import Scenario
+
+DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
+SCENARIO = Scenario(
+    name="told",
+    num_groups=4,
+    redundancy=2,
+    microbatches_per_shard=2,
+    num_steps=3,
+    costs=CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.0),
+    failures=FailureSpec(kind="system", mean_s=1e9),
+)
+
+
+def spare(*arguments: object, expected: int = 0) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == expected, result.output
+    return result.output
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run whose journal has no end."""
+    lines: list[Line] = []
+    simulate(SCENARIO, 1, journal=lines.append)
+    folder = tmp_path / "run"
+    (folder / "journal").mkdir(parents=True)
+    (folder / "journal/driver.jsonl").write_text("".join(encode_line(line) + "\n" for line in lines[:-1]))
+    return folder
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> list[str]:
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"corpus{ending}").touch()
+    return ["train", "--config", DEMO, "--set", f"data.corpus={tmp_path}/corpus"]
+
+
+def test_an_interrupted_check_has_found_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1 would say that the journal is invalid."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spare_megatron.journal.check.check", interrupt)
+    assert spare("check", run_dir, expected=130) == "spare check: interrupted\n"
+
+
+def test_status_says_that_nobody_drives_a_run_any_more(run_dir: Path) -> None:
+    assert "its driver" not in spare("status", run_dir), "one without a lock, as a simulated one, has none"
+    (run_dir / LOCK).touch()
+    assert "its driver is gone, and has not written how the run ended" in spare("status", run_dir)
+    assert '"driverless": "its driver is gone' in spare("status", run_dir, "--json")
+    with locked(run_dir):
+        assert "its driver" not in spare("status", run_dir)
+        assert is_held(run_dir)
+
+
+def test_status_of_what_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
+    assert f"there is no directory {tmp_path}/rum" in spare("status", tmp_path / "rum", expected=2)
+    assert "holds no journal" in spare("status", tmp_path, "--watch", expected=2)
+
+
+def test_logs_of_a_run_are_those_written_last_or_of_a_group(run_dir: Path) -> None:
+    logs = run_dir / "logs"
+    logs.mkdir()
+    assert f"the logs in {logs} are empty; see `spare status" in spare("logs", run_dir, expected=2)
+    for at_s, (name, text) in enumerate({"group-0001-rank-0": "one\ntwo\n", "supervisor-0": "three\n"}.items()):
+        (logs / f"{name}.log").write_text(text)
+        os.utime(logs / f"{name}.log", (at_s, at_s))
+    (logs / "group-0002-rank-0.log").touch()
+    told = spare("logs", run_dir, "--lines", 1)
+    assert told == f"==> {logs}/group-0001-rank-0.log <==\ntwo\n==> {logs}/supervisor-0.log <==\nthree\n"
+    assert spare("logs", run_dir, 1) == "one\ntwo\n"
+    assert f"{run_dir} holds no log of group 3" in spare("logs", run_dir, 3, expected=2)
+
+
+@pytest.mark.parametrize("command", ["report", "timeline"])
+def test_a_file_that_cannot_be_made_is_refused_at_once(command: str, run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "missing/page"
+    told = spare(command, run_dir, "--out", out, expected=2)
+    assert f"--out {out}: there is no directory {tmp_path}/missing; make it" in told
+    assert f"--out {tmp_path} is a directory; name a file in it" in spare(
+        command, run_dir, "--out", tmp_path, expected=2
+    )
+
+
+def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(
+    train: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "corpus.bin"
+    told = spare(*train, "--run-dir", file / "run", expected=2)
+    assert f"--run-dir {file}/run cannot be made: {file} is a file; choose another" in told
+    told = spare(*train, "--set", "checkpoint.interval_steps=5", "--set", f"checkpoint.folder={file}", expected=2)
+    assert f"checkpoint.folder {file} cannot be made" in told
+
+
+def test_a_run_that_has_no_checkpoints_to_resume_with_does_not_begin_anew_in_silence(train: list[str]) -> None:
+    told = spare(*train, "--resume", expected=2)
+    assert "--resume begins with the newest checkpoint of checkpoint.folder, which is not set" in told
+
+
+def test_a_pause_for_the_control_store_is_told_once(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    with RunProgress(RunConfig(), console, tmp_path) as progress:
+        for event in (*(StoreAway(node=node, limit_s=60.0) for node in (0, 1)), StoreBack(node=1, away_s=2.5)):
+            progress.take(event)
+        progress.take(StoreBack(node=0, away_s=2.6))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "the control store does not answer; training pauses for it, 60 s at most",
+        "the control store answers again after 2.5 s",
+    ]

@@ -1,6 +1,6 @@
 """The plots of a report. Colours are Okabe and Ito's, which the colour-blind tell apart; patterns survive print."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +29,10 @@ MOST_POINTS = 2000
 MOST_MARKS = 1000
 _UNITS = ((3, 86400.0, "d"), (3, 3600.0, "h"), (10, 60.0, "min"))
 """Of axes of time: the largest of which they have this many; seconds, if there is none."""
+_BAR = 0.85
+"""Of the room that a group has, what its bar takes."""
+_MOST_TICKS = 10
+"""Of a colour scale of whole numbers."""
 MOST_INTERVALS = 500
 """Of groups over time; beyond it a map is drawn."""
 
@@ -61,6 +65,15 @@ class Unit:
         return np.round(np.asarray(times_s, np.float64) / self.seconds, 3 if self.seconds == 1 else 5)
 
 
+def groups_named(groups: Collection[int]) -> str:
+    """Groups in words.
+
+    >>> groups_named([3]), groups_named({6, 3})
+    ('group 3', 'groups 3, 6')
+    """
+    return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, sorted(groups)))}"
+
+
 def loss_curve(histories: Mapping[str, History]) -> go.Figure:
     """Loss over steps, for one run or several; steps that lost a group are marked."""
     figure = go.Figure()
@@ -77,7 +90,7 @@ def loss_curve(histories: Mapping[str, History]) -> go.Figure:
             name=f"{name}: groups lost",
             mode="markers",
             marker={"color": colour, "symbol": "x", "size": 9},
-            text=[f"lost: groups {', '.join(map(str, sorted(steps.lost[index])))}" for index in hit],
+            text=[f"lost: {groups_named(steps.lost[index])}" for index in hit],
         )
     return _titled(figure, "step", "loss, nats per token")
 
@@ -167,6 +180,7 @@ def presence_map(history: History) -> go.Figure:
             x=unit.values([item.to_s - item.from_s for item in chosen]),
             y=[item.group for item in chosen],
             orientation="h",
+            width=_BAR,
             name=state,
             marker={"color": colour, "pattern": {"shape": pattern}},
             customdata=unit.values([(item.from_s, item.to_s) for item in chosen]).tolist(),
@@ -181,8 +195,8 @@ def presence_map(history: History) -> go.Figure:
         mode="markers",
         marker={"color": "black", "symbol": "x-thin-open", "size": 9},
     )
-    figure.update_layout(barmode="overlay", bargap=0.15)
-    figure.update_yaxes(autorange="reversed", dtick=1 if history.run.num_groups <= 30 else None)
+    figure.update_layout(barmode="overlay")
+    _number_groups(figure, history)
     return _titled(figure, f"{unit.name} since the start", "group")
 
 
@@ -217,18 +231,21 @@ def group_map(history: History, values: Literal["step_s", "load"]) -> go.Figure:
         history: The run.
         values: "step_s", seconds from a step's start to its update; "load", microbatches computed.
     """
-    table = history.steps.step_s if values == "step_s" else history.steps.load
-    binned, by_group, by_step = shrink(table.T)
+    is_time = values == "step_s"
+    binned, by_group, by_step = shrink(history.steps.step_s.T if is_time else history.steps.load.T)
+    told = binned[~np.isnan(binned)]
+    is_counted = not is_time and (not told.size or np.ptp(told) <= _MOST_TICKS)
     figure = go.Figure(
         go.Heatmap(
             z=binned.astype(np.float32),
             x=np.arange(binned.shape[1]) * by_step,
             y=np.arange(binned.shape[0]) * by_group,
             colorscale="Cividis",
-            colorbar={"title": "s" if values == "step_s" else "microbatches"},
+            colorbar={"title": "s" if is_time else "microbatches", "dtick": 1 if is_counted else None},
             hovertemplate="group %{y}, commit %{x}: %{z}<extra></extra>",
         )
     )
+    _number_groups(figure, history)
     return _titled(figure, "commit", "group")
 
 
@@ -292,6 +309,12 @@ def load_around(history: History, hit: int) -> go.Figure:
                 marker={"color": colour, "pattern": {"shape": pattern}},
             )
     return _titled(figure, "group", "microbatches")
+
+
+def _number_groups(figure: go.Figure, history: History) -> None:
+    """Of a y axis: the first group on top, and no ticks between groups."""
+    num_groups = history.run.num_groups
+    figure.update_yaxes(range=[num_groups - 0.5, -0.5], dtick=1 if num_groups <= 30 else None)
 
 
 def _titled(figure: go.Figure, x: str, y: str) -> go.Figure:

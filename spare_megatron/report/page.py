@@ -18,6 +18,7 @@ from spare_megatron.journal.paces import Slowest, find_slowest
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.report.figures import (
     group_map,
+    groups_named,
     load_around,
     loss_curve,
     presence_map,
@@ -54,7 +55,7 @@ def report(history: History, config: str) -> str:
 
 def comparison(histories: Mapping[str, History]) -> str:
     """The page of two runs, by names that tell them apart."""
-    plots = [_plot("Loss", "Crosses mark steps in which groups were lost.", loss_curve(histories))]
+    plots = list(_losses_of(histories))
     for name, history in histories.items():
         if history.goodput is not None:
             plots.append(_plot(f"Where the time went: {name}", "", waterfall(history.goodput)))
@@ -124,10 +125,12 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     yield "outcome", f"{figures['outcome']} {figures['outcome_reason']}".strip()
     yield "steps committed", f"{figures['steps_committed']} of {history.run.num_steps}"
     yield "steps done again after a restart", str(figures["steps_lost"])
-    yield "groups", f"{history.run.num_groups} of {history.run.ranks_per_group} ranks, r = {history.run.redundancy}"
+    num_ranks = history.run.ranks_per_group
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    yield "groups", f"{history.run.num_groups} of {ranks}, r = {history.run.redundancy}"
     yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
     yield "microbatches computed again", str(figures["microbatches_recomputed"])
-    yield "last loss", "none" if loss is None else f"{loss:.4f}"
+    yield "last loss", f"{loss:.4f}" if loss else "none"
     if goodput is not None:
         yield "wall time", format_duration(goodput.wall_s)
         yield "goodput", f"{goodput.goodput:.1%} of the wall time was useful"
@@ -139,12 +142,9 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
 
 def plots_of(history: History) -> list[Plot]:
     """The plots of a run."""
-    plots = []
+    plots = list(_losses_of({history.run.name: history}))
     if len(history.steps):
-        plots += [
-            _plot("Loss", "Crosses mark steps in which groups were lost.", loss_curve({history.run.name: history})),
-            _plot("Step time", "From commit to commit.", step_times(history)),
-        ]
+        plots.append(_plot("Step time", "From commit to commit.", step_times(history)))
     if history.goodput is not None:
         note = "A quiet step is the median one with all groups and no fault; what a step took beyond it is lost."
         plots.append(_plot("Where the time went", note, waterfall(history.goodput)))
@@ -155,6 +155,12 @@ def plots_of(history: History) -> list[Plot]:
             _plot("Microbatches of each group", "What each group computed.", group_map(history, "load")),
         ]
     return [*plots, *_paces_of(history), *_loads_of(history)]
+
+
+def _losses_of(histories: Mapping[str, History]) -> Iterator[Plot]:
+    """What simulated runs have none of."""
+    if any(history.steps.loss.any() for history in histories.values()):
+        yield _plot("Loss", "Crosses mark steps in which groups were lost.", loss_curve(histories))
 
 
 def _paces_of(history: History) -> Iterator[Plot]:
@@ -176,8 +182,7 @@ def _told(slowest: Slowest, ranks_per_stage: int) -> str:
 def _loads_of(history: History) -> Iterator[Plot]:
     hit = [index for index, lost in enumerate(history.steps.lost) if lost and index > 0]
     for index in hit[:MOST_LOADS]:
-        lost = ", ".join(map(str, sorted(history.steps.lost[index])))
-        title = f"Step {history.steps.step[index]}: groups {lost} lost"
+        title = f"Step {history.steps.step[index]}: {groups_named(history.steps.lost[index])} lost"
         yield _plot(title, "What each group computed, patches included.", load_around(history, index))
 
 

@@ -95,8 +95,8 @@ def test_the_page_needs_no_network_and_escapes_what_people_wrote(tmp_path: Path,
     assert not re.search(r"<(script|img|iframe)[^>]*\ssrc=|<link (?!rel=.icon. href=.data:)", page)
     assert "&lt;b&gt;told&lt;/b&gt;" in page
     assert "&lt;/pre&gt;&lt;script&gt;" in page
-    # loss, step time, waterfall, presence, two maps, two losses
-    assert len(content_of(page)["plots"]) == 8
+    # step time, waterfall, presence, two maps, two losses; a simulated run has no loss to draw
+    assert len(content_of(page)["plots"]) == 7
 
 
 def test_a_run_that_has_just_begun_and_a_pair_of_runs_have_pages(tmp_path: Path, lines: list[Line]) -> None:

@@ -82,8 +82,13 @@ def connect(run_dir: Path, node: int, timeout_s: float) -> Connection:
     end_s = time.monotonic() + timeout_s
     reason = "no driver has written it"
     while True:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             place = json.loads(file.read_text())
+        except FileNotFoundError:
+            place = None
+        except OSError as error:  # shared storage may know a file that is replaced meanwhile no more
+            place, reason = None, f"it cannot be read: {error}"
+        if place is not None:
             try:
                 connection = _connection(socket.create_connection((place["host"], place["port"]), timeout=_STRANGER_S))
                 key = bytes.fromhex(place["key"])

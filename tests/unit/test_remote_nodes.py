@@ -1,6 +1,7 @@
 """What lets a supervisor stand on another machine: its connection, its place, its end without a driver."""
 
 import contextlib
+import errno
 import socket
 import stat
 import sys
@@ -91,6 +92,32 @@ def test_a_node_that_nobody_awaits_is_told_what_to_start(tmp_path: Path) -> None
         ValueError, match=r"node 1 is not awaited by a driver .* start `spare train` \(or `spare doctor`\) with this"
     ):
         connect(tmp_path, 1, 0.0)
+
+
+def test_a_file_that_shared_storage_has_lost_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver replaces it whenever it awaits the node again; a read at that moment ended the node's supervisor."""
+    door = Door(tmp_path, 1, "127.0.0.1")
+    text = next((tmp_path / "nodes").iterdir()).read_text()
+    reads = [OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError(), text]
+
+    def read(file: Path) -> str:
+        found = reads.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(Path, "read_text", read)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(connect(tmp_path, 1, WAIT_S)))
+    thread.start()
+    driver = accepted(door)
+    thread.join(WAIT_S)
+    driver.send("spec")
+    assert found[0].recv() == "spec"
+    assert reads == []
+    door.close()
 
 
 def test_a_node_goes_on_without_a_driver_where_that_is_elsewhere() -> None:

@@ -22,7 +22,7 @@ from spare_megatron.journal.evidence import Attempts, Evidence, HeldEvidence, St
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding, Severity
 from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord
+from spare_megatron.journal.records import FORMAT, EndRecord, FaultRecord, LossRecord, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,8 @@ def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
     """
     runs = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
     if len(runs) != 1:
-        return _verdict(evidence, [Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1")], 0)
+        found = [Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1")]
+        return _verdict(evidence, found, 0, FORMAT)
     run = runs[0]
     fold = fold_evidence(evidence, run)
     findings = [*_check_log(evidence, fold), *_check_fold(run, fold)]
@@ -66,7 +67,7 @@ def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
     findings += check_slices(evidence, run, fold)
     findings += _apply(_RULES_OF_STEPS, steps_of(evidence, fold), run, fold, tally)
     findings += [*_check_faults(evidence, run, fold), *_check_end(evidence, run, fold)]
-    return _verdict(evidence, findings, len(fold.kept))
+    return _verdict(evidence, findings, len(fold.kept), run.format)
 
 
 def _apply(
@@ -83,15 +84,24 @@ def _apply(
         yield from sorted(findings, key=lambda finding: finding.place)
 
 
-def _verdict(evidence: Evidence, findings: list[Finding], steps_committed: int) -> Verdict:
-    damage = [Finding(severity="invalid", reason=f"damaged line: {text}") for text in evidence.damage]
-    findings = [*damage, *findings]
+def _verdict(evidence: Evidence, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
+    findings = [*_check_lines(evidence, journal_format), *findings]
     severities = {finding.severity for finding in findings}
     verdict: Literal["valid", "invalid", "unknown"] = "valid"
     if severities:
         verdict = "invalid" if "invalid" in severities else "unknown"
     reasons = tuple(f"{finding.severity}: {finding.reason}" for finding in findings)
     return Verdict(verdict=verdict, reasons=reasons, steps_committed=steps_committed)
+
+
+def _check_lines(evidence: Evidence, journal_format: int) -> Iterator[Finding]:
+    """Every line can be read. One of an earlier format that cannot be may be as its version wrote it."""
+    for text in evidence.damage:
+        if journal_format < FORMAT:
+            reason = f"a line is not as format {FORMAT} has it, and the journal is of format {journal_format}: {text}"
+            yield Finding(severity="unknown", reason=reason)
+        else:
+            yield Finding(severity="invalid", reason=f"damaged line: {text}")
 
 
 def fold_journal(journal: Journal, run: RunRecord) -> Fold:

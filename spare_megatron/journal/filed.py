@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.journal.evidence import FREQUENT, Place, Placed, Stretch, is_rare
+from spare_megatron.journal.format import require_known_format
 from spare_megatron.journal.records import KINDS, EntryRecord, Line, Record, decode_line
 
 STRETCH_BYTES = 16 << 20
@@ -75,10 +76,12 @@ class FiledEvidence:
 
     Raises:
         FileNotFoundError: The run directory has no journal.
+        ValueError: It is of a later format.
         TimeoutError: It is later; of all methods, too.
     """
 
     def __init__(self, run_dir: Path, stretch_bytes: int | None = None, until_s: float = math.inf) -> None:
+        require_known_format(run_dir)
         self._files = sorted((run_dir / "journal").glob("*.jsonl"))
         if not self._files:
             raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from spare_megatron.journal.format import require_known_format
 from spare_megatron.journal.records import Line, Record, decode_line, encode_line
 
 R = TypeVar("R", bound=Record)
@@ -130,7 +131,9 @@ def read_journal(run_dir: Path) -> Journal:
 
     Raises:
         FileNotFoundError: The run directory has no journal.
+        ValueError: It is of a later format.
     """
+    require_known_format(run_dir)
     files = sorted((run_dir / "journal").glob("*.jsonl"))
     if not files:
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")

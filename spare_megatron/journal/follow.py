@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from spare_megatron.journal.format import require_known_format
 from spare_megatron.journal.standing import UNREAD, Standing
 from spare_megatron.journal.tail import JournalTail
 
@@ -9,11 +10,15 @@ from spare_megatron.journal.tail import JournalTail
 class Follower:
     """Reads of a run's journal what is new, each time.
 
+    Raises:
+        ValueError: It is of a later format.
+
     Attributes:
         standing: How the run stood the last time.
     """
 
     def __init__(self, run_dir: Path) -> None:
+        require_known_format(run_dir)
         self._tail = JournalTail(run_dir, without=UNREAD)
         self.standing = Standing()
 
@@ -37,6 +42,7 @@ def read_standing(run_dir: Path) -> Standing:
 
     Raises:
         FileNotFoundError: The run directory has no journal.
+        ValueError: It is of a later format.
     """
     if not any((run_dir / "journal").glob("*.jsonl")):
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")

@@ -10,6 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+FORMAT = 2
+"""Of the journals that this version writes. It rises with every change that the reader before could not take."""
+
+_FORMER_FIELDS = {"cadence": ("restart_s",)}
+"""What records of earlier formats have beside those of this one, and nothing asks for any more: up to format 1."""
+
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 SaveOutcome = Literal["saved", "failed", "skipped"]
 """A save is skipped while the group is still writing an earlier one."""
@@ -21,6 +27,8 @@ StateSource = Literal["storage", "memory"]
 class RunRecord:
     """The terms of the run, written by the driver before any rank starts."""
 
+    format: int = 1
+    """Of the journal; the first one does not say so."""
     name: str
     num_groups: int
     ranks_per_group: int
@@ -383,9 +391,12 @@ def decode_line(text: str) -> Line:
     fields = json.loads(text)
     if not isinstance(fields, dict):
         raise ValueError(f"not a record: {text[:80]}")
-    kind = KINDS.get(str(fields.pop("record", None)))
+    name = str(fields.pop("record", None))
+    kind = KINDS.get(name)
     if kind is None:
         raise ValueError(f"record of unknown kind: {text[:80]}")
+    for former in _FORMER_FIELDS.get(name, ()):
+        fields.pop(former, None)
     try:
         source, at_s = fields.pop("source"), fields.pop("at_s")
         return Line(source=source, at_s=at_s, record=kind(**fields))

@@ -23,7 +23,7 @@ from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.records import FORMAT, RunRecord
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.checkpoints import folder_of, step_of
 from spare_megatron.runtime.driver import Driver
@@ -132,6 +132,7 @@ def _run(
 
 def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
     return RunRecord(
+        format=FORMAT,
         name=config.name,
         num_groups=config.layout.num_groups,
         ranks_per_group=config.parallel.ranks_per_group,

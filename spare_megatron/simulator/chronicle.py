@@ -10,6 +10,7 @@ from spare_megatron.core.messages import AttemptReduce, Entry, entry_fields
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import (
+    FORMAT,
     ContributionRecord,
     EndRecord,
     EntryRecord,
@@ -62,6 +63,7 @@ class Chronicle:
         self._computed_at_s: dict[GroupId, float] = {}  # of the attempt that comes next
         self._recovery: _Recovery | None = None
         record = RunRecord(
+            format=FORMAT,
             name=scenario.name,
             num_groups=scenario.num_groups,
             ranks_per_group=1,

@@ -1,0 +1,40 @@
+"""Which format a journal is of, and whether this version reads it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spare_megatron import __version__
+from spare_megatron.journal.records import FORMAT
+
+
+def require_known_format(run_dir: Path) -> None:
+    """Returns if the journal, which may be without its first record yet, is of a format that this version reads.
+
+    Raises:
+        ValueError: It is of a later one.
+    """
+    found = _first_record(run_dir).get("format", FORMAT)
+    if found not in range(FORMAT + 1):
+        raise ValueError(
+            f"the journal of {run_dir} is of format {found!r} ({_origin(run_dir)}); spare_megatron {__version__} reads "
+            f"formats 1 to {FORMAT}: use the version that wrote it, or a later one"
+        )
+
+
+def _first_record(run_dir: Path) -> dict[str, Any]:
+    try:
+        with (run_dir / "journal" / "driver.jsonl").open("rb") as file:
+            record = json.loads(file.readline())
+    except (OSError, ValueError):  # what is missing or damaged is told by whoever reads all of it
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _origin(run_dir: Path) -> str:
+    """Which code wrote it, as the run's directory says."""
+    try:
+        origin = json.loads((run_dir / "origin.json").read_text())
+        return f"written by spare_megatron {origin['version']}, commit {origin['commit']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "origin.json does not say by which version it was written"

@@ -6,11 +6,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from spare_megatron.config.schema import ControlConfig
 from spare_megatron.control.store import ControlStore
 from spare_megatron.runtime import nccl
 from spare_megatron.runtime.pass_times import PassTimes
 from spare_megatron.runtime.processes import log_to_file
-from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
+from spare_megatron.runtime.readiness import note_ready, wait_until_ready
 from spare_megatron.runtime.spec import RankSpec
 
 _MARGIN_S = 30.0
@@ -60,7 +61,7 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
     Collective over: all ranks of the group.
 
     Returns:
-        A process group of the same ranks for CPU tensors, whose timeout outlasts the wait for a decision.
+        A process group of the same ranks for CPU tensors, whose timeout outlasts what the leader waits for.
     """
     control = spec.config.control
     dist.init_process_group(
@@ -71,7 +72,12 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
         timeout=timedelta(seconds=control.group_timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=control.decision_timeout_s + _MARGIN_S))
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s(control)))
+
+
+def longest_wait_s(control: ControlConfig) -> float:
+    """How long ranks wait for their leader, which may wait for the other groups to come up, or for a decision."""
+    return max(control.decision_timeout_s, control.startup_timeout_s) + _MARGIN_S
 
 
 def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.ProcessGroup) -> None:
@@ -80,10 +86,10 @@ def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.Process
     Collective over: all ranks of the group.
 
     Raises:
-        StoreTimeout: Some group was not ready in time.
+        GroupsMissing: Some group was not ready in time.
     """
     dist.barrier(group=ranks)
     if spec.rank == 0:
         note_ready(store, spec.group, "itself", spec.config.layout.num_groups)
-        store.wait(ALL_GROUPS_READY, spec.config.control.startup_timeout_s)
+        wait_until_ready(store, spec.config.layout.num_groups, spec.config.control.startup_timeout_s)
     dist.barrier(group=ranks)

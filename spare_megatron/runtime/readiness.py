@@ -1,10 +1,14 @@
 """The start of a run: whom everybody waits for."""
 
-from spare_megatron.control.store import ControlStore
+from spare_megatron.control.store import ControlStore, StoreTimeout
 from spare_megatron.core.topology import GroupId
 
 ALL_GROUPS_READY = "all_groups_ready"
 """Key of the control store that is there when every group is ready to train, or lost."""
+
+
+class GroupsMissing(Exception):
+    """The run cannot begin, for some groups do not come."""
 
 
 def note_ready(store: ControlStore, group: GroupId, teller: str, num_groups: int) -> None:
@@ -19,7 +23,38 @@ def note_ready(store: ControlStore, group: GroupId, teller: str, num_groups: int
         teller: Who says so, once.
         num_groups: Of the run.
     """
-    store.put(f"ready/{group}", "yes")
+    store.put(_ready_key(group), "yes")
     count = store.put_counted(f"told/{group}/{teller}", "yes", "groups_told")
-    if count >= num_groups and None not in store.get([f"ready/{other}" for other in range(num_groups)]):
+    if count >= num_groups and not _awaited(store, num_groups):
         store.put(ALL_GROUPS_READY, "yes")
+
+
+def wait_until_ready(store: ControlStore, num_groups: int, timeout_s: float) -> None:
+    """Returns when nobody waits for any group.
+
+    Args:
+        store: The control store.
+        num_groups: Of the run.
+        timeout_s: `control.startup_timeout_s`.
+
+    Raises:
+        GroupsMissing: Some group was neither ready nor lost in time.
+    """
+    try:
+        store.wait(ALL_GROUPS_READY, timeout_s)
+    except StoreTimeout as late:
+        awaited = _awaited(store, num_groups)
+        raise GroupsMissing(
+            f"groups {awaited} have not come up within control.startup_timeout_s={timeout_s:g} of the others; the logs "
+            f"of their ranks say how far they are, and whoever is only slow needs a longer one"
+        ) from late
+
+
+def _awaited(store: ControlStore, num_groups: int) -> list[int]:
+    """The groups that are neither ready nor lost."""
+    ready = store.get([_ready_key(group) for group in range(num_groups)])
+    return [group for group, text in enumerate(ready) if text is None]
+
+
+def _ready_key(group: int) -> str:
+    return f"ready/{group}"

@@ -1,11 +1,15 @@
 """When a run begins: with every group ready or lost, whoever dies while saying so."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
+from spare_megatron.control.store import StoreTimeout
 from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.readiness import ALL_GROUPS_READY, note_ready
+from spare_megatron.runtime.readiness import ALL_GROUPS_READY, GroupsMissing, note_ready, wait_until_ready
 
 NUM_GROUPS = 2
 TOLD = [(GroupId(0), "itself"), (GroupId(1), "itself"), (GroupId(1), "node 0"), (GroupId(1), "node 1")]
@@ -38,6 +42,11 @@ class Store:
         self.counts[counter] = self.counts.get(counter, 0) + 1
         return self.counts[counter]
 
+    def wait(self, key: str, timeout_s: float) -> str:
+        if key not in self.values:
+            raise StoreTimeout(f"{key} was not written within {timeout_s:g} s")
+        return self.values[key]
+
     def get(self, keys: Sequence[str]) -> list[str | None]:
         return [self.values.get(key) for key in keys]
 
@@ -69,3 +78,16 @@ def test_who_dies_while_it_says_that_it_is_ready_is_told_of_by_its_node() -> Non
             begun = begins_after(told, dies=told.index(ready), after=after)
             assert begun is not None, f"{told} with a death after {after} writes"
             assert begun >= 1 + max(told.index(other), min(told.index(ready), told.index(node)))
+
+
+def test_who_waits_in_vain_names_those_who_do_not_come() -> None:
+    """It said only that a key of the store was not written, and the run named whoever waited as lost."""
+    store: Any = Store()
+    for group in (GroupId(0), GroupId(2)):
+        note_ready(store, group, "itself", 4)
+    with pytest.raises(GroupsMissing, match=re.escape("groups [1, 3] have not come up")) as raised:
+        wait_until_ready(store, 4, timeout_s=7.0)
+    assert "control.startup_timeout_s=7" in str(raised.value)
+    for group in (GroupId(1), GroupId(3)):
+        note_ready(store, group, "node 0", 4)
+    wait_until_ready(store, 4, timeout_s=7.0)

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.control_plane_groups import TIMEOUT_S, Load, measure, quantiles
+from benchmarks.control_plane_log import measure_log
 from benchmarks.origin import origin
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
@@ -85,6 +86,10 @@ def print_table(result: dict) -> None:
         )
         spent = ", ".join(f"{who}s {row[f'{who}_processor_ms_per_round']:.0f}" for who in ("server", "client"))
         print(f"{row['groups']:7d} {row['store']:10}{row['clients']:8}{cells}   {spent} a round")
+    for row in result.get("logs", ()):
+        times = f"read in {row['read_s']:.2f} s, read and folded in {row['read_and_folded_s']:.2f} s"
+        held = f"{row['server_bytes_per_entry']:.0f} bytes of a server's memory each"
+        print(f"{row['store']}: a log of {row['entries']} entries: {times}, {held}")
     if "failover" in result:
         writes, gaps = result["failover"]["compare_and_set_ms"], result["failover"]["leader_killed_to_next_write_s"]
         print(f"etcd, one client: compare-and-set p50 {writes['p50']:.2f} ms, p99 {writes['p99']:.2f} ms")
@@ -115,6 +120,7 @@ def main() -> None:
     parser.add_argument(
         "--kills", type=int, default=0, help="kills of etcd's leader under one client, each in a new cluster"
     )
+    parser.add_argument("--log", type=int, default=0, help="entries of a log that somebody reads who has no part in it")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
@@ -130,6 +136,11 @@ def main() -> None:
         "fan_in": options.fan_in,
         **origin(),
     }
+    if options.log:
+        result["logs"] = logs = []
+        for store in options.stores:
+            with running(store, options.etcd) as (spec, servers):
+                logs.append({"store": store, **measure_log(spec, options.log, servers)})
     if options.kills:
         result["failover"] = measure_failover(options.etcd, options.kills)
     print(json.dumps(result)) if options.json else print_table(result)

@@ -1,6 +1,7 @@
 """The append-only log of decisions, and the votes that lead to one.
 
-Keys: `log/{index}` holds entry `index`, written once by compare-and-set; `broken/{index}` says that what all groups do
+Keys: `log/{index}` holds entry `index`, with as many zeros before it that the order of their texts is theirs. It is
+written once, by compare-and-set. `broken/{index}` says that what all groups do
 together before it is broken. `vote/{attempt}/{group}/{incarnation}` holds the votes on an attempt that this group has
 written: its own, and as a relay those of others. `votes/{attempt}` counts votes, one that several have written as often
 as that. Nobody asks for the vote of an incarnation that is no member, so it cannot stand for that of another. Entries
@@ -10,7 +11,6 @@ and votes are text here; their meaning belongs to `core.messages` and `core.vote
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import TypeVar
 
 from spare_megatron.control.store import ControlStore
@@ -20,7 +20,7 @@ Voter = tuple[int, int]
 _Voter = TypeVar("_Voter", bound=Voter)
 
 LOG = "log/"
-"""The directory of the entries and of nothing else. Their names are numbers from 0 on, written in that order."""
+"""The directory of the entries and of nothing else, which are written in the order of their names."""
 
 
 class DecisionLog:
@@ -31,11 +31,11 @@ class DecisionLog:
 
     def append(self, index: int, entry: str) -> str:
         """Writes the entry at the index unless another stands there; returns the one that stands."""
-        return self._store.put_if_absent(f"{LOG}{index}", entry)
+        return self._store.put_if_absent(entry_key(index), entry)
 
     def has(self, index: int) -> bool:
         """Whether the entry is written. Cheap: this is what a rank in a reduction polls."""
-        return self._store.exists(f"{LOG}{index}")
+        return self._store.exists(entry_key(index))
 
     def tell_broken(self, index: int) -> None:
         """Says that what all groups do together before this entry is broken."""
@@ -51,13 +51,24 @@ class DecisionLog:
         Raises:
             StoreTimeout: It was not written within timeout_s seconds.
         """
-        return self._store.wait(f"{LOG}{index}", timeout_s)
+        return self._store.wait(entry_key(index), timeout_s)
 
     def entries(self, indices: Sequence[int]) -> list[str | None]:
         """Those of a few entries in a row that are written, None for each other."""
-        # Only names of equally many digits are neighbours as texts.
-        rows = [list(row) for _, row in groupby(indices, key=lambda index: len(str(index)))]
-        return [entry for row in rows for entry in self._store.get([f"{LOG}{index}" for index in row])]
+        return self._store.get([entry_key(index) for index in indices])
+
+    def read(self, index: int, most: int) -> list[str]:
+        """The entries that are written from the index on, in a few requests; half as many as there are, at least.
+
+        Args:
+            index: An index at or before the head.
+            most: So many at most.
+        """
+        number = most if self._is_written(index) else 0
+        while number and not self._is_written(index + number - 1):  # if it is, all before it are
+            number //= 2
+        found = self.entries(range(index, index + number)) if number else []
+        return [entry for entry in found if entry is not None]
 
     def find_head(self, from_index: int) -> int:
         """The first index without an entry: every one before it has one. It may have one, too, by now.
@@ -67,15 +78,16 @@ class DecisionLog:
         Args:
             from_index: An index at or before it.
         """
-
-        def is_unwritten(index: int) -> bool:
-            # Not by `has`, which may begin to follow the log, and is told of all of it first.
-            return self.entries([index]) == [None]
-
         step = 1
-        while not is_unwritten(from_index + step - 1):
+        while self._is_written(from_index + step - 1):
             from_index, step = from_index + step, 2 * step
-        return bisect_left(range(from_index + step - 1), True, lo=from_index, key=is_unwritten)
+        return bisect_left(
+            range(from_index + step - 1), True, lo=from_index, key=lambda index: not self._is_written(index)
+        )
+
+    def _is_written(self, index: int) -> bool:
+        # Not by `has`, which may begin to follow the log, and is told of all of it first.
+        return self.entries([index]) != [None]
 
     def vote(self, attempt: int, voter: Voter, vote: str) -> int:
         """Casts the voter's vote on the attempt; returns how many votes have been cast on it so far."""
@@ -167,6 +179,11 @@ class DecisionLog:
     def relay(self, member: Voter) -> str | None:
         """Where the member takes votes of others, if it does."""
         return self._store.get([_relay_key(member)])[0]
+
+
+def entry_key(index: int) -> str:
+    """Where an entry stands."""
+    return f"{LOG}{index:010}"
 
 
 def _vote_key(attempt: int, voter: Voter) -> str:

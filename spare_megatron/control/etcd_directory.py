@@ -17,16 +17,16 @@ class EtcdDirectory:
     Args:
         gateway: The connection of whoever asks.
         keys: First key of the directory, and the key after it.
-        is_numbered: Its keys are numbers from 0 on, and written in that order. Who has been told the value of one asks
-            for later ones, so only from there on are values kept; earlier ones are read when they are asked for.
+        is_ordered: Its keys are written in the order of their texts. Who has been told the value of one asks for later
+            ones, so only from there on are values kept; earlier ones are read when they are asked for.
     """
 
-    def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], *, is_numbered: bool) -> None:
+    def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], *, is_ordered: bool) -> None:
         self._gateway = gateway
         self._keys = keys
-        self._is_numbered = is_numbered
-        self._first = 0
-        """The watch tells of every key from this number on."""
+        self._is_ordered = is_ordered
+        self._first = keys[0]
+        """The watch tells of every key from this one on."""
         self._check_at_s = 0.0
         """When a read is to confirm what the watch says."""
         self._watch: EtcdWatch | None = None
@@ -34,12 +34,11 @@ class EtcdDirectory:
     def find(self, key: str, timeout_s: float) -> str | None:
         """The key's value, if the watch has it or is told of it within this time, or before the next check of it."""
         watch = self._watch or self._open(key)
-        number = self._number(key)
-        if number < self._first:
+        if key < self._first:
             value = values_of(self._read_one(key)).get(key)
             if value is not None:
                 return value
-            self._first = number  # not written when the watch began, so neither was any after it
+            self._first = key  # not written when the watch began, so neither was any after it
         value = watch.value(key, min(timeout_s, max(0.0, self._check_at_s - time.monotonic())))
         began_s = time.monotonic()
         if value is None and began_s >= self._check_at_s:
@@ -47,9 +46,9 @@ class EtcdDirectory:
             self._checked(began_s)
             if value is not None:
                 self.close()  # it should have said so: its member may be cut off
-        elif value is not None and number > self._first:
-            watch.let_go(f"{self._keys[0]}{past}" for past in range(self._first, number))
-            self._first = number
+        elif value is not None and self._is_ordered and key > self._first:
+            watch.let_go_before(key)
+            self._first = key
         return value
 
     def close(self) -> None:
@@ -58,31 +57,20 @@ class EtcdDirectory:
             self._watch.close()
             self._watch = None
 
-    def _number(self, key: str) -> int:
-        return int(key.removeprefix(self._keys[0])) if self._is_numbered else 0
-
     def _open(self, key: str) -> EtcdWatch:
         began_s = time.monotonic()
-        answer = self._read_from(key) if self._is_numbered else self._read(*self._keys)
+        self._first = key if self._is_ordered else self._keys[0]
+        answer = self._read(self._first, self._keys[1])
         self._checked(began_s)
-        self._first = self._number(key)
         revision = int(answer["header"]["revision"]) + 1
         self._watch = EtcdWatch(self._gateway.another(), self._keys, values_of(answer), revision)
         return self._watch
 
-    def _read_from(self, key: str) -> Message:
-        """The key and all that were written after it: the order of numbers is not that of their texts."""
-        answer = self._read_one(key)
-        for pair in answer.get("kvs", ()):
-            answer = self._read(*self._keys, created_from=pair["create_revision"])
-        return answer
-
     def _read_one(self, key: str) -> Message:
         return self._read(key, key + "\0")
 
-    def _read(self, start: str, end: str, created_from: str = "0") -> Message:
-        keys = {"key": encoded(start), "range_end": encoded(end)}
-        return self._gateway.call("/v3/kv/range", keys | {"min_create_revision": created_from})
+    def _read(self, start: str, end: str) -> Message:
+        return self._gateway.call("/v3/kv/range", {"key": encoded(start), "range_end": encoded(end)})
 
     def _checked(self, began_s: float) -> None:
         """Notes that the watch need not be checked for a while, after a read that began at this time."""

@@ -31,7 +31,7 @@ _PAUSE_S = 0.02
 _SILENCE_S = 600.0
 """A stream that says nothing for so long is opened again."""
 
-_INVALID, _DENIED, _FAILED, _UNAUTHENTICATED = 3, 7, 9, 16
+_INVALID, _MISSING, _DENIED, _FAILED, _UNAUTHENTICATED = 3, 5, 7, 9, 16
 """gRPC's codes that say something about the request. All others may be a member that stops, or a cluster without a
 leader: etcd has no code of its own for much of that."""
 
@@ -40,6 +40,10 @@ Message = dict[str, Any]
 
 class StoreRefused(StoreLost):
     """etcd answers, and does not let this user do what was asked, or not at all."""
+
+
+class StoreLacks(StoreLost):
+    """etcd answers that it does not have what the request names: a lease that has run out."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class EtcdGateway:
 
         Raises:
             StoreRefused: The credentials or the permissions do not suffice.
+            StoreLacks: The request names a lease that is not there.
             StoreLost: No member answered within `timeout_s` of the spec.
         """
         began_s = time.monotonic()
@@ -180,6 +185,8 @@ class EtcdGateway:
     def _refused(self, code: int, text: str) -> Message:
         if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
             self._session.token = ""  # it has expired, or the users have changed since
+        elif code == _MISSING:
+            raise StoreLacks(f"etcd does not have what is asked for: {text}")
         elif code in (_INVALID, _DENIED, _FAILED):
             raise StoreRefused(f"etcd refuses{self._as_user()}: {text}")
         raise _Again(text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from spare_megatron.control.decision_log import LOG
 from spare_megatron.control.etcd_directory import EtcdDirectory, values_of
-from spare_megatron.control.etcd_gateway import EtcdGateway, Message, decoded, encoded
+from spare_megatron.control.etcd_gateway import EtcdGateway, Message, StoreLacks, decoded, encoded
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreTimeout
 from spare_megatron.control.tcp_store import listen
@@ -59,15 +59,20 @@ class EtcdControlStore:
             self._transact([], [*map(self._delete, some), *map(self._delete_counter, some)], [])
 
     def beat(self, key: str, value: str, ttl_s: int) -> None:
-        lease = self._leases.get(key)
+        lease = self._leases.pop(key, None)
         if lease is not None:
             answer = self._gateway.call("/v3/lease/keepalive", {"ID": lease})
             if not int(answer["result"].get("TTL", 0)):
                 lease = None  # it ran out
         if lease is None:
             lease = str(self._gateway.call("/v3/lease/grant", {"TTL": str(ttl_s)})["ID"])
+        pair = {"key": encoded(self._key(key)), "value": encoded(value), "lease": lease}
+        try:
+            self._gateway.call("/v3/kv/put", pair)
+        except StoreLacks:  # it has run out since: this process was stopped in between, or etcd was away
+            self.beat(key, value, ttl_s)
+        else:
             self._leases[key] = lease
-        self._gateway.call("/v3/kv/put", {"key": encoded(self._key(key)), "value": encoded(value), "lease": lease})
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
         names = [self._key(key) for key in keys]
@@ -154,7 +159,7 @@ class EtcdControlStore:
         keys = self._directory(key)
         directory = self._followed.pop(keys, None)
         if directory is None:
-            directory = EtcdDirectory(self._gateway, keys, is_numbered=keys[0] == self._key(LOG))
+            directory = EtcdDirectory(self._gateway, keys, is_ordered=keys[0] == self._key(LOG))
         self._followed[keys] = directory
         if len(self._followed) > _MOST_DIRECTORIES:
             self._followed.pop(next(iter(self._followed))).close()

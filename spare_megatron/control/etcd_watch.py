@@ -9,7 +9,6 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Iterable
 
 from spare_megatron.control.etcd_gateway import EtcdGateway, Message, decoded, encoded, try_timeout_s
 from spare_megatron.control.store import StoreLost
@@ -45,11 +44,11 @@ class EtcdWatch:
             self._changed.wait_for(lambda: key in self._values, timeout_s)
             return self._values.get(key)
 
-    def let_go(self, keys: Iterable[str]) -> None:
-        """Forgets the values of keys that nobody will ask for."""
+    def let_go_before(self, key: str) -> None:
+        """Forgets the values of keys before this one in the order of their texts: nobody will ask for them."""
         with self._changed:
-            for key in keys:
-                self._values.pop(key, None)
+            for past in [past for past in self._values if past < key]:
+                del self._values[past]
 
     def close(self) -> None:
         """Ends the watch."""

@@ -240,7 +240,7 @@ class GroupAgreement:
 
         Collective over: all ranks of the group.
         """
-        mine = torch.tensor([int(self.is_leader and not self._log.has(index))])
+        mine = torch.tensor([int(self.is_leader and not self._log.read(index, 1))])
         self._collective(lambda: dist.broadcast(mine, group=self._ranks, group_src=0))
         return bool(mine)
 
@@ -321,9 +321,9 @@ class GroupAgreement:
             GroupBroken: Another rank of the group is gone.
             StoreTimeout: The entry was not written within the decision timeout.
         """
-        texts: list[str] = []
-        while self.is_leader and len(texts) < _MOST_ENTRIES and (not texts or self._log.has(index + len(texts))):
-            texts.append(self._log.wait(index + len(texts), self._decision_timeout_s))
+        texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
+        if self.is_leader and not texts:
+            texts = [self.await_entry(index)]
         return [decode_entry(text) for text in self._tell("\n".join(texts)).split("\n")]
 
     def _tell(self, text: str) -> str:

@@ -1,5 +1,7 @@
 """A group that was started again: it reads the log from its first entry, and waits until an entry names it.
 
+A log of months takes long to read, which counts as progress and not as hanging.
+
 That is a commit which admits it beside the others or, after a wipe-out, the restart.
 """
 
@@ -68,7 +70,7 @@ class CatchUp:
         self._probe = probe
         self._announced = announced
         self._has_announced: bool | None = None  # whether as one that waits for a restart
-        self._unwritten: list[EntryRecord] = []  # from the last commit on
+        self._unwritten: list[tuple[int, Entry]] = []  # from the last commit on
 
     def run(self) -> deque[Action] | Stop:
         """Folds the log until an entry names this group, and carries nothing out.
@@ -96,6 +98,7 @@ class CatchUp:
                 first = self._fold(entry)
                 if first is not None:
                     return first
+            self._probe.progress()
 
     def _fold(self, entry: Entry) -> deque[Action] | Stop | None:
         """The next entry of the log; returns what of it is the group's to carry out, None while it waits on."""
@@ -148,10 +151,10 @@ class CatchUp:
         """On the leader, journals what the groups of before may not have lived to: from their last commit on."""
         if isinstance(entry, Commit):
             self._unwritten.clear()
-        record = EntryRecord(group=self._agreement.member.group, index=index, entry=entry_fields(entry))
-        self._unwritten.append(record)
+        self._unwritten.append((index, entry))
         if not self._agreement.is_leader or not (was_wiped_out or self._controller.restarts.wipe_out is not None):
             return
-        for record in self._unwritten:
-            self._journal.write(record)
+        group = self._agreement.member.group
+        for number, unwritten in self._unwritten:
+            self._journal.write(EntryRecord(group=group, index=number, entry=entry_fields(unwritten)))
         self._unwritten.clear()

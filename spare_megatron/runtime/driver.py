@@ -348,8 +348,7 @@ class Driver:
 
     def _hear_the_log(self) -> None:
         """Nobody is left. If all went for one reason, as when the training diverged, the log says so."""
-        setup = controller_setup(self._config)
-        stop = LogFollower(DecisionLog(self._store), setup, self._config.control.store_timeout_s).stop()
+        stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()
         if isinstance(stop, StopHalted):
             self._is_halted, self._stop_reason = True, stop.reason
 

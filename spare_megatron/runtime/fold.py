@@ -24,6 +24,9 @@ from spare_megatron.runtime.checkpoints import step_of
 
 Stop = FinishRun | StopWipeOut | StopHalted
 
+_MOST_ENTRIES = 512
+"""Of the log, that are read at a time."""
+
 
 def controller_setup(config: RunConfig) -> ControllerSetup:
     """What is fixed for the run."""
@@ -76,12 +79,10 @@ class LogFollower:
     Args:
         log: The log.
         setup: What is fixed for the run.
-        timeout_s: Longest wait for an entry that is there.
     """
 
-    def __init__(self, log: DecisionLog, setup: ControllerSetup, timeout_s: float) -> None:
+    def __init__(self, log: DecisionLog, setup: ControllerSetup) -> None:
         self._log = log
-        self._timeout_s = timeout_s
         self._controller = Controller(setup)
         self._controller.handle(RunStarted(), now_s=0.0)
         self._stop: Stop | None = None
@@ -93,16 +94,17 @@ class LogFollower:
             on_entry: Called after each entry: there may be many.
         """
         controller = self._controller
-        while self._log.has(controller.head):
-            entry = decode_entry(self._log.wait(controller.head, self._timeout_s))
-            actions = controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
-            if isinstance(entry, Restart):
-                self._stop = None
-            stops = [action for action in actions if isinstance(action, Stop)]
-            self._stop = stops[0] if stops else self._stop
-            on_entry()
-            if isinstance(self._stop, FinishRun | StopHalted):
-                break
+        while texts := self._log.read(controller.head, _MOST_ENTRIES):
+            for text in texts:
+                entry = decode_entry(text)
+                actions = controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
+                if isinstance(entry, Restart):
+                    self._stop = None
+                stops = [action for action in actions if isinstance(action, Stop)]
+                self._stop = stops[0] if stops else self._stop
+                on_entry()
+                if isinstance(self._stop, FinishRun | StopHalted):
+                    return self._stop
         return self._stop
 
 

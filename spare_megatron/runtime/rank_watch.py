@@ -8,6 +8,9 @@ from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.rank_processes import RankProcesses
 from spare_megatron.runtime.reports import RankKey
 
+_QUIET_INTERVALS = 10.0
+"""Who is not up yet and has made no progress for so many heartbeat intervals does not get on."""
+
 
 class RankWatch:
     """Judges the beacons of the ranks that are being watched.
@@ -44,6 +47,11 @@ class RankWatch:
     def is_watched(self, group: GroupId) -> bool:
         """Whether some rank of the group is."""
         return any(key in self._liveness for key in self._ranks.of(group))
+
+    def is_getting_on(self, group: GroupId, now_s: float) -> bool:
+        """Whether the group is not watched, for it is not up yet, and some rank of it has made progress lately."""
+        progress_at_s = max(self._ranks.pulse(key).progress_at_s for key in self._ranks.of(group))
+        return not self.is_watched(group) and now_s - progress_at_s < _QUIET_INTERVALS * self._interval_s
 
     def forgive(self) -> None:
         """What they did up to now does not count."""

@@ -215,7 +215,7 @@ class StoreLink:
             self._parts.wait(store, wanted.member)
             return True
         if isinstance(wanted, ControllerSetup):
-            self._follower = LogFollower(log, wanted, self._interval_s)
+            self._follower = LogFollower(log, wanted)
             return True
         member = wanted.member or Member(wanted.group, _incarnation(store, wanted.group))
         index = self._parts.find_fence(store, member)

@@ -391,9 +391,10 @@ class Supervisor:
 
     def _give_up_if_not_ready(self, member: Member) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
-        if is_present and not self._rank_watch.is_watched(member.group):
-            limit_s = self._control.startup_timeout_s
-            self._lose(member.group, 0, f"not up again within control.startup_timeout_s={limit_s:g}")
+        if is_present and self._rank_watch.is_getting_on(member.group, time.monotonic()):  # perhaps with a long log
+            self._agenda.after(self._interval_s, lambda: self._give_up_if_not_ready(member))
+        elif is_present and not self._rank_watch.is_watched(member.group):
+            self._lose(member.group, 0, f"not up again: control.startup_timeout_s={self._control.startup_timeout_s:g}")
 
     def _warm_spares(self) -> None:
         if not self._restarts.is_over:

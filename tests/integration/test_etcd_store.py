@@ -7,15 +7,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.etcd_gateway import EtcdGateway
+from spare_megatron.control.etcd_gateway import EtcdGateway, Message
 from spare_megatron.control.etcd_store import EtcdControlStore
 from spare_megatron.control.etcd_watch import EtcdWatch
 from spare_megatron.control.spec import EtcdStoreSpec
@@ -276,3 +277,24 @@ def test_a_beat_after_its_lease_has_run_out_is_seen_again(etcd_cluster: EtcdClus
     assert owner.get(["beat/0"]) == [None]
     owner.beat("beat/0", "again", ttl_s=2)
     assert owner.get(["beat/0"]) == ["again"]
+
+
+def test_a_beat_whose_lease_runs_out_while_its_process_is_stopped_is_seen_again(etcd_cluster: EtcdCluster) -> None:
+    """Stopped between keeping the lease and writing, the node asked in vain for a minute, and gave the store up."""
+    spec = spec_of(*etcd_cluster.endpoints)
+    owner = EtcdControlStore(spec)
+    owner.beat("beat/0", "alive", ttl_s=60)
+    lease, call = owner._leases["beat/0"], owner._gateway.call
+    asked: list[str] = []
+
+    def stopped_before_it_writes(path: str, body: Mapping[str, Any]) -> Message:
+        asked.append(path)
+        if path == "/v3/kv/put" and asked.count(path) == 1:
+            EtcdGateway(spec).call("/v3/lease/revoke", {"ID": lease})
+        return call(path, body)
+
+    owner._gateway.call = stopped_before_it_writes  # type: ignore[method-assign]
+    owner.beat("beat/0", "again", ttl_s=60)
+    assert asked == ["/v3/lease/keepalive", "/v3/kv/put", "/v3/lease/grant", "/v3/kv/put"]
+    assert owner.get(["beat/0"]) == ["again"]
+    assert owner._leases["beat/0"] != lease

@@ -17,7 +17,7 @@ MAX_SEEDS = 1500
 
 FOUND_AS = {
     "commits without all votes": "without the votes of groups|whose parameters are right|have different parameters",
-    "reuses the names of communicators": "is built (twice|for)",
+    "reuses the names of communicators": "is built (twice|for)|meet in one collective",
     "counts a patch twice": "times|named twice",
     "ignores fences": "but the log says|no progress|is fenced|no end",
     "commits what was discarded": "the sum of a group that was put out",

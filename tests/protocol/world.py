@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.decision_log import DecisionLog, entry_key
 from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.messages import Fence, encode_entry
 from spare_megatron.core.placement import make_placement
@@ -151,7 +151,7 @@ class World:
                 self._start_group(group, is_replacing=False)
 
     def is_written(self, index: int) -> bool:
-        return self._store.has(f"log/{index}")
+        return self._store.has(entry_key(index))
 
     def is_told_broken(self, index: int) -> bool:
         return self._store.has(f"broken/{index}")

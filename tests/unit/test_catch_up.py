@@ -67,6 +67,13 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
     wiped_out_at_s = time.monotonic() - RESTART_S
     start_over: Any = SimpleNamespace(now_s=lambda: wiped_out_at_s, wiped_out=lambda: None)
     nothing: Any = None
+    num_turns = 0
+
+    def progress() -> None:
+        nonlocal num_turns
+        num_turns += 1
+
+    probe: Any = SimpleNamespace(progress=progress)
     agreement: Any = Agreement(again[1], log)
     first = CatchUp(
         controller=controller,
@@ -75,11 +82,12 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
         start_over=start_over,
         groups=GROUPS,
         may_restart=True,
-        probe=nothing,
+        probe=probe,
         announced=nothing,
     ).run()
     assert isinstance(first, deque)
     assert isinstance(first[0], LoadCheckpoint)
+    assert num_turns == 2  # who has much to read does not hang
     votes = dict.fromkeys(GROUPS, Vote(is_complete=True, plan_digest="p"))
     [decided] = controller.handle(VotesRead(attempt=controller.attempt, votes=votes), now_s=time.monotonic())
     assert isinstance(decided, AppendEntry)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.control import etcd_directory
-from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.decision_log import DecisionLog, entry_key
 from spare_megatron.control.etcd_gateway import decoded, encoded
 from spare_megatron.control.etcd_store import EtcdControlStore
 from spare_megatron.control.spec import EtcdStoreSpec
@@ -80,9 +80,8 @@ class Gateway:
 
     def call(self, path: str, body: Mapping[str, str]) -> dict[str, Any]:
         assert path == "/v3/kv/range"
-        oldest = int(body.get("min_create_revision", "0"))
         with self._etcd.changed:
-            pairs = self._etcd.pairs(decoded(body["key"]), decoded(body["range_end"]), oldest)
+            pairs = self._etcd.pairs(decoded(body["key"]), decoded(body["range_end"]), 0)
             self._etcd.num_values_read += len(pairs)
             return {"header": {"revision": str(self._etcd.revision)}, "kvs": pairs}
 
@@ -134,7 +133,7 @@ def values_kept(store: EtcdControlStore) -> int:
 def test_who_asks_about_two_directories_in_turn_opens_two_watches(etcd: Etcd, store: EtcdControlStore) -> None:
     board = SaveBoard(store, 100, [Member(GroupId(0), 0)])
     for index in range(100):
-        etcd.put(f"log/{index}", "entry")
+        etcd.put(entry_key(index), "entry")
     for _ in range(20):
         assert not board.has_ended()
         assert board.lost() == frozenset()
@@ -144,11 +143,11 @@ def test_who_asks_about_two_directories_in_turn_opens_two_watches(etcd: Etcd, st
 
 def test_what_is_written_in_either_directory_is_heard_of(etcd: Etcd, store: EtcdControlStore) -> None:
     for index in range(20):
-        assert not store.exists(f"log/{index}")
+        assert not store.exists(entry_key(index))
         assert not store.exists(f"save/7/{index}")
         etcd.put(f"save/7/{index}", f"share {index}")
-        etcd.put(f"log/{index}", f"entry {index}")
-        assert store.wait(f"log/{index}", WAIT_S) == f"entry {index}"
+        etcd.put(entry_key(index), f"entry {index}")
+        assert store.wait(entry_key(index), WAIT_S) == f"entry {index}"
         assert store.wait(f"save/7/{index}", WAIT_S) == f"share {index}"
     assert etcd.num_watches == 2
 
@@ -170,14 +169,14 @@ def test_the_directory_that_was_asked_about_longest_ago_is_dropped(etcd: Etcd, s
 
 def test_of_a_long_log_only_what_comes_next_is_read_and_kept(etcd: Etcd, store: EtcdControlStore) -> None:
     for index in range(500):
-        etcd.put(f"log/{index}", f"entry {index}")
+        etcd.put(entry_key(index), f"entry {index}")
     log = DecisionLog(store)
     for index in range(480, 500):
         assert log.has(index)
         assert log.wait(index, WAIT_S) == f"entry {index}"
-    assert etcd.num_values_read == 21
+    assert etcd.num_values_read == 20
     for index in range(500, 1000):
-        etcd.put(f"log/{index}", f"entry {index}")
+        etcd.put(entry_key(index), f"entry {index}")
         assert log.wait(index, WAIT_S) == f"entry {index}"
         assert values_kept(store) == 1
     assert etcd.num_watches == 1
@@ -185,11 +184,11 @@ def test_of_a_long_log_only_what_comes_next_is_read_and_kept(etcd: Etcd, store: 
 
 def test_who_looks_beyond_the_head_and_back_still_hears_of_the_next_entry(etcd: Etcd, store: EtcdControlStore) -> None:
     for index in range(100):
-        etcd.put(f"log/{index}", f"entry {index}")
+        etcd.put(entry_key(index), f"entry {index}")
     log = DecisionLog(store)
     assert [index for index in (127, 63, 95, 111, 103, 99, 101, 100) if log.has(index)] == [63, 95, 99]
     for index in range(100, 130):
-        etcd.put(f"log/{index}", f"entry {index}")
+        etcd.put(entry_key(index), f"entry {index}")
     assert [log.wait(index, WAIT_S) for index in (100, 129, 5)] == ["entry 100", "entry 129", "entry 5"]
     assert etcd.num_watches == 1
 
@@ -201,7 +200,7 @@ def test_every_entry_is_found_in_whatever_order_it_is_asked_for(etcd: Etcd, stor
         index = random.randrange(length + 5)
         match random.choice(("write", "has", "wait", "wait")):
             case "write":
-                etcd.put(f"log/{length}", f"entry {length}")
+                etcd.put(entry_key(length), f"entry {length}")
                 length += 1
             case "has":
                 assert not log.has(index) or index < length

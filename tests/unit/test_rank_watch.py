@@ -200,3 +200,15 @@ def work():
 threading.Thread(target=work).start()
 work()
 """
+
+
+def test_a_group_that_is_not_up_gets_on_while_a_rank_makes_progress_and_for_ten_intervals_more() -> None:
+    """Its leader may have a log of months to read, which takes longer than a start may."""
+    ranks = FakeRanks()
+    ranks.pulses = {
+        (GROUP, rank): replace(shown(0, progress=rank), progress_at_s=at_s) for rank, at_s in enumerate((5.0, 100.0))
+    }
+    watch = RankWatch(ranks, INTERVAL_S, 60.0, 600.0)  # type: ignore[arg-type]
+    assert [watch.is_getting_on(GROUP, now_s) for now_s in (100.0, 109.5, 110.5, 1000.0)] == [True, True, False, False]
+    watch.begin(GROUP)
+    assert not watch.is_getting_on(GROUP, 100.0)

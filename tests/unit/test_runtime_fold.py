@@ -1,7 +1,9 @@
 """What a log says of a run in which nobody is left to read it."""
 
+from collections.abc import Sequence
+
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.decision_log import DecisionLog, entry_key
 from spare_megatron.core.messages import Commit, Entry, Fence, FinishRun, StopHalted, StopWipeOut, encode_entry
 from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.fold import LogFollower, Stop, controller_setup
@@ -14,18 +16,15 @@ class _Store:
     """Holds a log and nothing else."""
 
     def __init__(self, *entries: Entry) -> None:
-        self._values = {f"log/{index}": encode_entry(entry) for index, entry in enumerate(entries)}
+        self._values = {entry_key(index): encode_entry(entry) for index, entry in enumerate(entries)}
 
-    def exists(self, key: str) -> bool:
-        return key in self._values
-
-    def wait(self, key: str, timeout_s: float) -> str:
-        return self._values[key]
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        return [self._values.get(key) for key in keys]
 
 
 def stop_of(*entries: Entry) -> Stop | None:
     log = DecisionLog(_Store(*entries))  # type: ignore[arg-type]
-    return LogFollower(log, controller_setup(CONFIG), 1.0).stop()
+    return LogFollower(log, controller_setup(CONFIG)).stop()
 
 
 def fence(group: int, error: str = "") -> Fence:

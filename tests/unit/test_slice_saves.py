@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from spare_megatron.control.decision_log import entry_key
 from spare_megatron.core.messages import Commit, Fence, encode_entry
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_saves import Abandon, Publish, Share, WriteSlices, next_move
@@ -158,12 +159,12 @@ def test_who_cannot_write_says_why() -> None:
 
 def test_losses_are_those_of_the_log_since_the_save_began() -> None:
     store, voters = DictStore(), save_of(4, 2).voters
-    store.put(f"log/{HEAD - 1}", encode_entry(Fence(group=GroupId(0))))
+    store.put(entry_key(HEAD - 1), encode_entry(Fence(group=GroupId(0))))
     board = board_of(store, voters)
     assert board.lost() == frozenset()
     entries = (Fence(group=GroupId(2)), Commit(step=3, attempt=3), Fence(group=GroupId(1), incarnation=0))
     for index, entry in zip(itertools.count(HEAD), entries, strict=False):
-        store.put(f"log/{index}", encode_entry(entry))
+        store.put(entry_key(index), encode_entry(entry))
     assert board.lost() == {voters[1], voters[2]}
-    store.put(f"log/{HEAD + 3}", encode_entry(Fence(group=GroupId(3), incarnation=2)))
+    store.put(entry_key(HEAD + 3), encode_entry(Fence(group=GroupId(3), incarnation=2)))
     assert board.lost() == set(voters[1:])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.config.schema import ControlConfig
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.messages import (
     AppendEntry,
@@ -23,6 +24,7 @@ from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SavePolicy
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
+from spare_megatron.runtime.bootstrap import longest_wait_s
 from spare_megatron.runtime.catch_up import CatchUp
 
 GROUPS = (GroupId(0), GroupId(1))
@@ -94,3 +96,10 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
     assert isinstance(decided.entry, Commit)
     assert decided.entry.save == is_due
     assert decided.entry.at_s >= 10.0 + RESTART_S
+
+
+@pytest.mark.parametrize(("startup_s", "decision_s"), [(3600.0, 600.0), (300.0, 600.0)])
+def test_ranks_wait_longer_than_their_leader_for_whatever_it_waits(startup_s: float, decision_s: float) -> None:
+    """Who gave the start more time than a decision, as the message advises, lost all groups but for their leaders."""
+    control = ControlConfig(startup_timeout_s=startup_s, decision_timeout_s=decision_s)
+    assert longest_wait_s(control) > max(startup_s, decision_s)

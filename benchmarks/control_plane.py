@@ -29,6 +29,7 @@ from spare_megatron.control.tcp_store import serve
 from tests.integration.etcd_cluster import running_cluster
 
 STORES = ("embedded", "etcd")
+CLIENTS = ("loops", "threads")
 NUM_WRITES = 200
 
 
@@ -98,7 +99,8 @@ def print_table(result: dict) -> None:
 
 def loads(options: argparse.Namespace, num_groups: int) -> Iterator[Load]:
     """What is measured with so many groups: event loops only where groups vote by way of others."""
-    for has_threads in (False, True):
+    for clients in options.clients:
+        has_threads = clients == "threads"
         if has_threads or 1 < options.fan_in < num_groups:
             yield Load(
                 num_groups=num_groups,
@@ -115,6 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--processes", type=int, default=4, help="processes that the groups are spread over")
     parser.add_argument("--fan-in", type=int, default=32, help="control.vote_fan_in; 1: every group votes directly")
+    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=CLIENTS, help="what the groups are made of")
     parser.add_argument("--stores", nargs="+", choices=STORES, default=STORES)
     parser.add_argument("--etcd", type=Path, default=Path("etcd"), help="the etcd binary")
     parser.add_argument(

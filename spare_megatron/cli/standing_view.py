@@ -66,7 +66,7 @@ def step_line(standing: Standing) -> str:
     assert folding is not None, "a run has a log"
     if not folding.commits:
         return f"no step of {run.num_steps} committed yet"
-    loss = "" if standing.loss is None else f"  loss {standing.loss:.4f}"
+    loss = f"  loss {standing.loss:.4f}" if standing.loss else ""  # a simulated run has none
     return f"step {folding.step}/{run.num_steps}{loss}  groups {len(folding.members)}/{run.num_groups}"
 
 

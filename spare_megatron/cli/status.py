@@ -12,6 +12,7 @@ from rich.live import Live
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
+from spare_megatron.journal.quantities import format_duration
 
 if TYPE_CHECKING:
     from spare_megatron.journal.standing import SavePlan, Standing
@@ -88,7 +89,7 @@ def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
         return ""
     return (
         f"its driver is gone, and has not written how the run ended: it was killed, or its machine is lost. The last "
-        f"line of the journal is {silent_s:.0f} s old; on other nodes the run may go on"
+        f"line of the journal is {format_duration(round(silent_s))} old; on other nodes the run may go on"
     )
 
 

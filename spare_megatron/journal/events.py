@@ -16,6 +16,15 @@ class Event:
     text: str
 
 
+def groups_named(groups: Collection[int]) -> str:
+    """Groups in words.
+
+    >>> groups_named([3]), groups_named({6, 3})
+    ('group 3', 'groups 3, 6')
+    """
+    return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, sorted(groups)))}"
+
+
 def event_of_record(record: Record, at_s: float) -> Event | None:
     """What a record tells people, if anything."""
     text = ""
@@ -46,8 +55,8 @@ def event_of_entry(entry: Mapping[str, Any], taken_in: Collection[int], at_s: fl
     text = ""
     match entry:
         case {"entry": "commit", "step": step} if taken_in:
-            groups = ", ".join(map(str, sorted(taken_in)))
-            text = f"group {groups} rejoined, and takes part from step {step + 1} on"
+            take = "take" if len(taken_in) > 1 else "takes"
+            text = f"{groups_named(taken_in)} rejoined, and {take} part from step {step + 1} on"
         case {"entry": "restart", "step": step}:
             source = "the snapshot" if entry.get("snapshot") is not None else "the checkpoint"
             where = f"{source} after {step} steps" if step else "the beginning"

@@ -1,6 +1,6 @@
 """The plots of a report. Colours are Okabe and Ito's, which the colour-blind tell apart; patterns survive print."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
+from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.goodput import Goodput
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.report.history import History, Interval, Presence, presence
@@ -63,15 +64,6 @@ class Unit:
     def values(self, times_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """The times in this unit, to the millisecond or the second."""
         return np.round(np.asarray(times_s, np.float64) / self.seconds, 3 if self.seconds == 1 else 5)
-
-
-def groups_named(groups: Collection[int]) -> str:
-    """Groups in words.
-
-    >>> groups_named([3]), groups_named({6, 3})
-    ('group 3', 'groups 3, 6')
-    """
-    return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, sorted(groups)))}"
 
 
 def loss_curve(histories: Mapping[str, History]) -> go.Figure:

@@ -14,11 +14,11 @@ from importlib.resources import files
 import jinja2
 import plotly.graph_objects as go
 
+from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.paces import Slowest, find_slowest
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.report.figures import (
     group_map,
-    groups_named,
     load_around,
     loss_curve,
     presence_map,

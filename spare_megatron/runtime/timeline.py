@@ -1,4 +1,7 @@
-"""A supervisor's record of what its ranks were about around losses and returns of groups, and at the end."""
+"""A supervisor's record of what its ranks were about around losses and returns of groups, and at the end.
+
+Also where the control store does not answer for a while: then everybody waits, and nobody is lost.
+"""
 
 import contextlib
 import time
@@ -11,7 +14,7 @@ from spare_megatron.journal.spans import RankSpans, Span, SpansFile
 from spare_megatron.runtime.beacon import Page
 from spare_megatron.runtime.processes import say
 from spare_megatron.runtime.rank_processes import RankProcesses
-from spare_megatron.runtime.reports import GroupLost, GroupRejoined, GroupRestarted, RankKey, StepCommitted
+from spare_megatron.runtime.reports import GroupLost, GroupRejoined, GroupRestarted, RankKey, StepCommitted, StoreAway
 from spare_megatron.runtime.spans import read_spans
 from spare_megatron.runtime.spec import NodeSpec
 
@@ -56,14 +59,14 @@ class Timeline:
             case StepCommitted(step=step, epoch=epoch):
                 if epoch > self._epoch:  # groups were lost or came back, here or on another node
                     self._open()
-                self._step, self._epoch = step, epoch
+                self._step, self._epoch = step, max(epoch, self._epoch)  # groups tell one after the other
                 if self._due_at is not None and step >= self._due_at:
                     self._write_all()
             case GroupLost(group=group):
                 self._open()
                 for key in self._ranks.of(group):
                     self._write(key, is_lost=True)
-            case GroupRejoined() | GroupRestarted():
+            case GroupRejoined() | GroupRestarted() | StoreAway():
                 self._open()
 
     def close(self) -> None:

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import OPERATIONS, Operation
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import ShardId
+from spare_megatron.core.topology import GroupId, Member, ShardId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import EntryRecord, Line, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
 from spare_megatron.report.timeline import clock_offsets, trace_of
-from spare_megatron.runtime.beacon import Beacon, new_page
+from spare_megatron.runtime.beacon import Beacon, Page, new_page
 from spare_megatron.runtime.pass_times import PassTimes
+from spare_megatron.runtime.reports import GroupRejoined, RankKey, StepCommitted, StoreAway
 from spare_megatron.runtime.spans import NUM_SPANS, Ring, SpanRecorder, read_spans
+from spare_megatron.runtime.timeline import Timeline
+from tests.unit.test_metrics import committed
 
 
 class Clock:
@@ -113,6 +117,47 @@ def test_the_ring_holds_the_last_spans_and_nothing_is_read_twice(
     # The oldest one might be overwritten by the next at this very moment.
     assert [span.step for span in found] == list(range(max(first, 6), NUM_SPANS + 5))
     assert read_spans(ring, following) == ([], following)
+
+
+class Ranks:
+    """One rank of group 0 on a node that has not its leader."""
+
+    key = GroupId(0), 1
+
+    def __init__(self) -> None:
+        self.shared = new_page(multiprocessing.get_context("fork"))
+        self.pids = {self.key: 1}
+
+    def page(self, key: RankKey) -> Page:
+        assert key == self.key
+        return self.shared
+
+    def member(self, group: GroupId) -> Member:
+        return Member(group)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [committed(5, num_alive=3), StoreAway(node=0, limit_s=9.0), GroupRejoined(member=Member(GroupId(1)), step=5)],
+    ids=["a group is lost elsewhere", "a pause of the store", "a return"],
+)
+def test_a_window_is_on_disk_two_steps_after_its_event_and_nothing_before(tmp_path: Path, event: object) -> None:
+    ranks, spec = Ranks(), SimpleNamespace(config=RunConfig(), run_dir=tmp_path, node=0)
+    recorder = SpanRecorder(ranks.shared.ring, PassTimes(Clock(), lambda began_s, ended_s: ended_s - began_s))
+    timeline = Timeline(spec, ranks)  # type: ignore[arg-type]
+    kept = []
+    for step in range(10):
+        recorder.step = step
+        with recorder.during(Operation.VOTE):
+            pass
+        if step == 5:
+            timeline.take(event)
+        for told in (step, step - 1, step):  # the group that tells second is a step behind
+            timeline.take(committed(told, num_alive=3 if told >= 5 and isinstance(event, StepCommitted) else 4))
+        kept.append([[span.step for span in part.spans] for part in read_spans_of(tmp_path)])
+    assert kept == [[]] * 7 + [[[2, 3, 4, 5, 6, 7]]] * 3
+    timeline.close()
+    assert [[span.step for span in part.spans] for part in read_spans_of(tmp_path)] == [[2, 3, 4, 5, 6, 7], [8, 9]]
 
 
 def part(group: int, stage: int, *spans: Span, machine: str = "a", wall_s: float = 1000.0) -> RankSpans:

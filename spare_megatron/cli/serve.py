@@ -56,7 +56,11 @@ def open_server(run_dir: Path, port: int) -> "ReportServer":
         text = live_content(history_of(standing, verdict, time.time()))
         return Content(version=version, text=text, is_final=standing.end is not None)
 
-    return ReportServer(live_page(run_dir.resolve().name, config_of(run_dir)), Updated(make), port)
+    page = live_page(run_dir.resolve().name, config_of(run_dir))
+    try:
+        return ReportServer(page, Updated(make), port)
+    except OSError as error:
+        raise OSError(f"--port {port}: {error.strerror}; choose another, or 0 for a free one") from error
 
 
 NOTHING_YET = '{"head":"<p>The journal has no run yet.</p>","tables":"","plots":[]}'

@@ -2,6 +2,7 @@
 
 import io
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,10 @@ def test_a_pause_for_the_control_store_is_told_once(tmp_path: Path) -> None:
         "the control store does not answer; training pauses for it, 60 s at most",
         "the control store answers again after 2.5 s",
     ]
+
+
+def test_a_port_that_is_taken_is_named(run_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = spare("serve", run_dir, "--port", port, expected=2)
+    assert f"--port {port}: Address already in use; choose another, or 0 for a free one" in told

@@ -18,7 +18,7 @@ from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.records import Line, RunRecord, encode_line
 from spare_megatron.journal.standing import Standing
 from spare_megatron.report import figures
-from spare_megatron.report.figures import MOST_COLUMNS, MOST_ROWS, extremes, shrink
+from spare_megatron.report.figures import MOST_COLUMNS, MOST_ROWS, Unit, extremes, group_map, presence_map, shrink
 from spare_megatron.report.history import History, history_of, presence
 from spare_megatron.report.page import plots_of, report
 from spare_megatron.simulator.costs import CostModel
@@ -75,6 +75,25 @@ def test_a_lost_group_is_training_then_lost_then_away_then_training(history: His
     (_, lost_from_s, lost_to_s) = ways[1]
     assert lost_from_s < 90.0 < lost_to_s
     assert [item.presence for item in presence(history) if item.group == 0] == ["training"]
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "name", "value"),
+    [(599.0, "s", 599.0), (6720.0, "min", 112.0), (9e4, "h", 25.0), (432000.0, "d", 5.0)],
+)
+def test_axes_of_time_have_short_numbers(longest_s: float, name: str, value: float) -> None:
+    unit = Unit.for_up_to(longest_s)
+    assert (unit.name, unit.values([longest_s]).tolist()) == (name, [value])
+
+
+def test_all_plots_have_groups_in_one_order_and_no_bar_is_wider_than_its_row(history: History) -> None:
+    groups = history.run.num_groups
+    drawn = presence_map(history)
+    for figure in (drawn, group_map(history, "load"), group_map(history, "step_s")):
+        assert list(figure.layout.yaxis.range) == [groups - 0.5, -0.5]
+    widths = [trace.width for trace in drawn.data if trace.type == "bar"]
+    assert widths
+    assert all(width is not None and width < 1 for width in widths)
 
 
 def test_steps_hold_what_was_counted(history: History) -> None:

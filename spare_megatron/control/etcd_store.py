@@ -95,7 +95,13 @@ class EtcdControlStore:
             if left_s <= 0:
                 raise StoreTimeout(f"{key} was not written within {timeout_s:g} s")
 
-    def rendezvous(self, prefix: str, rank: int, timeout_s: float) -> Any:
+    def rendezvous(
+        self,
+        prefix: str,
+        rank: int,
+        timeout_s: float,
+        former: tuple[str, int] | None = None,  # noqa: ARG002  (it was served by a process that has let go of it)
+    ) -> Any:
         """Rank 0 serves a TCPStore of its own and writes its address here; the others connect to that.
 
         A communicator's members exchange some N^2 small values, which is nothing for a consensus to replicate, and

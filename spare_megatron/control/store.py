@@ -68,13 +68,15 @@ class ControlStore(Protocol):
             StoreTimeout: There was none within timeout_s seconds.
         """
 
-    def rendezvous(self, prefix: str, rank: int, timeout_s: float) -> Any:
+    def rendezvous(self, prefix: str, rank: int, timeout_s: float, former: tuple[str, int] | None = None) -> Any:
         """A new torch.distributed store for building one communicator, on a connection of its own.
 
         Args:
             prefix: Name of the communicator; never used twice.
             rank: This process's rank in it; all ranks from 0 on call this.
             timeout_s: Longest wait of the new store for the other ranks.
+            former: The name of one that nobody is at any more, and this process's rank in it: what it has left there
+                is removed.
         """
 
     def local_host(self) -> str:

@@ -102,11 +102,20 @@ class TcpControlStore:
             for key in keys:
                 self._client.delete_key(key)
 
-    def rendezvous(self, prefix: str, rank: int, timeout_s: float) -> Any:  # noqa: ARG002  (no rank is special)
+    def rendezvous(
+        self,
+        prefix: str,
+        rank: int,  # noqa: ARG002  (none is special)
+        timeout_s: float,
+        former: tuple[str, int] | None = None,
+    ) -> Any:
         import torch.distributed as dist
 
         with _lost_when_unreachable():
-            store = dist.PrefixStore(prefix, self._client.clone())
+            client = self._client.clone()
+            if former is not None:
+                client.delete_key(_gloo_key(*former))
+            store = dist.PrefixStore(prefix, client)
             store.set_timeout(timedelta(seconds=timeout_s))
             return store
 
@@ -118,6 +127,11 @@ class TcpControlStore:
 
     def clear(self) -> None:
         """Nothing to do: everything ends with the server."""
+
+
+def _gloo_key(prefix: str, rank: int) -> str:
+    """Where gloo writes the addresses of a rank, one for each of the others."""
+    return f"{prefix}/0/{rank}"
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ from spare_megatron.runtime.transfers import Exchange, Share, Transfer
 
 _POLL_S = 0.0005
 _NUM_TAGS = 1 << 30
+_MOST_MET = 2
+"""Rendezvous at which others may still be: what this rank has left at earlier ones is removed."""
 _LOG_POLL_S = 0.010
 """How often a waiting rank asks for the log entry. A loss is usually seen on the socket first."""
 
@@ -79,6 +81,7 @@ class CrossGroupCommunicator:
         self._ended: Any = None  # the last backend that was
         self._abandoned: list[Transfer] = []
         self._abandoned_builds: list[_Build] = []
+        self._met: deque[tuple[str, int]] = deque()  # the last rendezvous, each with this rank's number there
         self.evidence = ""
         """Why the last wait ended without a result."""
         self.ready_at_s: float | None = None
@@ -90,8 +93,12 @@ class CrossGroupCommunicator:
         self._members, self._num_shares = tuple(members), 0
         if self._is_alone:
             return
+        self._met.append((f"communicator/{key}/{self._position}", list(members).index(self._group)))
         build = _Build(
-            thread=threading.Thread(target=lambda: build.result.append(self._construct(build, key, members)))
+            thread=threading.Thread(
+                target=lambda *where: build.result.append(self._construct(build, len(members), *where)),
+                args=(*self._met[-1], self._met.popleft() if len(self._met) > _MOST_MET else None),
+            )
         )
         build.thread.daemon = True
         build.thread.start()
@@ -272,12 +279,10 @@ class CrossGroupCommunicator:
     def _is_alone(self) -> bool:
         return len(self._members) == 1
 
-    def _construct(self, build: _Build, key: int, members: Sequence[GroupId]) -> Any:
+    def _construct(self, build: _Build, size: int, name: str, rank: int, former: tuple[str, int] | None) -> Any:
         """The new backend, or the exception: it is read in the rank's own thread."""
-        rank, size = list(members).index(self._group), len(members)
         try:
-            timeout_s = self._timeout.total_seconds()
-            store = self._store.rendezvous(f"communicator/{key}/{self._position}", rank, timeout_s)
+            store = self._store.rendezvous(name, rank, self._timeout.total_seconds(), former)
             if self._device.type == "cuda":
                 return nccl.connect(
                     store, rank, size, device=self._device, timeout=self._timeout, is_wanted=lambda: build.is_wanted

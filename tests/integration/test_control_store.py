@@ -7,9 +7,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.control.decision_log import DecisionLog
@@ -18,6 +20,7 @@ from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
 from spare_megatron.control.store import ControlStore, StoreLost, StoreTimeout
 from spare_megatron.core.messages import Commit, Fence, encode_entry
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.runtime.communicators import CrossGroupCommunicator
 from spare_megatron.runtime.detect import fence
 from spare_megatron.runtime.processes import Child, end_child, fork_server, start_embedded_store
 from tests.integration.etcd_cluster import EtcdCluster
@@ -180,6 +183,41 @@ def test_a_rendezvous_brings_all_ranks_into_one_store(spec: StoreSpec) -> None:
 
     at_once(meet, 3)
     assert found == [b"012"] * 3
+
+
+class _Probe:
+    def progress(self) -> None:
+        pass
+
+
+def test_what_communicators_leave_in_the_embedded_store_does_not_add_up() -> None:
+    """Each left the addresses of all its members, N^2 of them, for as long as the run took."""
+    num_keys: list[int] = []
+    probe: Any = _Probe()
+    with running_store() as (_, spec):
+        inspecting: Any = open_store(spec)
+
+        def rebuild_again_and_again(group: int) -> None:
+            communicator = CrossGroupCommunicator(
+                group=GroupId(group),
+                position=0,
+                device=torch.device("cpu"),
+                store=open_store(spec),
+                timeout_s=60.0,
+                probe=probe,
+            )
+            for key in range(8):
+                communicator.begin_build(key, [GroupId(0), GroupId(1), GroupId(2)])
+                buffer = torch.ones(1)
+                assert communicator.reduce(buffer, lambda: False)
+                assert buffer.item() == 3.0
+                if group == 0:
+                    num_keys.append(inspecting._client.num_keys())
+                assert communicator.reduce(torch.ones(1), lambda: False)  # nobody goes on before they are counted
+
+        at_once(rebuild_again_and_again, 3)
+    grown = [later - num_keys[0] for later in num_keys]
+    assert grown == [0, 3, 3, 3, 3, 3, 3, 3]
 
 
 def at_once(function: Callable[[int], None], number: int) -> None:

@@ -5,27 +5,29 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+_SERVICES = ("wandb", "torch.utils.tensorboard")
+
 
 def import_megatron() -> None:
     """Imports it in two thirds of the time, which every process of a run that is not forked waits for.
 
-    Megatron decorates functions with `torch.compile`, which imports Inductor, and its inference imports wandb. Both
-    come when they are first used, if they are; `torch.compile` compiles no earlier either.
+    Megatron decorates functions with `torch.compile`, which imports Inductor, its inference imports wandb, and its
+    timers TensorBoard. All come when they are first used, if they are; `torch.compile` compiles no earlier either.
     """
     import torch
     import torch._dynamo  # optimizers need it: once here, not in every process that is forked
 
     compile_now = torch.compile
-    hides_wandb = "wandb" not in sys.modules
+    hidden = [name for name in _SERVICES if name not in sys.modules]
     torch.compile = partial(compile_when_called, compile_now)
-    if hides_wandb:
-        sys.modules["wandb"] = None  # type: ignore[assignment]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
     try:
         import megatron.core  # noqa: F401
     finally:
         torch.compile = compile_now
-        if hides_wandb:
-            del sys.modules["wandb"]
+        for name in hidden:
+            del sys.modules[name]
 
 
 def compile_when_called(

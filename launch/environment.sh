@@ -61,7 +61,7 @@ wanted_stamp() {
 }
 
 install_torch() {
-    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --quiet)
+    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile)
     if [ "$(torch_build)" = cpu ]; then
         say "installing torch $torch_version for CPUs (no NVIDIA driver found)"
         "${pip[@]}" "torch==$torch_version+cpu" 2>/dev/null && return
@@ -81,8 +81,10 @@ make_environment() {
     "$python" -m venv "$venv" || fail "$python -m venv failed"
     install_torch
     say "installing spare_megatron and its dependencies"
-    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --editable "$root[test,dev]" ||
-        fail "pip could not install spare_megatron; its message is above"
+    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile --editable \
+        "$root[test,dev]" || fail "pip could not install spare_megatron; its message is above"
+    # What pip would do on one processor. Some packages have templates, which do not compile.
+    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
     printf '%s\n' "$stamp" >"$venv/stamp.new"
     mv "$venv/stamp.new" "$venv/stamp"
     say "environment ready"

@@ -1,5 +1,6 @@
 """Programs of Debian that tests need, fetched into a cache without any change to the system."""
 
+import fcntl
 import shutil
 import subprocess
 from pathlib import Path
@@ -7,14 +8,24 @@ from pathlib import Path
 import pytest
 
 
-def fetch_packages(cache: Path, *names: str) -> None:
-    """Unpacks packages below the cache; the test is skipped where they cannot be had."""
-    _fetch(cache, ("download",), names)
+def fetch_packages(cache: Path, found: Path, *names: str) -> None:
+    """Unpacks packages below the cache unless this file of theirs is there. Skips the test where they cannot be had.
+
+    Tests in other processes that need the same wait.
+    """
+    _fetch_once(cache, found, ("download",), names)
 
 
-def fetch_with_dependencies(cache: Path, *names: str) -> None:
+def fetch_with_dependencies(cache: Path, found: Path, *names: str) -> None:
     """As `fetch_packages`, with all that they need and this machine has not installed."""
-    _fetch(cache, ("install", "--download-only", "--no-install-recommends", "--yes"), names)
+    _fetch_once(cache, found, ("install", "--download-only", "--no-install-recommends", "--yes"), names)
+
+
+def _fetch_once(cache: Path, found: Path, command: tuple[str, ...], names: tuple[str, ...]) -> None:
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            _fetch(cache, command, names)
 
 
 def _fetch(cache: Path, command: tuple[str, ...], names: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import os
 import shutil
 import signal
 import socket
@@ -32,8 +33,7 @@ def find_etcd(cache: Path) -> Path:
     if found:
         return Path(found)
     binary = cache / "usr" / "bin" / "etcd"
-    if not binary.exists():
-        fetch_packages(cache, "etcd-server")
+    fetch_packages(cache, binary, "etcd-server")
     return binary
 
 
@@ -155,8 +155,13 @@ def _free_ports(number: int) -> list[int]:
 
 
 def ports_for_members() -> int:
-    """The first of six ports in a row, which were free a moment ago, for the members of one etcd."""
-    for first in range(30000, 40000, 6):
+    """The first of six ports in a row, which were free a moment ago, for the members of one etcd.
+
+    They are no ports that the system gives out, and others than another process of tests would choose at this moment.
+    """
+    firsts = range(30000, 32760, 6)
+    for number in range(len(firsts)):
+        first = firsts[(os.getpid() + number) % len(firsts)]
         try:
             for port in range(first, first + 6):
                 with socket.socket() as probe:

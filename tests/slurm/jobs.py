@@ -12,11 +12,18 @@ import psutil
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
+from spare_megatron.config.schema import FaultConfig
+from spare_megatron.core.phases import Phase
 from spare_megatron.slurm.commands import job_fields
 
 TIMEOUT_S = 250.0
 NUM_STEPS = 1_000_000
 """More than are committed by the time at which a test has the run end."""
+TIME_LIMIT_MINUTES = 60
+END_BEFORE_LIMIT_S = 240
+"""More than the busiest machine needs to end a run."""
+_PAUSE_S = 0.3
+_NUM_PAUSES = 400
 _POLL_S = 0.2
 
 
@@ -94,19 +101,18 @@ class Job:
         slurm("scancel", "--signal=USR1", str(self.number))
 
     def limit_time(self) -> None:
-        """From now on Slurm lets it run for two or three minutes."""
-        hours, minutes, _ = map(int, job_fields(self.number)["RunTime"].split(":"))
-        slurm("scontrol", "update", f"JobId={self.number}", f"TimeLimit={60 * hours + minutes + 3}")
+        """Slurm is to end it so soon that the signal before that comes within 30 s, at its next look at time limits."""
+        slurm("scontrol", "update", f"JobId={self.number}", f"EndTime=now+{END_BEFORE_LIMIT_S + 30}")
 
     def start_now(self) -> None:
-        """Slurm keeps a job that is back in the queue waiting for two minutes."""
-        slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        """Slurm keeps a job that is back in the queue waiting for two minutes, and its time short."""
+        slurm("scontrol", "update", f"JobId={self.number}", "StartTime=now+2", f"TimeLimit={TIME_LIMIT_MINUTES}")
 
     def cancel_step(self, name: str) -> None:
-        """Ends the step of this name, with all that it has started."""
+        """Ends the newest step of this name, with all that it has started."""
         lines = slurm("squeue", "--steps", "--noheader", "--format=%i %j", f"--jobs={self.number}").splitlines()
-        (found,) = [line.split()[0] for line in lines if line.split()[1] == name]
-        slurm("scancel", found)
+        found = [line.split()[0] for line in lines if line.split()[1] == name]
+        slurm("scancel", max(found, key=lambda step: int(step.partition(".")[2])))
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Raises AssertionError with the end of the job's log if it does not come to be so."""
@@ -114,6 +120,14 @@ class Job:
         while not is_so():
             assert time.monotonic() < end_s, f"{self.state}: {self.log[-4000:]}"
             time.sleep(_POLL_S)
+
+
+def pauses(group: int) -> list[FaultConfig]:
+    """Of the group in each of the first steps: a run waits for what Slurm does, and is not to take the processors."""
+    return [
+        FaultConfig(phase=Phase.FORWARD, step=step, group=group, rank=0, kind="hang", seconds=_PAUSE_S)
+        for step in range(_NUM_PAUSES)
+    ]
 
 
 def spare(*words: str) -> str:
@@ -131,6 +145,7 @@ def text_of(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def num_records(run_dir: Path, group: int, record: str) -> int:
-    """Records of a kind that the group's first rank has journaled."""
-    return text_of(run_dir / f"journal/group-{group:04d}-rank-0.jsonl").count(f'"record":"{record}"')
+def num_records(run_dir: Path, group: int, record: str, rank: int = 0) -> int:
+    """Records of a kind that a rank of the group has journaled, in all its lives."""
+    files = (run_dir / "journal").glob(f"group-{group:04d}-rank-{rank}[.-]*")
+    return sum(file.read_text().count(f'"record":"{record}"') for file in files)

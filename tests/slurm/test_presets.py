@@ -14,6 +14,8 @@ H100 = CONFIGS / "cluster/h100.toml"
 PRESETS = sorted(path for path in (CONFIGS / "run").glob("*.toml") if not path.stem.startswith("campaign"))
 """Campaigns are no jobs."""
 
+pytestmark = pytest.mark.slurm
+
 
 def test_slurm_takes_the_job_of_every_preset(
     start_cluster: Callable[..., Cluster], text_corpus: Path, tmp_path: Path

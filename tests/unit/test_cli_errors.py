@@ -64,9 +64,6 @@ def test_an_interrupted_check_has_found_nothing(run_dir: Path, monkeypatch: pyte
 
     monkeypatch.setattr("spare_megatron.journal.check.check", interrupt)
     assert spare("check", run_dir, expected=130) == "spare check: interrupted\n"
-    monkeypatch.setattr("spare_megatron.runtime.verification.verify", interrupt)
-    (run_dir / "checkpoints/step-00000001").mkdir(parents=True)
-    assert spare("checkpoint", "verify", run_dir, expected=130) == "spare checkpoint verify: interrupted\n"
 
 
 def test_status_says_that_nobody_drives_a_run_any_more(run_dir: Path) -> None:

@@ -31,7 +31,7 @@ hits nobody, and one for a later incarnation hits the earlier as well, which som
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from spare_megatron.core.decision import decide
 from spare_megatron.core.log_clock import LogClock
@@ -61,42 +61,20 @@ from spare_megatron.core.messages import (
     UpdateModel,
     VotesRead,
 )
-from spare_megatron.core.order import Granularity, Order, initial_order
-from spare_megatron.core.placement import Placement, WipeOut
-from spare_megatron.core.restart import RestartLimits, Restarts
+from spare_megatron.core.order import Order, initial_order
+from spare_megatron.core.placement import WipeOut
+from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
-from spare_megatron.core.saves import SavePolicy, Saves
+from spare_megatron.core.saves import Saves
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
-from spare_megatron.core.slices import Ownership, Slicing, StateWipeOut, first_ownership
-from spare_megatron.core.snapshots import SnapshotPolicy
+from spare_megatron.core.slices import Ownership, StateWipeOut, first_ownership
 from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
 from spare_megatron.core.topology import GroupId, Member, ShardId
 from spare_megatron.core.votes import Attempted
 
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without any group being lost: one that always does halts the run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerSetup:
-    """What is fixed for a run."""
-
-    placement: Placement
-    microbatches_per_shard: int
-    num_steps: int
-    granularity: Granularity = "microbatch"
-    saves: SavePolicy | None = None
-    first_step: int = 0
-    """Committed steps of the checkpoint that the run begins with."""
-    last_resort: bool = False
-    """Every group can read all data: shards without a surviving host go to any survivors; microbatches only."""
-    ends_at_s: float | None = None
-    """On the driver's clock: the first commit written from then on is the last. None: all steps are trained."""
-    slices: Slicing | None = None
-    """How the optimizer state is spread over the groups; None: each has all of it."""
-    restarts: RestartLimits | None = None
-    """When training starts again after a wipe-out; None leaves that to the driver."""
-    snapshots: SnapshotPolicy | None = None
 
 
 class Controller:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     EntryRead,
     FinishRun,
@@ -18,6 +18,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.saves import SavePolicy
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.snapshots import SnapshotPolicy
 from spare_megatron.runtime.checkpoints import step_of

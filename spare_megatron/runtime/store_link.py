@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import ControlStore, StoreLost
-from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, ENDED, Absence
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.runtime.detect import fence
 from spare_megatron.runtime.fold import LogFollower, Stop

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
     AdmitGroups,
@@ -42,6 +42,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint, SaveEnd, SavePolicy
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import NOBODY, StepPlan, Work

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from spare_megatron.control.decision_log import DecisionLog, Voter
 from spare_megatron.core.buckets import BucketWindow
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
     AppendEntry,
@@ -22,6 +22,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import WaitingRead
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import Ownership, Repair, SliceCopy
 from spare_megatron.core.stepplan import StepPlan

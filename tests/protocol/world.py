@@ -12,11 +12,11 @@ from random import Random
 from typing import Any
 
 from spare_megatron.control.decision_log import DecisionLog, entry_key
-from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.messages import Fence, encode_entry
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.saves import SavePolicy
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.detect import fence

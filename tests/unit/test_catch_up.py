@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     AppendEntry,
     Commit,
@@ -22,6 +22,7 @@ from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SavePolicy
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
 from spare_megatron.runtime.bootstrap import longest_wait_s

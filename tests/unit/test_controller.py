@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller, ControllerSetup
+from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
 from spare_megatron.core.messages import (
     AdmitGroups,
     AppendEntry,
@@ -32,6 +32,7 @@ from spare_megatron.core.order import Granularity
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
     AdmitGroups,
@@ -31,6 +31,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy, Slicing
 from spare_megatron.core.topology import GroupId, Member, SliceId

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Commit,
     Entry,
@@ -23,6 +23,7 @@ from spare_megatron.core.messages import (
     encode_entry,
 )
 from spare_megatron.core.placement import make_placement
+from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal

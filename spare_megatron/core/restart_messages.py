@@ -122,9 +122,11 @@ class LoadCheckpoint:
         rework_steps: Steps that were committed after it and are computed again.
         hosts: For each slice of the optimizer's state, who takes it over; none where everybody takes all state.
         snapshot: Instead of a checkpoint the snapshot of this attempt, from the memory of nodes.
+        members: Who takes part from here on, and does the same.
     """
 
     step: int
     rework_steps: int
     hosts: Hosts = ()
     snapshot: int | None = None
+    members: tuple[Member, ...] = ()

@@ -13,13 +13,13 @@ the next one knows that all others have the one before, and gives up what is old
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import NamedTuple
 
 from spare_megatron.core.slices import Hosts, Ownership
-from spare_megatron.core.topology import GroupId, Layout, SliceId
+from spare_megatron.core.topology import GroupId, Layout, Member, SliceId
 
 _NUM_REMEMBERED = 3
 """Snapshots that a restart may go back to: nodes have two, and a third where one has come to it before another."""
@@ -264,6 +264,29 @@ def holders_of_slices(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[Group
         first = number % len(row)
         holders.append(_choose(policy, ends, [host.group for host in (*row[first:], *row[:first])]))
     return tuple(holders)
+
+
+def in_order_to_ask(holders: Iterable[Member], present: Collection[Member], asker: GroupId) -> list[Member]:
+    """Those who have a copy, as a group that wants it is to ask them.
+
+    First who takes part: the nodes of the others may be lost since they said that they have it. After a wipe-out many
+    groups ask at once, so that each begins with another holder.
+
+    Args:
+        holders: Who has a copy.
+        present: Who takes part.
+        asker: The group.
+
+    >>> holders = [Member(GroupId(group)) for group in (1, 4, 6)]
+    >>> [[holder.group for holder in in_order_to_ask(holders, holders[1:], GroupId(asker))] for asker in (0, 3)]
+    [[4, 6, 1], [6, 4, 1]]
+    """
+    in_order: list[Member] = []
+    ordered = sorted(holders)
+    for row in ([one for one in ordered if one in present], [one for one in ordered if one not in present]):
+        first = asker % len(row) if row else 0
+        in_order += [*row[first:], *row[:first]]
+    return in_order
 
 
 def _in_turn(groups: Sequence[GroupId], unit: int) -> list[GroupId]:

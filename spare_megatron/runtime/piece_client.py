@@ -4,7 +4,15 @@ import contextlib
 import socket
 
 from spare_megatron.core.pieces import Piece
-from spare_megatron.runtime.piece_wire import NONCE_BYTES, Address, Channel, Request, TransferBroken, receive
+from spare_megatron.runtime.piece_wire import (
+    NONCE_BYTES,
+    Address,
+    Channel,
+    Request,
+    TransferBroken,
+    TurnedAway,
+    receive,
+)
 
 
 class PieceClient:
@@ -15,6 +23,7 @@ class PieceClient:
         timeout_s: Longest wait for the connection, and for each piece.
 
     Raises:
+        TurnedAway: The server has too much to do now.
         TransferBroken: Nobody is there.
     """
 
@@ -24,7 +33,9 @@ class PieceClient:
         except OSError as error:
             raise TransferBroken(f"no connection to {address.host}: {error}") from error
         try:
-            nonce = bytes(receive(self._connection, NONCE_BYTES, timeout_s))
+            nonce = bytes(receive(self._connection, NONCE_BYTES, timeout_s, may_end=True))
+            if not nonce:
+                raise TurnedAway(f"{address.host} serves as many as it may")
         except TransferBroken:
             self.close()
             raise

@@ -42,6 +42,10 @@ class TransferBroken(Exception):
     """The other side is gone, silent, a stranger, or what came is damaged."""
 
 
+class TurnedAway(TransferBroken):
+    """The server is there, and serves as many others as it may."""
+
+
 class Status(IntEnum):
     """What an answer is."""
 

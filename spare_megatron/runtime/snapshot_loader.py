@@ -15,7 +15,7 @@ from torch import Tensor
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.pieces import Piece, pieces_of
 from spare_megatron.core.restart_messages import Waiting
-from spare_megatron.core.snapshots import Held, HeldSlice, held_by_group
+from spare_megatron.core.snapshots import Held, HeldSlice, held_by_group, in_order_to_ask
 from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.mcore.state import ForeignState, IncomingState
 from spare_megatron.mcore.tensor_bytes import TensorBytes
@@ -25,10 +25,11 @@ from spare_megatron.runtime.join import JoinFailed
 from spare_megatron.runtime.keeper_client import KeeperClient, KeeperGone
 from spare_megatron.runtime.keeper_wire import Part
 from spare_megatron.runtime.piece_client import PieceClient
-from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
 from spare_megatron.runtime.state_transfer import LengthFirst
 
-_POLL_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+"""Before the holders of a copy are asked again: twice as long every time."""
 
 
 class _Unusable(Exception):
@@ -116,76 +117,96 @@ class SnapshotLoader:
             tuple(text for _, _, texts in gathered for text in texts),
         )
 
-    def load(self, attempt: int, slices: Collection[SliceId]) -> None:
+    def load(self, attempt: int, slices: Collection[SliceId], members: Collection[Member]) -> None:
         """Takes over the snapshot of this attempt: from the own node what is there.
 
         Args:
             attempt: The snapshot.
             slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
+            members: Who takes part, and takes it over as well.
 
         Raises:
-            JoinFailed: Nobody has it any more, or gave it in time.
+            JoinFailed: Nobody has it any more, or nobody who has it has answered in time.
         """
-        waiting = cache(lambda: self._agreement.waiting_to_restart(self._groups))
+
+        @cache
+        def waiting() -> Sequence[Waiting]:
+            return self._agreement.waiting_to_restart(self._groups)
+
+        def load_part(number: SliceId | None, begin: Callable[[bytes], TensorBytes]) -> None:
+            copy = _Copy(attempt, number)
+            failure = self._load_own(copy, begin)
+            if failure:
+                self._load_from(self._servers(copy, waiting(), members), copy, begin, failure)
+
         incoming: list[IncomingState] = []
 
         def begin(description: bytes) -> TensorBytes:
             incoming.append(self._trainer.incoming_state(description))
             return incoming[-1].tensors
 
-        self._load(_Copy(attempt, None), waiting, begin)
+        load_part(None, begin)
         incoming[-1].install()
         optimizer = self._trainer.stacked
         if optimizer is None:
             return
         states = {number: optimizer.empty_state(number) for number in slices}
         for number, state in states.items():
-            self._load(_Copy(attempt, number), waiting, partial(_in_place, state))
+            load_part(number, partial(_in_place, state))
         optimizer.hold(states)
 
-    def _load(
-        self, copy: _Copy, waiting: Callable[[], Sequence[Waiting]], begin: Callable[[bytes], TensorBytes]
+    def _load_own(self, copy: _Copy, begin: Callable[[bytes], TensorBytes]) -> str:
+        """Fills the tensors that belong to the description of what the own node has; else says why it cannot."""
+        if copy not in self._own:
+            return "nobody has it"
+        try:
+            self._read(_pieces_of(self._keeper.memory(*copy)), self._own[copy], begin)
+        except (KeeperGone, ForeignState, _Unusable) as error:
+            return str(error)
+        return ""
+
+    def _load_from(
+        self, servers: dict[str, str], copy: _Copy, begin: Callable[[bytes], TensorBytes], failure: str
     ) -> None:
-        """Fills the tensors that belong to the description of what is copied."""
-        failure = "nobody has it"
-        if copy in self._own:
-            try:
-                self._read(_pieces_of(self._keeper.memory(*copy)), self._own[copy], begin)
-                return
-            except (KeeperGone, ForeignState, _Unusable) as error:
-                failure = str(error)
+        """The same from the first of these that has it, and time.
+
+        After a wipe-out all groups may ask the few that have a copy. Who is turned away asks again, for as long as
+        somebody is there to turn it away: those that are served are done some time.
+        """
         name = Part(self._position, copy.slice).name
-        servers = self._servers(copy, waiting())
-        end_s = time.monotonic() + self._timeout_s
-        while servers and time.monotonic() < end_s:
+        alive_at_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while servers and time.monotonic() - alive_at_s < self._timeout_s:
             for server, sha256 in list(servers.items()):
                 try:
                     with contextlib.closing(PieceClient(Address.parse(server), self._timeout_s)) as client:
                         self._read(partial(client.fetch, name, copy.attempt), sha256, begin)
                     return
-                except TransferBroken as error:  # perhaps for having too much to do
+                except TurnedAway as error:
+                    failure, alive_at_s = str(error), time.monotonic()
+                except TransferBroken as error:
                     failure = str(error)
                 except (NotOffered, WrongStep, ForeignState, _Unusable) as error:
                     failure = str(error)
                     del servers[server]
-            time.sleep(_POLL_S)
+                self._progress()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise JoinFailed(f"the snapshot of attempt {copy.attempt} of rank {name} has not come: {failure}")
 
-    def _servers(self, copy: _Copy, waiting: Sequence[Waiting]) -> dict[str, str]:
-        """Who has said to have it, each with its SHA-256: the next groups after this one first."""
-        num_groups = len(self._groups)
+    def _servers(self, copy: _Copy, waiting: Sequence[Waiting], members: Collection[Member]) -> dict[str, str]:
+        """Who has said to have it, each with its SHA-256, in the order in which to ask."""
+        holders = []
+        for one in waiting:
+            of_rank = {(held.attempt, held.position) for held in one.held}
+            of_slices = {(held.attempt, held.slice) for held in one.slices}
+            if (copy.attempt, self._position) in of_rank if copy.slice is None else copy in of_slices:
+                holders.append(one.member)
         found: dict[str, str] = {}
-        for one in sorted(waiting, key=lambda one: (one.member.group - self._member.group) % num_groups):
-            if copy.slice is None:
-                is_there = any((held.attempt, held.position) == (copy.attempt, self._position) for held in one.held)
-            else:
-                is_there = any((held.attempt, held.slice) == copy for held in one.slices)
-            if is_there:
-                key = _keeper_key(one.member, self._position)
-                server, copies = json.loads(self._store.wait(key, self._timeout_s))
-                for attempt, number, sha256 in copies:
-                    if (attempt, number) == copy:
-                        found[server] = sha256
+        for holder in in_order_to_ask(holders, members, self._member.group):
+            server, copies = json.loads(self._store.wait(_keeper_key(holder, self._position), self._timeout_s))
+            for attempt, number, sha256 in copies:
+                if (attempt, number) == copy:
+                    found[server] = sha256
         return found
 
     def _read(self, read: Callable[[Piece], memoryview], sha256: str, begin: Callable[[bytes], TensorBytes]) -> None:

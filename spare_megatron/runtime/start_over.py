@@ -170,7 +170,7 @@ class StartOver:
                 self._load_checkpoint(action, slices)
             else:
                 assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
-                self._snapshots.load(action.snapshot, slices)
+                self._snapshots.load(action.snapshot, slices, action.members)
         self._load_s = time.monotonic() - began_s
 
     def _load_checkpoint(self, action: LoadCheckpoint, slices: Collection[SliceId]) -> None:

@@ -1,0 +1,156 @@
+"""Whom a rank asks for a snapshot after a wipe-out, and what it does when many ask at once."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from spare_megatron.control.store import ControlStore
+from spare_megatron.core.pieces import Piece
+from spare_megatron.core.restart_messages import Waiting
+from spare_megatron.core.snapshots import Held
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.mcore.tensor_bytes import TensorBytes
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime import piece_server, snapshot_loader
+from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.join import JoinFailed
+from spare_megatron.runtime.keeper_client import KeeperClient
+from spare_megatron.runtime.keeper_wire import Part
+from spare_megatron.runtime.piece_client import PieceClient
+from spare_megatron.runtime.piece_server import PieceServer
+from spare_megatron.runtime.piece_wire import Address, NotOffered, TurnedAway
+from spare_megatron.runtime.snapshot_loader import SnapshotLoader
+from spare_megatron.runtime.state_transfer import LengthFirst
+
+pytestmark = pytest.mark.timeout(60)
+
+TIMEOUT_S = 20.0
+ATTEMPT = 7
+STATE = torch.arange(1000, dtype=torch.float32)
+COPY = LengthFirst(b"what it is")._data + STATE.numpy().tobytes()
+SHA256 = hashlib.sha256(COPY).hexdigest()
+NAME = Part(0).name
+
+
+class Kept:
+    """The copy of rank 0, as a keeper has it."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes:
+        if (name, step) != (NAME, ATTEMPT):
+            raise NotOffered(name)
+        self.num_reads += 1
+        return COPY[piece.start : piece.stop]
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def server(kept: Kept) -> Iterator[PieceServer]:
+    server = PieceServer("127.0.0.1", kept, TIMEOUT_S)
+    server.start()
+    yield server
+    server.close()
+
+
+def loader(servers: dict[Member, Address], state: torch.Tensor) -> SnapshotLoader:
+    """That of rank 0 of group 0, into this tensor, with nothing on its own node."""
+    waiting = [Waiting(member=member, offers=(), held=(Held(ATTEMPT, 0, SHA256),)) for member in servers]
+    told = {
+        f"keeper/{member.group}/{member.incarnation}/0": json.dumps([str(address), [[ATTEMPT, None, SHA256]]])
+        for member, address in servers.items()
+    }
+    incoming = SimpleNamespace(tensors=TensorBytes([state]), install=lambda: None)
+    return SnapshotLoader(
+        member=Member(GroupId(0), 1),
+        position=0,
+        trainer=cast(GroupTrainer, SimpleNamespace(incoming_state=lambda description: incoming, stacked=None)),
+        keeper=cast(KeeperClient, None),
+        agreement=cast(GroupAgreement, SimpleNamespace(waiting_to_restart=lambda groups: waiting)),
+        store=cast(ControlStore, SimpleNamespace(wait=lambda key, timeout_s: told[key])),
+        groups=[GroupId(group) for group in range(8)],
+        timeout_s=TIMEOUT_S,
+        progress=lambda: None,
+    )
+
+
+def member(group: int) -> Member:
+    return Member(GroupId(group), 1)
+
+
+class Clock:
+    """The time of a loader, which passes in its pauses alone: two are longer than it waits for anybody."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.num_pauses = 0
+        self.on_pause = lambda: None
+        monkeypatch.setattr(snapshot_loader, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self._sleep))
+
+    def _sleep(self, pause_s: float) -> None:
+        self.now_s += 0.6 * TIMEOUT_S
+        self.num_pauses += 1
+        self.on_pause()
+
+
+def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
+    server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piece_server, "_MOST_CONNECTIONS", 1)
+    clock, other = Clock(monkeypatch), PieceClient(server.address, TIMEOUT_S)
+
+    def let_in() -> None:
+        if clock.num_pauses == 3:
+            other.close()
+            while server._connections:  # its thread is about to see that
+                pass
+
+    clock.on_pause = let_in
+    state = torch.zeros_like(STATE)
+    loader({member(3): server.address}, state).load(ATTEMPT, (), [member(0), member(3)])
+    assert torch.equal(state, STATE)
+    assert clock.num_pauses == 3
+
+
+def test_a_server_that_has_too_much_to_do_says_so(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piece_server, "_MOST_CONNECTIONS", 1)
+    with closing(PieceClient(server.address, TIMEOUT_S)), pytest.raises(TurnedAway, match="as many as it may"):
+        PieceClient(server.address, TIMEOUT_S)
+
+
+def test_where_nobody_is_left_to_answer_it_fails(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    server.close()
+    with pytest.raises(JoinFailed, match="no connection"):
+        loader({member(3): server.address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(3)])
+    assert clock.num_pauses == 2
+
+
+def test_those_who_take_part_are_asked_first(kept: Kept, server: PieceServer) -> None:
+    """The node of a group that is late may be gone: nobody waits for its connection while another has the copy."""
+    unasked = Kept()
+    late = PieceServer("127.0.0.1", unasked, TIMEOUT_S)
+    late.start()
+    state = torch.zeros_like(STATE)
+    with closing(late):
+        loader({member(1): late.address, member(5): server.address}, state).load(ATTEMPT, (), [member(0), member(5)])
+    assert torch.equal(state, STATE)
+    assert kept.num_reads > 0
+    assert unasked.num_reads == 0
+
+
+def test_one_who_is_late_is_asked_where_nobody_else_has_it(kept: Kept, server: PieceServer) -> None:
+    state = torch.zeros_like(STATE)
+    loader({member(1): server.address}, state).load(ATTEMPT, (), [member(0), member(5)])
+    assert torch.equal(state, STATE)

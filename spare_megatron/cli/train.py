@@ -117,19 +117,21 @@ def exit_code(summary: "Summary", *, is_timed: bool) -> int:
 
 def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     """Why the last state of a run that has finished is in no checkpoint, though it was to be; empty where it is."""
-    from spare_megatron.runtime.checkpoints import folder_of, visible_steps
+    from spare_megatron.runtime.checkpoints import checkpoint_path, folder_of, visible_steps
+    from spare_megatron.runtime.refusals import refusal_of
 
     last = config.train.steps - summary.steps_left
     if summary.outcome != "finished" or not config.checkpoint.is_wanted or not summary.steps_committed:
         return ""
     folder = folder_of(config, run_dir)
-    steps = visible_steps(folder)
+    steps = [step for step in visible_steps(folder) if not refusal_of(checkpoint_path(folder, step))]
     if last in steps:
         return ""
     newest = f"the newest is of {max(steps)} steps" if steps else "there is none"
     return (
-        f"no checkpoint of the last of {last} steps was saved in {folder}, {newest}: its writer was lost or could not "
-        f"write (spare status {run_dir}); to train the rest begin a run with --set checkpoint.load={folder}"
+        f"no checkpoint of the last of {last} steps that counts was saved in {folder}, {newest}: its writer was lost, "
+        f"could not write or had wrong state (spare status {run_dir}); to train the rest begin a run with --set "
+        f"checkpoint.load={folder}"
     )
 
 

@@ -4,15 +4,19 @@ Where all groups hold all state, the parameters of the majority of all who voted
 
 With slices a group has most parameters from their owners, and a wrong value may come to the majority. So it is the
 hosts of each slice that are compared first: they have computed it independently of each other, and all to the same
-bits. What more than half of them say is right, as long as it is told by copies that have been compared before: one made
-since the last comparison says what its donor has. One that is to take its donor's place is a host beyond those that a
-slice is to have, and makes nobody's word count for less. Without such a majority nobody knows the slice's state, and
-all of its hosts are put out, which is a wipe-out of the slice.
+bits. What more than half of them say is right, as long as it is told by copies that are proven, which means that a
+commit has found the copy, and those of all other hosts at that time, to be alike: one made since then says what its
+donor has. One that is to take its donor's place is a host beyond those that a slice is to have, and makes nobody's word
+count for less. Without such a majority nobody knows the slice's state, and all of its hosts are put out, which is a
+wipe-out of the slice.
 
 Where all hosts agree and parameters differ, somebody has a value that it has not computed, or not as it was sent. Those
 that differ from the majority are put out, unless the majority may be wrong: it is if all hosts of a slice are among
 those that differ, and may be if somebody was lost who has not voted. Then nobody is put out, if each slice has two
 hosts to confirm it: what the hosts say is right.
+
+Nor is anybody put out where those who tell of their state differ and others tell nothing, for these had the parameters
+at another time: in the next attempt all tell of it.
 
 In all these cases the attempt is void. All groups gather all parameters anew, for those that they have may come from
 whoever was put out, and compute the step from zero sums. Nothing is compared while a member lacks parameters: its vote
@@ -49,6 +53,11 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     for group, vote in votes.items():
         for digest in vote.slice_digests:
             told.setdefault(digest.slice, {})[group] = digest
+    if attempted.is_shared and any(not votes[group].params_digest for group in attempted.members):
+        params = {vote.params_digest for vote in votes.values()} - {""}
+        if len(params) > 1 or any(len({digest.sha256 for digest in of.values()}) > 1 for of in told.values()):
+            return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
+        return None
     found = _wrong_state(attempted, told) or _wrong_params(attempted, votes, told)
     if not isinstance(found, dict):
         return found
@@ -96,7 +105,7 @@ def _wrong_params(
             return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
     if not has_majority:
         reason = f"groups have different parameters: {by_value(votes, 'params_digest')}"
-        return Halt(step=attempted.step, reason=reason)
+        return Halt(step=attempted.step, reason=reason, discard=True)
     reason = f"its parameters before step {attempted.step} differ from those of {num_agreeing} groups"
     return dict.fromkeys(wrong, reason)
 

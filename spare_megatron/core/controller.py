@@ -4,7 +4,8 @@ A driver feeds events and executes the returned actions in order, those of a lat
 an earlier one. All groups run the same controller over the same log and so come to the same actions:
 
     RunStarted      -> BuildCommunicator, ComputeStep, AttemptReduce, ReadEntry
-    entry Commit    -> UpdateModel, then the next step (ComputeStep, AttemptReduce, ReadEntry) or FinishRun
+    entry Commit    -> UpdateModel, then the next step (ComputeStep, AttemptReduce, ReadEntry), or after the last
+                       AttemptFinish where something is left to compare or to gather, else FinishRun
     entry Fence     -> BuildCommunicator, ReadVotes, ReadEntry  the loss may or may not have cost us the sum
     entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce the rest again
     entry Finish    -> FinishRun
@@ -17,8 +18,10 @@ all of them have voted is the attempt decided, by the next entry: Commit if each
 group contributed before it was lost stays counted), Retry otherwise. So a loss at any moment, also in the
 middle of a recovery, is just one more entry.
 
-Votes carry digests of the state wherever it is compared (`core.comparison`). The fence that puts out a group for wrong
-state discards the attempt. Its sums may stand in place of local sums by then: the step is computed again from zero.
+Votes carry digests of the state wherever it is compared (`core.comparison`), those on a step also of what was saved
+before it. The fence that puts out a group for wrong state discards the attempt. Its sums may stand in place of local
+sums by then: the step is computed again from zero. What was saved after the last step is compared by the vote that ends
+the run; if it does not count, it is saved again.
 
 Whoever writes the commit also decides by its own clock whether a checkpoint is due and whether the run's time is over,
 and which waiting groups to take in; the entry tells everybody, so that no two groups need the same clock.
@@ -100,7 +103,8 @@ class Controller:
         self._plans: list[StepPlan] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.slices is None else first_ownership(setup.slices, self.voters)
-        self._is_over = False  # all steps are committed
+        self._num_steps = setup.num_steps  # fewer once a commit has said that it is the last
+        self._is_over = False  # all of them are committed
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
         self._is_discarded = False  # the attempt: a group with wrong parameters contributed to it
@@ -159,7 +163,8 @@ class Controller:
             case GiveUp(step=step, reason=reason):
                 return self.restarts.wiped_out(replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason))
             case Halt(step=step, reason=reason):
-                return (StopHalted(step=step, reason=reason),)
+                refused = self._saves.doubted(step, reason) if entry.discard else ()
+                return (*refused, StopHalted(step=step, reason=reason))
 
     def _expect(self, entry: Entry, step: int, attempt: int) -> None:
         if (step, attempt) != (self.step, self.attempt):
@@ -198,7 +203,7 @@ class Controller:
         )
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
-        actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt)]
+        actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
         self._clock.set_by(commit.at_s, now_s)
         self._saves.committed(commit.at_s, len(self.members), commit.save_ends)
         self.step += 1
@@ -207,13 +212,15 @@ class Controller:
         self._last_error = ""
         actions += self._own(self.ownership and self.ownership.with_copies(commit.restored, commit.released))
         actions += self._gather_params()
-        is_last = self._is_over = commit.is_last or self.step == self._setup.num_steps
+        if commit.is_last:
+            self._num_steps = self.step
+        is_last = self._is_over = self.step == self._num_steps
         if commit.save:
             now = (self.step, commit.at_s, self.voters, self.epoch)
             actions.append(self._saves.take(*now, self.ownership, is_last=is_last))
+        if is_last and self.ownership is None and not commit.save:
+            return (*actions, FinishRun(step=self.step))
         if is_last:
-            if self.ownership is None:
-                return (*actions, FinishRun(step=self.step))
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
         actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
         # Whoever wrote the commit may have heard of two for one group, of one lost meanwhile, or of one too early.
@@ -241,7 +248,9 @@ class Controller:
         slices = self._setup.slices
         ownership = first_ownership(slices, self.voters) if slices and self.voters else None
         hosts = ownership.hosts if ownership else ()
-        load = LoadCheckpoint(step=step, rework_steps=self.step - step, hosts=hosts, snapshot=restart.snapshot)
+        load = LoadCheckpoint(
+            step=step, rework_steps=self.step - step, hosts=hosts, snapshot=restart.snapshot, members=self.voters
+        )
         self.step = step
         self.attempt += 1
         self._is_discarded = False
@@ -249,7 +258,7 @@ class Controller:
         self._saves.restarted(step, self._clock.read_s(now_s))
         self._order = self._first_order
         self._ordered_for = self._everybody
-        self._is_over = step == self._setup.num_steps  # only with slices: the last step is saved before the run ends
+        self._is_over = step == self._num_steps  # what was saved of the last step has yet to be compared
         actions = (load, self._build_communicator(), *self._own(ownership))
         if self._is_over and self.voters:
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
@@ -257,18 +266,22 @@ class Controller:
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
+        refused: tuple[Action, ...] = ()
+        if retry.recompute and not self._is_discarded:  # else whoever is put out has said which state is wrong
+            refused = self._saves.doubted(self.step, "groups hold different parameters, and nobody knows who is right")
         self._is_discarded = False
         # A loss during the attempt has brought a new communicator already. Without one, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build)
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
-            return (StopHalted(step=self.step, reason=reason),)
+            return (*refused, StopHalted(step=self.step, reason=reason))
         gather = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         if self._is_over:
-            return (*build, *gather, self._attempt_finish(), ReadEntry(index=self.head))
+            again = self._save_again()
+            return (*refused, *build, *gather, *again, self._attempt_finish(), ReadEntry(index=self.head))
         if retry.recompute:
-            return (*build, *gather, *self._begin_step())
+            return (*refused, *build, *gather, *self._begin_step())
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
@@ -300,6 +313,7 @@ class Controller:
             ownership=self.ownership,
         )
         is_last = self.ends_at_s is not None and now_s >= self.ends_at_s
+        is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # once more, after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
@@ -335,6 +349,13 @@ class Controller:
         return self._plans[-1].digest
 
     # --------------------------------------------------------------------------------------------------- actions
+
+    def _save_again(self) -> tuple[Action, ...]:
+        """After the last step, where what was saved of it is refused."""
+        if not self._saves.lacks_last(self.step):
+            return ()
+        now = (self.step, self._clock.at_s, self.voters, self.epoch)
+        return (self._saves.take(*now, self.ownership, is_last=True),)
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         """The slices are held like this from here on."""

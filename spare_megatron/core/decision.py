@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from spare_megatron.core.comparison import by_value, objection
 from spare_megatron.core.messages import Commit, Entry, Finish, Halt, Retry, VotesRead
-from spare_megatron.core.slices import SliceCopy
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.slices import Ownership, SliceCopy
+from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.core.votes import Attempted, Vote
 
 
@@ -44,6 +44,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         )
     if attempted.is_over:
         return Finish(step=attempted.step, attempt=attempted.attempt)
+    tells_state = any(vote.slice_digests for vote in different)
     return Commit(
         step=attempted.step,
         attempt=attempted.attempt,
@@ -52,6 +53,7 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
         is_last=is_last,
         restored=_restored(attempted, votes) if any(vote.restored for vote in different) else (),
         released=attempted.ownership.superseded if attempted.ownership else (),
+        proven=_proven(attempted.ownership, attempted, votes) if attempted.ownership and tells_state else (),
         at_s=at_s,
         save_ends=tuple(sorted({end for vote in different for end in vote.save_ends})),
     )
@@ -80,4 +82,24 @@ def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Slic
         SliceCopy(index, Member(group, incarnations[group]))
         for group in attempted.members
         for index in votes[group].restored
+    )
+
+
+def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[SliceCopy, ...]:
+    """Copies whose word counts from here on: all hosts of the slice, at least one more, have told the same state.
+
+    A group may be alone in telling of its state, where it had the parameters later than the others. A copy that tells
+    the same as its donor alone would make a majority of the two, and put out a third host that is right.
+    """
+    digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
+    fresh = [(group, digest.slice) for group, digest in digests if not digest.is_proven]
+    told: dict[SliceId, set[GroupId]] = {number: set() for _, number in fresh}
+    for group, digest in digests:
+        told.get(digest.slice, set()).add(group)
+    hosts = {number: {host.group for host in ownership.hosts[number]} for number in told}
+    incarnations = dict(attempted.voters)
+    return tuple(
+        SliceCopy(number, Member(group, incarnations[group]))
+        for group, number in fresh
+        if len(told[number]) > 1 and told[number] >= hosts[number]
     )

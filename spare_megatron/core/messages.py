@@ -37,6 +37,7 @@ class Commit:
             for them any more.
         released: Copies of slices that their members let go of: an earlier commit has made others hosts in their place,
             and these have been compared since.
+        proven: Copies of slices that the votes have compared for the first time since they were made.
         at_s: Seconds since the run began, as its writer knows: the clock of the log, the same for everybody.
         save_ends: Saves that have ended.
     """
@@ -48,6 +49,7 @@ class Commit:
     is_last: bool = False
     restored: tuple[SliceCopy, ...] = ()
     released: tuple[SliceCopy, ...] = ()
+    proven: tuple[SliceCopy, ...] = ()
     at_s: float = 0.0
     save_ends: tuple[SaveEnd, ...] = ()
 
@@ -128,6 +130,8 @@ class Halt:
 
     step: int
     reason: str
+    discard: bool = False
+    """The state of some group is wrong, and nobody knows of which: a checkpoint of it counts for nothing."""
 
 
 Entry = Commit | Fence | Retry | Finish | Restart | GiveUp | Halt
@@ -158,7 +162,7 @@ def decode_entry(text: str) -> Entry:
             fields[name] = tuple(of(*values) for values in fields[name])
     if "kept" in fields:
         fields["kept"] = tuple(fields["kept"])
-    for name in ("restored", "released"):
+    for name in ("restored", "released", "proven"):
         if name in fields:
             fields[name] = tuple(SliceCopy(index, Member(*pair)) for index, pair in fields[name])
     return _ENTRY_KINDS[kind](**fields)
@@ -301,10 +305,16 @@ class UpdateModel:
     """The step is committed: apply the sums of this attempt to the parameters.
 
     With slices, to every copy that this group has, also to what it has of one that is still being made.
+
+    Attributes:
+        step: The step.
+        attempt: The attempt.
+        proven: Copies of slices that have been compared, whose digests count from here on.
     """
 
     step: int
     attempt: int
+    proven: tuple[SliceCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

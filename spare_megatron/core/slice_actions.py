@@ -74,7 +74,9 @@ class StartRepairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFinish:
-    """Vote on whether this group holds all parameters, so that the run can end. Nothing is computed or reduced.
+    """Vote on the state after the last step, so that the run can end. Nothing is computed or reduced.
+
+    On whether this group holds all parameters, and what is in the checkpoint that was taken of it.
 
     Attributes:
         step: Committed steps.

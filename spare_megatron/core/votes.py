@@ -15,8 +15,8 @@ class SliceDigest(NamedTuple):
     Attributes:
         slice: The slice.
         sha256: Over all ranks of the group. It is the same for all hosts of the slice.
-        is_proven: The copy has been compared with those of other hosts. One that was made since tells only what its
-            donor has.
+        is_proven: The copy has been compared with those of all other hosts at once. One that was made since tells only
+            what its donor has.
     """
 
     slice: SliceId

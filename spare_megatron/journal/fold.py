@@ -191,7 +191,7 @@ class Folding:
         )
         self.kept = ()
         self.attempts.clear()
-        if self.commits and self.commits[-1].is_last:
+        if self.commits and self.commits[-1].is_last and self.commits[-1].index not in self.undone:
             self.errors.append(f"step {commit.step} is committed after the last")
         self.commits.append(commit)
         self.step = commit.step + 1

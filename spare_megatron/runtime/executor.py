@@ -20,6 +20,7 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
+from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.snapshots import TakeSnapshot
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
@@ -266,6 +267,10 @@ class GroupExecutor:
 
     # ---------------------------------------------------------------------------------------------------- update
 
+    def copies_proven(self, copies: Sequence[SliceCopy]) -> None:
+        """The digests of these count from here on."""
+        self._digests.proven(copies)
+
     def update_model(self, step: int, attempt: int) -> None:
         """Applies the committed sums to the parameters."""
         self._clock.committed()
@@ -275,7 +280,6 @@ class GroupExecutor:
         self.saves.await_copies(step + 1)
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.loss_sum, self._reduction.squares)
-        self._digests.committed()
         if self._gather is not None:
             self._gather.updated()
             self._digests.forget()

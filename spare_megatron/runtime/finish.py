@@ -1,4 +1,4 @@
-"""The vote of a group that has committed the last step, where the optimizer state is cut into slices."""
+"""The vote of a group that has committed the last step, where state is left to compare or parameters to gather."""
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import Event

@@ -1,9 +1,10 @@
 """The digests of a group's state, as its ranks agree on them, its journal has them and its votes say them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.slice_actions import StartRepairs
+from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.topology import SliceId
 from spare_megatron.core.votes import Digests, SliceDigest
 from spare_megatron.journal.files import JournalWriter
@@ -43,7 +44,7 @@ class StateDigests:
         self._every_steps = every_steps
         self._hosted = frozenset(hosted)
         self._copying: frozenset[SliceId] = frozenset()
-        self._unproven: frozenset[SliceId] = frozenset()  # copied since they were last compared
+        self._unproven: frozenset[SliceId] = frozenset()  # copied since all hosts were last compared
         self.value = Digests()
         """What the next vote says of the state; empty where it is not compared."""
         self.is_wanted = False
@@ -59,9 +60,10 @@ class StateDigests:
         self._copying = frozenset(copy.slice for copy in action.copies if copy.receiver == member)
         self.is_wanted |= action.is_compared
 
-    def committed(self) -> None:
-        """A step is committed on the vote that said the value, if it said any."""
-        self._unproven -= {digest.slice for digest in self.value.slices}
+    def proven(self, copies: Iterable[SliceCopy]) -> None:
+        """A commit says that these have been compared."""
+        member = self._agreement.member
+        self._unproven -= {copy.slice for copy in copies if copy.member == member}
 
     def forget(self) -> None:
         """The state has changed."""

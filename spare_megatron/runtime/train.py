@@ -75,7 +75,8 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             executor.admit(action, controller.head)
         case LoadCheckpoint():
             executor.restart(action, controller.head)
-        case UpdateModel(step=step, attempt=attempt):
+        case UpdateModel(step=step, attempt=attempt, proven=proven):
+            executor.copies_proven(proven)
             executor.update_model(step, attempt)
         case SaveCheckpoint():
             executor.save_checkpoint(action)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
+from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord
@@ -20,8 +22,8 @@ from spare_megatron.runtime.lock import Locked
 from spare_megatron.runtime.reports import RanksReady, RunEvent
 from spare_megatron.runtime.run import rank_main, start_run
 from spare_megatron.runtime.spec import RankMain, RankSpec
-from spare_megatron.runtime.verification import verify
-from tests.integration.whole_run import Run, complete_run, kill, losses_of, read_run, tiny_config
+from spare_megatron.runtime.verification import newest_valid, verify
+from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -76,6 +78,23 @@ def test_a_run_goes_on_from_its_checkpoint_bitwise(text_corpus: Path, tmp_path: 
     expected = {step: losses for step, losses in losses_of(whole.journal).items() if step >= 2}
     assert losses_of(resumed.journal) == expected
     assert resumed.summary.params_sha256 == whole.summary.params_sha256
+
+
+def test_a_flip_in_the_last_checkpoint_is_found_and_another_group_saves_it_again(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """Nobody trains after the last step, so that no sum would show it: the vote that ends the run does."""
+    flip = FaultConfig(phase=Phase.AFTER_COMMIT, step=1, group=0, rank=0, kind="param_flip", bit=10)
+    run = complete_run(config_of(text_corpus, steps=2, interval_steps=9, faults=[flip]), tmp_path / "run")
+    assert_proven(run)
+    fence, retry, finish = entries_of(run.journal)[-3:]
+    assert (fence["group"], fence["discard"]) == (0, True)
+    assert "its parameters before step 2 differ from those of 3 groups" in fence["reason"]
+    assert [entry["entry"] for entry in (retry, finish)] == ["retry", "finish"]
+    found = newest_valid(tmp_path / "run" / "checkpoints").found
+    assert found is not None
+    assert (found.manifest.step, found.manifest.group) == (2, 2)
+    assert unsaved_end(config_of(text_corpus, steps=2), tmp_path / "run", run.summary) == ""
 
 
 STAGES_OF_A_SAVE = [

@@ -6,12 +6,19 @@ It holds what `mcore.gradients` and `runtime.reduction` hold, and notices when o
 from collections.abc import Collection, Iterable, Sequence
 
 from spare_megatron.core.buckets import BucketWindow
+from spare_megatron.core.messages import AttemptReduce
+from spare_megatron.core.scatter import recipients
 from spare_megatron.core.stepplan import Microbatch
 from tests.protocol.communicators import Sums
 from tests.protocol.violation import Violation
 
 Recipients = Sequence[Collection[int]]
 """For each slice, the groups that get the sums of its gradients; nothing where there are no slices."""
+
+
+def recipients_of(action: AttemptReduce) -> Recipients:
+    """Sums go to those alone who need them."""
+    return () if action.ownership is None else recipients(action.ownership)
 
 
 class Buckets:

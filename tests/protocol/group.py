@@ -6,7 +6,7 @@ elsewhere, or the process may die.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -20,7 +20,9 @@ from spare_megatron.core.messages import (
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
+    EntryRead,
     Event,
+    Fence,
     FinishRun,
     ReadEntry,
     ReadVotes,
@@ -32,40 +34,27 @@ from spare_megatron.core.messages import (
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint, Offer, Waiting, WaitingRead
 from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.scatter import recipients
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
 from spare_megatron.runtime.detect import fence
-from tests.protocol.buckets import Buckets, Recipients
+from tests.protocol.buckets import Buckets, recipients_of
 from tests.protocol.communicators import Reduction
-from tests.protocol.invariants import AT_FIRST
 from tests.protocol.links import Fenced, Links
 from tests.protocol.relaying import Relaying
+from tests.protocol.saved import AT_FIRST
 from tests.protocol.slices import NUM_PIECES, WRONG, SliceStates, marked
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
+from tests.protocol.telling import Telling, majority
 from tests.protocol.violation import Violation
 
 
 def _waiting_key(group: GroupId) -> str:
     """Where the latest incarnation of a group says that it waits."""
     return f"waiting/{group}"
-
-
-def _majority(given: Mapping[Member, str], num_donors: int) -> Member | None:
-    """One of more than half of the donors, who have given the same."""
-    for donor, params in given.items():
-        if params and 2 * sum(other == params for other in given.values()) > num_donors:
-            return donor
-    return None
-
-
-def _recipients(action: AttemptReduce) -> Recipients:
-    """Sums go to those alone who need them."""
-    return () if action.ownership is None else recipients(action.ownership)
 
 
 class Group:
@@ -90,6 +79,7 @@ class Group:
         self._computed: list[str] = []  # digests of this step's plans
         self._params = AT_FIRST
         self._lacks_params = False
+        self._telling = Telling()
         self._links = Links(member, self.name, controller, world)
         self._relaying = Relaying(member, self._links, world)
         self._is_replacing = is_replacing
@@ -107,6 +97,7 @@ class Group:
                     self._world.invariants.stopped(self.name, action)
                     if isinstance(action, FinishRun):
                         self._has_params(action.step)
+                        self._world.invariants.saves.finished(self._params)
                     if isinstance(action, StopWipeOut):
                         self._world.wiped_out(self.member)
                     return
@@ -121,6 +112,7 @@ class Group:
             self._params = f"{WRONG} in {self.name}"
 
     def _handle(self, event: Event) -> tuple[Action, ...]:
+        self._telling.is_wanted |= isinstance(event, EntryRead) and isinstance(event.entry, Fence)
         try:
             return self._controller.handle(event, now_s=self._world.now_s(self.name))
         except ValueError as error:
@@ -132,7 +124,7 @@ class Group:
                 yield from self._compute(plan, is_patch=False)
             case ComputePatch(plan=plan, into=into):
                 if into is not None:
-                    self._buckets.begin(into.attempt, into.kept, _recipients(into))
+                    self._buckets.begin(into.attempt, into.kept, recipients_of(into))
                 yield from self._compute(plan, is_patch=True)
             case BuildCommunicator(key=key, members=members):
                 self._links.let_go()
@@ -148,26 +140,29 @@ class Group:
                 yield from self._links.speak(lambda voice: voice.append(index, entry))
             case ReadEntry(index=index):
                 return (yield from self._relaying.read_entry(index))
-            case UpdateModel(step=step, attempt=attempt):
+            case UpdateModel():
                 yield None
-                self._update(step, attempt)
+                self._update(action)
             case GatherParams():
                 yield None
                 yield from self._gather(action)
             case StartRepairs():
                 assert self.held is not None, "only slices are repaired"
+                self._telling.is_wanted |= action.is_compared
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case AdmitGroups(step=step):
                 yield None
                 given = "" if self._lacks_params else self._params
+                self._telling.is_due |= not self._lacks_params
                 self._world.states.setdefault((self._generation, step), {})[self.member] = given
             case SaveCheckpoint(step=step, member=member):
                 yield None
+                self._telling.save(lacks_params=self._lacks_params)
                 if not self._lacks_params:
                     self._has_params(step)
                     if member == self.member:
-                        self._world.invariants.saved(self.member, step, self._params)
+                        self._world.invariants.saves.saved(self.member, step, self._params)
             case RefuseCheckpoint(step=step, member=member):
                 self._world.invariants.refused(self.name, step, member)
             case LoadCheckpoint(step=step, hosts=hosts):
@@ -178,7 +173,8 @@ class Group:
         return ()
 
     def _load(self, step: int, hosted: Sequence[int]) -> None:
-        self._params = self._world.invariants.checkpoints[step]
+        self._params = self._world.invariants.saves.params[step]
+        self._telling.is_due = True
         if self.held is not None:
             self.held.load(step, self._world.invariants.slices.saved(self._generation, step, hosted))
         self._lacks_params = False
@@ -196,16 +192,20 @@ class Group:
             self._computed = []
         self._computed.append(plan.digest)
 
-    def _update(self, step: int, attempt: int) -> None:
+    def _update(self, action: UpdateModel) -> None:
+        step, attempt = action.step, action.attempt
         change = self._world.invariants.updated(self.name, step, attempt, self._buckets.sums())
+        self._telling.changed()
         if self.held is None:
             self._params = marked([self._params], f"{self._params}|{change}")
             self._has_params(step + 1)
+            self._telling.hold(step + 1)
         else:
             for index in self.held.held:
                 if self._buckets.lacks(self.group, index):
                     raise Violation(f"{self.name} updates slice {index}, whose sums have not come to it")
             self.held.update(change)
+            self.held.proven(action.proven)
             self._world.invariants.slices.updated(self.name, self.member, self._generation, attempt, self.held, change)
             self._lacks_params = True
 
@@ -220,6 +220,7 @@ class Group:
         assert self.held is not None, "only slices are gathered"
         if action.is_anew:
             self._lacks_params, self._computed = True, []
+            self._telling.is_wanted = True
             self._world.invariants.counts["gather anew"] += 1
         sent = {index: self.held.whole(index) for index, owner in enumerate(action.owners) if owner == self.member}
         posted = yield from self._links.gather(f"gather {action.step}", sent)
@@ -233,6 +234,7 @@ class Group:
             self._params = params if action.step or params.startswith(WRONG) else AT_FIRST
             self._lacks_params = False
             self._has_params(action.step)
+            self._telling.hold(action.step)
 
     def _copy(self, repair: Repair) -> Steps:
         """Piece by piece, each while donor and receiver are at the same step."""
@@ -296,7 +298,7 @@ class Group:
 
     def _await_restart(self) -> Steps:
         """Says that it waits, and decides on every change of who does; ends when an entry is written."""
-        own = Waiting(member=self.member, offers=tuple(map(Offer, sorted(self._world.invariants.checkpoints))))
+        own = Waiting(member=self.member, offers=tuple(map(Offer, sorted(self._world.invariants.saves.params))))
         yield from self._links.speak(lambda voice: voice.announce_restart(own))
         self._world.wiped_out(self.member)
         while not self._world.is_written(self._links.head):
@@ -324,13 +326,14 @@ class Group:
         """
         donors = [voter for voter in self._controller.voters if voter not in admission.members]
         given = self._world.states.setdefault((self._generation, admission.step), {})
-        yield Until(lambda: _majority(given, len(donors)) is not None or not self._world.has_more(donors, given))
-        donor = _majority(given, len(donors))
+        yield Until(lambda: majority(given, len(donors)) is not None or not self._world.has_more(donors, given))
+        donor = majority(given, len(donors))
         if donor is None:
             self._world.invariants.counts["admission without a state"] += 1
             self._world.observe(self.member)
             return False
         self._params = given[donor]
+        self._telling.is_due = True
         if self.held is not None:
             self.held.num_updates = admission.step
         self._world.invariants.took_state(self.name, donor)
@@ -357,8 +360,7 @@ class Group:
             yield from self._reduce(action)
             num_complete = (self._buckets.window.num_complete,)
         is_complete = not self._lacks_params and (isinstance(action, AttemptFinish) or self._buckets.sums() is not None)
-        is_wanted = self.held is not None and self.held.is_compared
-        is_compared = not self._lacks_params and (is_wanted or not action.step % 2)
+        is_compared = not self._lacks_params and self._telling.is_due
         vote = Vote(
             is_complete=is_complete,
             plan_digest=action.plan_digest,
@@ -378,7 +380,7 @@ class Group:
     def _reduce(self, action: AttemptReduce) -> Steps:
         """All buckets that are not kept, or as many as can be had before nobody needs them."""
         buckets = self._buckets
-        buckets.begin(action.attempt, action.kept, _recipients(action))
+        buckets.begin(action.attempt, action.kept, recipients_of(action))
         if not (yield from self._links.connect()):
             return
         in_flight: deque[Reduction] = deque()

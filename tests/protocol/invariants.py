@@ -13,7 +13,8 @@
    slices, hosts go that are right where not more than half of them are known to be, by copies compared before.
 6. After a wipe-out training starts again only in lives that have not taken part, from what was saved, and with a host
    for every shard; or a group says why not.
-7. No log entry is written twice; no communicator's name is used twice (`communicators`).
+7. A run does not end with a checkpoint of its last step that is wrong, where anybody has right parameters (`saved`).
+8. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
 from collections import Counter
@@ -42,14 +43,12 @@ from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import Member
 from spare_megatron.core.votes import SliceDigest, Vote
 from tests.protocol.communicators import Sums
+from tests.protocol.saved import Saved
 from tests.protocol.slices import WRONG, SliceObserver
 from tests.protocol.violation import Violation
 
 Life = tuple[int, int]
 """A group and its incarnation."""
-
-AT_FIRST = "at first"
-"""The parameters with which a run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +82,7 @@ class Invariants:
         self._opened = {0: Opening(0, self.members, 0)}
         self._commits: dict[int, tuple[int, frozenset[Life]]] = {}  # by attempt: step, members
         self._generation = 0  # restarts
-        self.checkpoints = {0: AT_FIRST}  # by committed steps
-        self._savers: dict[int, Member] = {}
+        self.saves = Saved()
         self._was_wiped_out = self._is_given_up = False
         self._votes: dict[tuple[Life, int], Vote] = {}
         self._params: dict[tuple[int, int], str] = {}  # by restarts and step
@@ -125,7 +123,7 @@ class Invariants:
         named = {tuple(member) for member in entry.members}
         if named & self._admitted:
             raise Violation(f"{writer} writes {entry}, with lives that took part before")
-        if entry.step not in self.checkpoints:
+        if entry.step not in self.saves.params:
             raise Violation(f"{writer} writes {entry}, which nobody has saved")
         if any(not (hosts & {group for group, _ in named}) for hosts in self._hosts.values()):
             raise Violation(f"{writer} writes {entry}, which leaves shards without a host")
@@ -232,7 +230,9 @@ class Invariants:
         self._is_finished |= isinstance(entry, Finish)
         self._is_anew = isinstance(entry, Retry) and entry.recompute
         if isinstance(entry, Commit):
-            self.slices.released(entry.released, {life: vote for life, vote in votes.items() if vote is not None})
+            cast = {life: vote for life, vote in votes.items() if vote is not None}
+            self.slices.released(entry.released, cast)
+            self.slices.proven(entry.proven, cast)
             self.slices.committed(self.attempt, entry.restored, self.members)
             self._commits[self.attempt] = (self.step, self.members)
             self.counts["save"] += entry.save
@@ -314,17 +314,12 @@ class Invariants:
         if "{}.{}".format(*donor) in self._corrupted:
             self._corrupted.add(process)
 
-    def saved(self, member: Member, step: int, params: str) -> None:
-        """A process has saved its parameters; that corrupted ones are started again from is not simulated."""
-        if not params.startswith(WRONG):
-            self.checkpoints[step] = params
-            self._savers[step] = member
-
     def refused(self, process: str, step: int, member: Member) -> None:
         """What the member has saved after so many steps is not to be used."""
         self.counts["refused checkpoint"] += 1
-        if not self.slices.exist and self._savers.get(step) == member:
-            raise Violation(f"{process} refuses what {member} has saved after {step} steps, and it is right")
+        self.counts["refused last checkpoint"] += step == self._num_steps
+        is_anybodys = self.slices.exist or self._is_halted
+        self.saves.refused(process, step, member, None if is_anybodys else self._corrupted)
 
     def has_params(self, process: str, generation: int, step: int, params: str) -> None:
         """A process has these parameters after this many steps, since that many restarts."""
@@ -374,6 +369,8 @@ class Invariants:
             raise Violation(f"no progress: {stuck} wait for ever; the log ends with {self.entries[-3:]}")
         if not self._is_done and not self._is_wiped_out() and not self._is_halted:
             raise Violation(f"only {self.step} steps are committed, and every shard has a host")
+        if self._is_done:
+            self.saves.ended(self._num_steps)
 
     def _is_wiped_out(self) -> bool:
         groups = {group for group, _ in self.members}

@@ -23,7 +23,7 @@ from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import WaitingRead
 from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slice_actions import StartRepairs
+from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
 from spare_megatron.core.slices import Ownership, Repair, SliceCopy
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import Member, SliceId
@@ -194,6 +194,31 @@ class EndsWithTheLastCommit(Controller):
         return FinishRun(step=self.step)
 
 
+class EndsWithTheLastSave(Controller):
+    """Compares what it has saved with nobody's state after the last step."""
+
+    def _attempt_finish(self) -> AttemptFinish | FinishRun:  # type: ignore[override]
+        return super()._attempt_finish() if self.ownership else FinishRun(step=self.step)
+
+
+class TakesAnybodysWord(Controller):
+    """Takes a copy for compared that a vote has told of, whoever else has told of the slice."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        told = tuple(
+            SliceCopy(digest.slice, voter)
+            for voter in self.voters
+            for digest in (event.votes[voter.group].slice_digests if voter.group in event.votes else ())
+            if not digest.is_proven
+        )
+        return tuple(
+            replace(action, entry=replace(action.entry, proven=told))
+            if isinstance(action, AppendEntry) and isinstance(action.entry, Commit)
+            else action
+            for action in super()._decide(event, now_s)
+        )
+
+
 class KeepsWhatSomebodyHolds(Controller):
     """Keeps the buckets that any survivor holds."""
 
@@ -291,6 +316,8 @@ MUTATIONS = {
     "lets go of slices before they are copied": Protocol(controller_type=LetsGoTooSoon),
     "lets go of slices before copies are compared": Protocol(controller_type=LetsGoWithTheCopy),
     "ends before all parameters are whole": Protocol(controller_type=EndsWithTheLastCommit),
+    "compares nothing of its last checkpoint": Protocol(controller_type=EndsWithTheLastSave),
+    "takes anybody's word for a copy": Protocol(controller_type=TakesAnybodysWord),
     "goes on without gathering parameters": Protocol(controller_type=ComputesWithoutParams),
     "keeps buckets that only some hold": Protocol(controller_type=KeepsWhatSomebodyHolds),
     "patches a step that was discarded": Protocol(controller_type=PatchesDiscardedSteps),

@@ -47,20 +47,17 @@ class SliceStates:
     Attributes:
         num_updates: Steps that its state holds; -1 in a later life that has been given none.
         repairs: The copies that it is to make for itself.
-        is_compared: Whether the next vote tells of it in any case.
         first_steps: Of each copy, the steps that its pieces must have seen.
     """
 
     def __init__(self, member: Member, hosted: Iterable[int]) -> None:
         self.num_updates = -1 if member.incarnation else 0
         self.repairs: tuple[Repair, ...] = ()
-        self.is_compared = False
         self.first_steps: dict[int, int] = {}
         self._member = member
         self._pieces: dict[int, dict[int, str]] = {index: dict.fromkeys(range(NUM_PIECES), "") for index in hosted}
         self._hosted = frozenset(self._pieces)  # as the log has it
         self._unproven: frozenset[int] = frozenset()
-        self._told: frozenset[int] = frozenset()
 
     def update(self, change: str) -> None:
         """Of all there is, also of copies that are still being made."""
@@ -68,7 +65,10 @@ class SliceStates:
         for index, pieces in self._pieces.items():
             for piece, before in pieces.items():
                 pieces[piece] = _updated(index, piece, before, change)
-        self._unproven -= self._told
+
+    def proven(self, copies: Iterable[SliceCopy]) -> None:
+        """These have been compared, as the log has it."""
+        self._unproven -= {copy.slice for copy in copies if copy.member == self._member}
 
     def corrupt(self, random: Random, num_slices: int, name: str) -> bool:
         """A piece of a copy changes to what nobody else has. Not if it falls on a slice that is not here."""
@@ -80,8 +80,7 @@ class SliceStates:
 
     def tell(self, *, is_compared: bool) -> tuple[SliceDigest, ...]:
         """What a vote says of the slices that the log has here."""
-        self._told = self._hosted if is_compared else frozenset()
-        whole = {index: self.whole(index) or () for index in sorted(self._told)}
+        whole = {index: self.whole(index) or () for index in sorted(self._hosted) if is_compared}
         return tuple(
             SliceDigest(SliceId(index), marked(state, repr(state)), index not in self._unproven)
             for index, state in whole.items()
@@ -91,7 +90,6 @@ class SliceStates:
         """Lets go of what it is not to have. Returns the copies that are new."""
         mine = tuple(copy for copy in action.copies if copy.receiver == self._member)
         hosted = frozenset(index for index, row in enumerate(action.hosts) if self._member in row)
-        self.is_compared = action.is_compared
         copied = {repair.slice for repair in self.repairs} & (hosted - self._hosted)
         self._unproven = (self._unproven | copied) & hosted
         self._hosted = hosted
@@ -198,6 +196,14 @@ class SliceObserver:
             if len(row) < min(self.redundancy, len(votes)):
                 raise Violation(f"{member} lets go of slice {index}, which then has {row}")
             self.counts["released"] += 1
+
+    def proven(self, copies: Iterable[SliceCopy], votes: Mapping[tuple[int, int], Vote]) -> None:
+        """Copies have been compared, with the commit that these votes of all members decide: with every other host."""
+        for index, member in copies:
+            tellers = {life for life, vote in votes.items() if any(one.slice == index for one in vote.slice_digests)}
+            if not self._hosts[index] <= tellers or tuple(member) not in tellers or len(tellers) < 2:
+                raise Violation(f"the copy of slice {index} by {member} is proven, and compared by {tellers} alone")
+            self.counts["proven"] += 1
 
     def committed(self, attempt: int, restored: Iterable[SliceCopy], members: Collection[tuple[int, int]]) -> None:
         """An attempt is committed by these members, with copies that count from now on."""

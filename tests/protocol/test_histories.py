@@ -43,6 +43,7 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "broken gather": 50,
         "restored": 100,
         "released": 10,
+        "proven": 10,
         "piece too late": 1,
         "state wipe-out": 100,
         "gather anew": 10,

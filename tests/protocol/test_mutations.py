@@ -32,11 +32,13 @@ FOUND_AS = {
     "lets go of slices before they are copied": "counts as a host of slice|gathers parameters|and has it not",
     "lets go of slices before copies are compared": "lets go of slice",
     "ends before all parameters are whole": "ends with FinishRun|without all parameters",
+    "compares nothing of its last checkpoint": "after the last step is wrong, and nobody says so",
+    "takes anybody's word for a copy": "is proven, and compared by",
     "goes on without gathering parameters": "ends with StopHalted",
     "keeps buckets that only some hold": "though the members hold|is to keep",
     "patches a step that was discarded": "has lost its local sum",
     "writes sums over local sums at once": "has lost its local sum",
-    "casts votes on an earlier attempt for a block": "without the votes|though the members|different plans",
+    "casts votes on an earlier attempt for a block": "without the votes|though the members|different plans|are right",
     "leaves votes to relays after a loss": "no progress|no end",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
     "keeps what was gathered from a wrong owner": "has not gathered anew|ends with StopHalted",
@@ -67,7 +69,35 @@ def draw_breaks(random: Random) -> Scene:
     return replace(scene, slice_redundancy=min(scene.num_groups, 2), fault_budget=faults)
 
 
+def draw_late_copies(random: Random) -> Scene:
+    """One in which slices are copied, and some groups have their parameters, of which they tell, later than others."""
+    faults = {**dict.fromkeys(Scene.draw(random).fault_budget, 0), "replace": 2, "suspect": 1, "break": 4}
+    return replace(
+        Scene.draw(random),
+        num_groups=3,
+        redundancy=3,
+        num_steps=6,
+        slice_redundancy=3,
+        num_buckets=1,
+        fault_moves=450,
+        fault_budget=faults,
+    )
+
+
+def draw_last_saves(random: Random) -> Scene:
+    """One of a step or two, the last of which is saved, in which parameters change."""
+    scene = Scene.draw(random)
+    faults = {**dict.fromkeys(scene.fault_budget, 0), "corrupt": 1}
+    num_steps = random.randint(1, 2)
+    moves = 20 * scene.num_groups * num_steps
+    return replace(
+        scene, num_steps=num_steps, save_interval_s=1e9, slice_redundancy=0, fault_moves=moves, fault_budget=faults
+    )
+
+
 RARE = {
+    "compares nothing of its last checkpoint": draw_last_saves,
+    "takes anybody's word for a copy": draw_late_copies,
     "says nothing of a gathering that broke": draw_breaks,
     "patches a step that was discarded": draw_discards,
     "installs pieces of an earlier step": draw_copies,

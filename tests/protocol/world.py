@@ -100,7 +100,7 @@ class World:
             microbatches_per_shard=scene.microbatches_per_shard,
             num_steps=scene.num_steps,
             granularity=scene.granularity,
-            saves=SavePolicy(interval_s=scene.save_interval_s),
+            saves=SavePolicy(interval_s=scene.save_interval_s, saves_last=scene.save_interval_s is not None),
             slices=Slicing(num_groups=scene.num_groups, redundancy=r_o) if r_o else None,
             restarts=RestartLimits(max_restarts=scene.max_restarts, window_s=math.inf, wait_s=1.0),
         )

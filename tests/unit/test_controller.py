@@ -33,9 +33,9 @@ from spare_megatron.core.placement import make_placement
 from spare_megatron.core.restart_messages import LoadCheckpoint
 from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
 from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slices import Slicing
+from spare_megatron.core.slices import SliceCopy, Slicing
 from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.core.votes import Vote
 
 
@@ -286,6 +286,8 @@ def test_an_entry_that_does_not_fit_the_state_is_refused() -> None:
         Restart(step=7, members=(Member(GroupId(0)), Member(GroupId(2), 1))),
         Fence(group=GroupId(1), incarnation=2, reason="x"),
         Halt(step=0, reason="x"),
+        Halt(step=0, reason="x", discard=True),
+        Commit(step=1, attempt=2, proven=(SliceCopy(SliceId(3), Member(GroupId(4), 1)),)),
     ],
 )
 def test_an_entry_survives_the_log(entry: Entry) -> None:
@@ -385,7 +387,7 @@ def test_a_restart_begins_the_step_after_the_checkpoint_in_the_first_order() -> 
     fold(controller, Commit(step=0, attempt=0), Commit(step=1, attempt=1), fence(1), Retry(step=2, attempt=2))
     everybody = (Member(GroupId(0)), Member(GroupId(1), 1), Member(GroupId(2)), Member(GroupId(3)))
     load, build, compute, reduce, read = fold(controller, Restart(step=1, members=everybody))
-    assert load == LoadCheckpoint(step=1, rework_steps=1)
+    assert load == LoadCheckpoint(step=1, rework_steps=1, members=everybody)
     assert build == BuildCommunicator(key=4, epoch=2, members=(0, 1, 2, 3))
     assert isinstance(compute, ComputeStep)
     assert compute.plan.step == 1

@@ -35,7 +35,7 @@ from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import SliceCopy, Slicing
 from spare_megatron.core.topology import GroupId, Member, SliceId
-from spare_megatron.core.votes import SliceDigest, Vote, decode_vote, encode_vote
+from spare_megatron.core.votes import Vote, decode_vote, encode_vote
 
 
 def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:
@@ -148,61 +148,6 @@ def test_a_discarded_step_is_gathered_and_computed_from_zero() -> None:
     retry = decided(controller, begun, g0=lacking)
     assert retry == Retry(step=1, attempt=1, recompute=True, gather=True)
     assert kinds(fold(controller, retry)) == [GatherParams, ComputeStep, AttemptReduce, ReadEntry]
-
-
-def telling(attempt: AttemptReduce | AttemptFinish, slices: dict[int, str], params: str = "a") -> Vote:
-    """A vote with these digests of slices, by their numbers."""
-    digests = tuple(SliceDigest(SliceId(number), sha256) for number, sha256 in slices.items())
-    return Vote(is_complete=True, plan_digest=attempt.plan_digest, params_digest=params, slice_digests=digests)
-
-
-def test_after_an_owner_was_wrong_all_gather_anew_from_its_stand_ins_and_compute_from_zero() -> None:
-    """Slice 0 is on groups 0, 2 and 3, and its owner is 0."""
-    controller = make_controller(redundancy=3)
-    begun = fold(controller, Commit(step=0, attempt=0))
-    attempt = last_attempt(begun)
-    wrong, right = telling(attempt, {0: "x"}, "x"), telling(attempt, {0: "y"}, "y")
-    cast = {"g0": wrong, "g1": telling(attempt, {}, "x"), "g2": right, "g3": right}
-    put_out = decided(controller, attempt, **cast)
-    assert isinstance(put_out, Fence)
-    assert (put_out.group, put_out.discard) == (0, True)
-    assert StartRepairs in kinds(fold(controller, put_out))
-    retry = decided(controller, attempt, **cast)
-    assert retry == Retry(step=1, attempt=1, recompute=True, gather=True)
-    gather, *rest = fold(controller, retry)
-    assert isinstance(gather, GatherParams)
-    assert gather.is_anew
-    assert gather.owners[0].group in (2, 3)
-    assert kinds(rest) == [ComputeStep, AttemptReduce, ReadEntry]
-
-
-def test_two_hosts_that_differ_are_a_wipe_out_that_says_so() -> None:
-    """Slice 0 is on groups 0 and 3."""
-    controller = make_controller(redundancy=2)
-    attempt = last_attempt(fold(controller, Commit(step=0, attempt=0)))
-    cast = {"g0": telling(attempt, {0: "x"}), "g3": telling(attempt, {0: "y"})}
-    first = decided(controller, attempt, **cast)
-    fold(controller, first)
-    second = decided(controller, attempt, **cast)
-    [stop] = fold(controller, second)
-    assert isinstance(stop, StopWipeOut)
-    assert 0 in stop.slices
-    assert stop.cause == "groups [0, 3] hold different state of slice 0 before step 1, and no majority is right"
-
-
-def test_state_is_compared_once_more_before_the_run_ends() -> None:
-    controller = make_controller(redundancy=3, steps=1)
-    [finish] = [a for a in fold(controller, Commit(step=0, attempt=0)) if isinstance(a, AttemptFinish)]
-    right, wrong = telling(finish, {0: "y"}), telling(finish, {0: "x"})
-    cast = {"g0": wrong, "g2": right, "g3": right}
-    fold(controller, decided(controller, finish, **cast))
-    retry = decided(controller, finish, **cast)
-    assert retry == Retry(step=1, attempt=1, recompute=True, gather=True)
-    gather, again, _ = fold(controller, retry)
-    assert isinstance(gather, GatherParams)
-    assert gather.is_anew
-    assert isinstance(again, AttemptFinish)
-    assert decided(controller, again) == Finish(step=1, attempt=2)
 
 
 def test_a_gather_that_breaks_without_a_loss_gets_a_new_communicator() -> None:
@@ -363,7 +308,7 @@ def test_a_restart_gives_every_slice_all_its_hosts() -> None:
     fold(controller, fence(0), fence(1))
     load, *_ = fold(controller, Restart(step=0, members=present))
     assert controller.ownership is not None
-    assert load == LoadCheckpoint(step=0, rework_steps=0, hosts=controller.ownership.hosts)
+    assert load == LoadCheckpoint(step=0, rework_steps=0, hosts=controller.ownership.hosts, members=present)
     assert {len(row) for row in controller.ownership.hosts} == {2}
     assert controller.ownership.repairs == ()
 

@@ -8,6 +8,7 @@ import pytest
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from spare_megatron.journal.summary import Summary
+from spare_megatron.runtime.refusals import REFUSAL
 
 CONFIG = RunConfig(train=TrainConfig(steps=20), checkpoint=CheckpointConfig(interval_steps=10))
 FINISHED = Summary(verdict="valid", reasons=(), outcome="finished", outcome_reason="", steps_committed=20, steps_left=0)
@@ -35,3 +36,10 @@ def test_the_last_checkpoint_is_missed(
     if is_missing:
         assert f"of {max(saved)} steps" in told if saved else "there is none" in told
     assert not unsaved_end(replace(CONFIG, checkpoint=CheckpointConfig()), tmp_path, summary)
+
+
+def test_one_that_is_refused_is_missed_as_well(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000020" / REFUSAL).write_text('{"reason": "its state was wrong"}')
+    assert "of 10 steps" in unsaved_end(CONFIG, tmp_path, FINISHED)

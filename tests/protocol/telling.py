@@ -1,0 +1,42 @@
+"""When a simulated group tells of its state in its votes, and which state a newcomer takes over."""
+
+from collections.abc import Mapping
+
+from spare_megatron.core.topology import Member
+
+
+class Telling:
+    """What one group knows of it: other groups may know otherwise, where they had the parameters sooner or later.
+
+    Attributes:
+        is_wanted: State is told in any case when the parameters are there.
+        is_due: The next vote tells of it.
+    """
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self.is_due = True
+
+    def changed(self) -> None:
+        """The state is another one."""
+        self.is_due = False
+
+    def hold(self, step: int) -> None:
+        """The parameters are those after so many steps: every other time they are compared."""
+        self.is_due = self.is_wanted or not step % 2
+        self.is_wanted = False
+
+    def save(self, *, lacks_params: bool) -> None:
+        """What is saved is compared."""
+        if lacks_params:
+            self.is_wanted = True
+        else:
+            self.is_due = True
+
+
+def majority(given: Mapping[Member, str], num_donors: int) -> Member | None:
+    """One of more than half of the donors, who have given the same."""
+    for donor, params in given.items():
+        if params and 2 * sum(other == params for other in given.values()) > num_donors:
+            return donor
+    return None

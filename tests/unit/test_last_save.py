@@ -1,0 +1,177 @@
+"""What is saved after the last step is compared as well; and what does not count where nobody knows who is wrong."""
+
+import pytest
+
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.messages import (
+    Action,
+    AppendEntry,
+    Commit,
+    Entry,
+    EntryRead,
+    Fence,
+    Finish,
+    FinishRun,
+    Halt,
+    ReadEntry,
+    Restart,
+    Retry,
+    RunStarted,
+    StopHalted,
+    UpdateModel,
+    VotesRead,
+)
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.restart import RestartLimits
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint, SavePolicy
+from spare_megatron.core.setup import ControllerSetup
+from spare_megatron.core.slice_actions import AttemptFinish
+from spare_megatron.core.slices import Slicing
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.votes import Vote
+
+LAST = Commit(step=0, attempt=0, save=True, is_last=True)
+
+
+def make_controller(num_groups: int = 4, *, slices: Slicing | None = None, steps: int = 9) -> Controller:
+    """That of a run which saves its last step, every second one before, and may start again."""
+    setup = ControllerSetup(
+        placement=make_placement("golomb", num_groups, min(num_groups, 3)),
+        microbatches_per_shard=1,
+        num_steps=steps,
+        saves=SavePolicy(interval_steps=2, saves_last=True),
+        slices=slices,
+        restarts=RestartLimits(max_restarts=1, window_s=1.0, wait_s=1.0),
+    )
+    controller = Controller(setup)
+    controller.handle(RunStarted(), now_s=0.0)
+    return controller
+
+
+def fold(controller: Controller, *entries: Entry) -> list[Action]:
+    """The actions of the last of some entries."""
+    actions: list[Action] = []
+    for entry in entries:
+        actions = list(controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0))
+    return actions
+
+
+def decided(controller: Controller, params: str) -> Entry:
+    """What follows from votes that tell of these parameters, a letter for each group."""
+    cast = {
+        GroupId(group): Vote(is_complete=True, plan_digest="p", params_digest=digest)
+        for group, digest in enumerate(params)
+        if digest != "."
+    }
+    [append] = controller.handle(VotesRead(attempt=controller.attempt, votes=cast), now_s=0.0)
+    assert isinstance(append, AppendEntry)
+    return append.entry
+
+
+def saves_in(actions: list[Action]) -> list[SaveCheckpoint]:
+    return [action for action in actions if isinstance(action, SaveCheckpoint)]
+
+
+def refusals_in(actions: list[Action]) -> list[RefuseCheckpoint]:
+    return [action for action in actions if isinstance(action, RefuseCheckpoint)]
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_run_ends_when_all_have_voted_on_what_it_has_saved_last(steps: int) -> None:
+    """After the last step, or after one that its time has made the last."""
+    controller = make_controller(steps=steps)
+    actions = fold(controller, LAST)
+    assert [type(action) for action in actions] == [UpdateModel, SaveCheckpoint, AttemptFinish, ReadEntry]
+    finish = decided(controller, "aaaa")
+    assert finish == Finish(step=1, attempt=1)
+    assert fold(controller, finish) == [FinishRun(step=1)]
+    assert controller._saves.saved == {0, 1}
+
+
+def test_a_wrong_checkpoint_of_the_last_step_does_not_count_and_another_group_saves_it_again() -> None:
+    controller = make_controller()
+    [save] = saves_in(fold(controller, LAST))
+    assert save.member == Member(GroupId(0))
+    fence = decided(controller, "baaa")
+    assert isinstance(fence, Fence)
+    assert (fence.group, fence.discard) == (0, True)
+    assert [(one.step, one.member) for one in refusals_in(fold(controller, fence))] == [(1, save.member)]
+    assert controller._saves.saved == {0}
+    retry = decided(controller, "baaa")
+    assert retry == Retry(step=1, attempt=1, recompute=True)
+    actions = fold(controller, retry)
+    [again] = saves_in(actions)
+    assert (again.step, again.is_last, again.epoch) == (1, True, 1)
+    assert again.member != save.member
+    assert isinstance(actions[-2], AttemptFinish), "it is compared, too"
+    assert controller._saves.saved == {0, 1}
+    assert decided(controller, ".aaa") == Finish(step=1, attempt=2)
+
+
+def test_a_wrong_group_that_has_not_saved_the_last_step_costs_no_checkpoint() -> None:
+    controller = make_controller()
+    fold(controller, LAST)
+    fence = decided(controller, "aaba")
+    assert not refusals_in(fold(controller, fence))
+    assert not saves_in(fold(controller, decided(controller, "aaba")))
+    assert controller._saves.saved == {0, 1}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_of_two_groups_that_differ_what_one_has_saved_of_it_does_not_count(*, is_last: bool) -> None:
+    controller = make_controller(2)
+    fold(controller, Commit(step=0, attempt=0, save=True, is_last=is_last))
+    halt = decided(controller, "ab")
+    assert isinstance(halt, Halt)
+    actions = fold(controller, halt)
+    assert [(one.step, one.reason) for one in refusals_in(actions)] == [(1, halt.reason)]
+    assert actions[-1] == StopHalted(step=1, reason=halt.reason)
+
+
+def test_a_run_that_halts_for_another_reason_keeps_its_checkpoint() -> None:
+    controller = make_controller(2)
+    fold(controller, Commit(step=0, attempt=0, save=True))
+    assert fold(controller, Halt(step=1, reason="groups have different plans")) == [
+        StopHalted(step=1, reason="groups have different plans")
+    ]
+
+
+def test_what_was_compared_when_it_was_saved_counts_whatever_is_found_later() -> None:
+    controller = make_controller(2)
+    fold(controller, Commit(step=0, attempt=0, save=True), Commit(step=1, attempt=1))
+    assert not refusals_in(fold(controller, decided(controller, "ab")))
+    controller = make_controller(2)
+    lives = tuple(Member(GroupId(group), 1) for group in range(2))
+    fold(controller, Commit(step=0, attempt=0, save=True), Restart(step=1, members=lives))
+    assert not refusals_in(fold(controller, decided(controller, "ab"))), "they have loaded the same, and it is whole"
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_where_all_gather_anew_and_nobody_is_put_out_what_was_saved_before_does_not_count(*, is_last: bool) -> None:
+    """An owner has sent what it does not hold: its hosts are right, and the group that saves may have the wrong one."""
+    controller = make_controller(slices=Slicing(num_groups=4, redundancy=3))
+    [save] = saves_in(fold(controller, Commit(step=0, attempt=0, save=True, is_last=is_last)))
+    actions = fold(controller, Retry(step=1, attempt=1, recompute=True, gather=True))
+    assert [(one.step, one.member) for one in refusals_in(actions)] == [(1, save.member)]
+    again = saves_in(actions)
+    assert len(again) == is_last
+    assert all(one.member != save.member for one in again), "who wrote the first may be at it still"
+
+
+def test_whoever_starts_again_after_the_end_of_the_time_ends_with_the_same_step() -> None:
+    """All groups were lost before they had voted on the last checkpoint, and that cannot be read."""
+    controller = make_controller()
+    lives = tuple(Member(GroupId(group), 1) for group in range(4))
+    fold(controller, Commit(step=0, attempt=0, save=True), Commit(step=1, attempt=1, save=True, is_last=True))
+    fold(controller, Restart(step=1, members=lives))
+    last = decided(controller, "aaaa")
+    assert last == Commit(step=1, attempt=3, save=True, is_last=True)
+    assert isinstance(fold(controller, last)[-2], AttemptFinish)
+
+
+def test_whoever_starts_again_from_the_last_step_compares_it_and_ends() -> None:
+    controller = make_controller()
+    lives = tuple(Member(GroupId(group), 1) for group in range(4))
+    actions = fold(controller, LAST, Restart(step=1, members=lives))
+    assert isinstance(actions[-2], AttemptFinish)
+    assert fold(controller, decided(controller, "aaaa")) == [FinishRun(step=1)]

@@ -335,7 +335,7 @@ def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) ->
 
 def _write_journal(scenario: "Scenario", run_dir: Path) -> None:
     """Simulates seed 0 once more, and writes what a real run of the same history would have written."""
-    from spare_megatron.journal.records import encode_line
+    from spare_megatron.journal.lines import encode_line
     from spare_megatron.simulator.engine import simulate as simulate_one
 
     folder = run_dir / "journal"

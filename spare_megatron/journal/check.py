@@ -22,7 +22,8 @@ from spare_megatron.journal.evidence import Attempts, Evidence, HeldEvidence, St
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding, Severity
 from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.records import FORMAT, EndRecord, FaultRecord, LossRecord, RunRecord
+from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spare_megatron.journal.filed import FiledEvidence
+from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.quantities import format_bytes
-from spare_megatron.journal.records import EndRecord, EntryRecord, Record, RunRecord, decode_line
+from spare_megatron.journal.records import EndRecord, EntryRecord, Record, RunRecord
 from spare_megatron.journal.summary import NOT_RUN, Summary, sum_up
 
 PROOF_S = 60.0

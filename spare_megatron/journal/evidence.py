@@ -14,12 +14,12 @@ from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Attempted, Committed, Fold
+from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
     EntryRecord,
     FaultRecord,
-    Line,
     LossRecord,
     ParamsRecord,
     Record,

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from spare_megatron.journal.evidence import FREQUENT, Place, Placed, Stretch, is_rare
 from spare_megatron.journal.format import require_known_format
-from spare_megatron.journal.records import KINDS, EntryRecord, Line, Record, decode_line
+from spare_megatron.journal.lines import KINDS, Line, decode_line
+from spare_megatron.journal.records import EntryRecord, Record
 
 STRETCH_BYTES = 16 << 20
 """Of the frequent records of a part, as they are in the files; several times as much in memory."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from spare_megatron import __version__
-from spare_megatron.journal.records import FORMAT
+from spare_megatron.journal.lines import FORMAT
 
 
 def require_known_format(run_dir: Path) -> None:

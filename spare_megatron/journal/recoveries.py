@@ -6,7 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import EntryRecord, FaultRecord, Line, LossRecord, RecoveryRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord, RecoveryRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from spare_megatron.journal.events import Event, event_of_entry, event_of_record
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
+from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     LOST_A_PEER,
     CadenceRecord,
@@ -17,7 +18,6 @@ from spare_megatron.journal.records import (
     EndRecord,
     EntryRecord,
     FaultRecord,
-    Line,
     LossRecord,
     RecoveryRecord,
     RunRecord,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from spare_megatron.journal.records import KINDS, Line, decode_line
+from spare_megatron.journal.lines import KINDS, Line, decode_line
 
 _HEAD = re.compile(rb'\{"record":"([a-z]+)","source":"([^"\\]*)","at_s":([0-9][0-9.e+]*),')
 _READ_BYTES = 4 << 20

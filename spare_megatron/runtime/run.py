@@ -23,7 +23,8 @@ from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import FORMAT, RunRecord
+from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.records import RunRecord
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.checkpoints import folder_of, step_of
 from spare_megatron.runtime.driver import Driver

@@ -55,7 +55,6 @@ from spare_megatron.runtime.timeline import Timeline
 
 _SAVING_S = 60.0
 """How long ranks may take to save their state once the store is gone."""
-
 _FAREWELL_S = 5.0
 """Longest wait for the store to take the node's last word."""
 

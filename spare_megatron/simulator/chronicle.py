@@ -9,12 +9,11 @@ from math import inf
 from spare_megatron.core.messages import AttemptReduce, Entry, entry_fields
 from spare_megatron.core.stepplan import Microbatch, StepPlan
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.lines import FORMAT, Line
 from spare_megatron.journal.records import (
-    FORMAT,
     ContributionRecord,
     EndRecord,
     EntryRecord,
-    Line,
     LossRecord,
     ParamsRecord,
     Record,

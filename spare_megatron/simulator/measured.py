@@ -8,11 +8,11 @@ from statistics import median
 from typing import Literal
 
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     ContributionRecord,
     EntryRecord,
     FaultRecord,
-    Line,
     LossRecord,
     RecoveryRecord,
     UpdateRecord,

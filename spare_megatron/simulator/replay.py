@@ -12,7 +12,8 @@ from statistics import median
 
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import Line, RunRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import RunRecord
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss

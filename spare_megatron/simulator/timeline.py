@@ -6,7 +6,7 @@ from typing import Literal
 
 from spare_megatron.core.messages import AttemptReduce, Commit, Entry, Fence, Restart
 from spare_megatron.core.topology import GroupId
-from spare_megatron.journal.records import Line
+from spare_megatron.journal.lines import Line
 from spare_megatron.simulator.chronicle import Chronicle
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.spare_run import SpareRun

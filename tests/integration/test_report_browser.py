@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.cli.serve import open_server
-from spare_megatron.journal.records import EntryRecord, Line, LossRecord, encode_line
+from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.records import EntryRecord, LossRecord
 from spare_megatron.report import page as report_page
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate

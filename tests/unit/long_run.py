@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from spare_megatron.journal.records import Line, RunRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import RunRecord
 from spare_megatron.journal.standing import Standing
 from spare_megatron.report.history import History, Loss, Steps, history_of
 

@@ -7,11 +7,11 @@ import pytest
 
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     ContributionRecord,
     EntryRecord,
     FaultRecord,
-    Line,
     LossRecord,
     Record,
     RecoveryRecord,

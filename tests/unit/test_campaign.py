@@ -14,7 +14,8 @@ from spare_megatron.journal.campaign import CampaignFigures, FaultCount, campaig
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import Goodput, find_goodput
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Line, Record, RunRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, RunRecord
 from spare_megatron.journal.summary import Summary, summarize
 from spare_megatron.runtime import process_watch
 from spare_megatron.runtime.process_watch import (

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.journal.records import Line, encode_line
+from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.runtime.lock import LOCK, is_held, locked
 from spare_megatron.runtime.reports import StoreAway, StoreBack
 from spare_megatron.simulator.costs import CostModel

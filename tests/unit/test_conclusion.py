@@ -9,7 +9,8 @@ import pytest
 from spare_megatron.cli.train import STEPS_LEFT, exit_code
 from spare_megatron.journal import conclusion
 from spare_megatron.journal.conclusion import conclude
-from spare_megatron.journal.records import EndRecord, Line, RunRecord, encode_line
+from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.records import EndRecord, RunRecord
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec

@@ -3,7 +3,8 @@
 from typing import Any
 
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import EntryRecord, Line, RunRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import EntryRecord, RunRecord
 from spare_megatron.journal.standing import Standing
 from spare_megatron.journal.summary import summarize
 

@@ -15,7 +15,8 @@ from spare_megatron.journal.check import check
 from spare_megatron.journal.evidence import Evidence, HeldEvidence
 from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.records import Line, ParamsRecord, encode_line
+from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.journal.summary import sum_up
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate

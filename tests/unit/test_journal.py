@@ -28,18 +28,16 @@ from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
+from spare_megatron.journal.lines import Line, decode_line, encode_line
 from spare_megatron.journal.records import (
     EndRecord,
     EntryRecord,
     FaultRecord,
-    Line,
     LossRecord,
     Record,
     RecoveryRecord,
     RunRecord,
     VoteRecord,
-    decode_line,
-    encode_line,
 )
 from spare_megatron.journal.recoveries import find_recoveries
 from spare_megatron.journal.summary import summarize

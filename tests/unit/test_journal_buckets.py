@@ -7,11 +7,11 @@ import pytest
 
 from spare_megatron.journal.check import Verdict, check_journal
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
     EntryRecord,
-    Line,
     LossRecord,
     ParamsRecord,
     Record,

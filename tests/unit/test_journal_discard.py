@@ -5,11 +5,11 @@ from typing import Any
 
 from spare_megatron.journal.check import Verdict, check_journal
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
     EntryRecord,
-    Line,
     LossRecord,
     ParamsRecord,
     Record,

@@ -7,7 +7,8 @@ from spare_megatron.journal.check_params import check_compared, check_last_param
 from spare_megatron.journal.evidence import HeldEvidence, steps_of
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
-from spare_megatron.journal.records import ContributionRecord, Line, ParamsRecord, Record, RunRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record, RunRecord
 
 RUN = RunRecord(
     name="by hand",

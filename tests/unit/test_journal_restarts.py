@@ -9,7 +9,8 @@ from spare_megatron.journal.evidence import HeldEvidence, steps_of
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.records import Line, ParamsRecord, RunRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import ParamsRecord, RunRecord
 
 RUN = RunRecord(
     name="test",

@@ -5,8 +5,9 @@ from statistics import median
 import numpy as np
 import pytest
 
+from spare_megatron.journal.lines import Line
 from spare_megatron.journal.paces import MOST_SAMPLES, RankPaces, find_slowest, over_others
-from spare_megatron.journal.records import ContributionRecord, EntryRecord, Line, RunRecord, UpdateRecord
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, RunRecord, UpdateRecord
 from spare_megatron.journal.standing import Standing
 from spare_megatron.report.figures import LEAST_PACE, MOST_PACE, MOST_PACE_COLUMNS, rank_map
 from spare_megatron.report.history import History, history_of

@@ -13,7 +13,7 @@ import spare_megatron.config.schema as schema
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.validate import Machine, problems
 from spare_megatron.core.messages import Entry
-from spare_megatron.journal.records import KINDS
+from spare_megatron.journal.lines import KINDS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs/settings.md"

@@ -7,7 +7,8 @@ import pytest
 
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import ContributionRecord, EntryRecord, Line, RecoveryRecord, RunRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, RunRecord
 from spare_megatron.journal.recoveries import find_recoveries
 from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.simulator.costs import CostModel

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.core.topology import GroupId
-from spare_megatron.journal.records import Line, RunRecord, encode_line
+from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.records import RunRecord
 from spare_megatron.journal.standing import Standing
 from spare_megatron.report import figures
 from spare_megatron.report.figures import MOST_COLUMNS, MOST_ROWS, Unit, extremes, group_map, presence_map, shrink

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.cli.serve import open_server
-from spare_megatron.journal.records import Line, encode_line
+from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.report.server import Content, ReportServer, Updated
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate

@@ -11,7 +11,8 @@ from scipy.stats import chisquare
 
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import Line, LossRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import LossRecord
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import Cause, FailureKind, FailureSpec, make_process

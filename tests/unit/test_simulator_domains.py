@@ -9,7 +9,8 @@ import pytest
 from spare_megatron.core.placement import make_placement
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import Line, RunRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import RunRecord
 from spare_megatron.planner.montecarlo import endured_samples
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate

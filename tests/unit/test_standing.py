@@ -24,18 +24,17 @@ from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.follow import Follower, read_standing
 from spare_megatron.journal.goodput import find_goodput
+from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import (
     LOST_A_PEER,
     CadenceRecord,
     ContributionRecord,
     EndRecord,
     EntryRecord,
-    Line,
     LossRecord,
     Record,
     RunRecord,
     UpdateRecord,
-    encode_line,
 )
 from spare_megatron.journal.standing import SavePlan, Standing
 from spare_megatron.journal.summary import summarize

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from spare_megatron.journal.records import EndRecord, Line, LossRecord, encode_line
+from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.records import EndRecord, LossRecord
 from spare_megatron.journal.tail import JournalTail
 
 END = Line(source="driver", at_s=2.0, record=EndRecord(outcome="finished", reason=""))

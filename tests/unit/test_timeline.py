@@ -15,7 +15,8 @@ from spare_megatron.core.liveness import OPERATIONS, Operation
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member, ShardId
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import EntryRecord, Line, LossRecord
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import EntryRecord, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
 from spare_megatron.report.timeline import clock_offsets, trace_of
 from spare_megatron.runtime.beacon import Beacon, Page, new_page

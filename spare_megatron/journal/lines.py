@@ -1,0 +1,91 @@
+"""Records as the lines of a journal: one JSON object each, which also says when it was written, and by whom."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spare_megatron.journal.records import (
+    CadenceRecord,
+    CheckpointRecord,
+    ContributionRecord,
+    EndRecord,
+    EntryRecord,
+    FaultRecord,
+    LossRecord,
+    ParamsRecord,
+    Record,
+    RecoveryRecord,
+    RedundancyRecord,
+    RepairRecord,
+    RestartRecord,
+    RunRecord,
+    SnapshotRecord,
+    StartRecord,
+    UpdateRecord,
+    VoteRecord,
+)
+
+FORMAT = 2
+"""Of the journals that this version writes. It rises with every change that the reader before could not take."""
+
+_FORMER_FIELDS = {"cadence": ("restart_s",)}
+"""What records of earlier formats have beside those of this one, and nothing asks for any more: up to format 1."""
+
+KINDS: dict[str, type[Record]] = {
+    "run": RunRecord,
+    "contribution": ContributionRecord,
+    "vote": VoteRecord,
+    "entry": EntryRecord,
+    "update": UpdateRecord,
+    "params": ParamsRecord,
+    "recovery": RecoveryRecord,
+    "restart": RestartRecord,
+    "fault": FaultRecord,
+    "loss": LossRecord,
+    "start": StartRecord,
+    "cadence": CadenceRecord,
+    "checkpoint": CheckpointRecord,
+    "snapshot": SnapshotRecord,
+    "redundancy": RedundancyRecord,
+    "repair": RepairRecord,
+    "end": EndRecord,
+}
+_NAMES = {kind: name for name, kind in KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A record with its writer and time."""
+
+    source: str
+    at_s: float
+    record: Record
+
+
+def encode_line(line: Line) -> str:
+    """The line as JSON, without a line end."""
+    head: Mapping[str, Any] = {"record": _NAMES[type(line.record)], "source": line.source, "at_s": round(line.at_s, 6)}
+    return json.dumps({**head, **asdict(line.record)}, separators=(",", ":"))
+
+
+def decode_line(text: str) -> Line:
+    """The line that `encode_line` wrote.
+
+    Raises:
+        ValueError: The text is no record of a kind that this version knows.
+    """
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError(f"not a record: {text[:80]}")
+    name = str(fields.pop("record", None))
+    kind = KINDS.get(name)
+    if kind is None:
+        raise ValueError(f"record of unknown kind: {text[:80]}")
+    for former in _FORMER_FIELDS.get(name, ()):
+        fields.pop(former, None)
+    try:
+        source, at_s = fields.pop("source"), fields.pop("at_s")
+        return Line(source=source, at_s=at_s, record=kind(**fields))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"damaged record: {error}: {text[:80]}") from error

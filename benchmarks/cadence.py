@@ -35,7 +35,7 @@ from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.goodput import find_goodput
 from spare_megatron.journal.records import CadenceRecord, CheckpointRecord, FaultRecord, RunRecord
 from spare_megatron.planner.availability import availability
-from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.driver.run import start_run
 
 OPTIMAL = "optimal"
 NUM_GROUPS = 4

@@ -17,8 +17,8 @@ from spare_megatron.core.messages import decode_entry
 from spare_megatron.core.relays import Blocks
 from spare_megatron.core.topology import Member
 from spare_megatron.core.votes import Vote, encode_vote
-from spare_megatron.runtime.piece_wire import Address
-from spare_megatron.runtime.vote_wire import Inbox, Kind, Message, pack, send
+from spare_megatron.runtime.wire.piece_wire import Address
+from spare_megatron.runtime.wire.vote_wire import Inbox, Kind, Message, pack, send
 
 
 @dataclass(slots=True, kw_only=True)

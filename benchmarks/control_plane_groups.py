@@ -24,8 +24,8 @@ from spare_megatron.core.messages import Commit, Entry, Fence, Retry, decode_ent
 from spare_megatron.core.relays import Blocks
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
-from spare_megatron.runtime.agreement import GroupAgreement
-from spare_megatron.runtime.voting import Voting, open_relay
+from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.runtime.vote.voting import Voting, open_relay
 
 TIMEOUT_S = 300.0
 STACK_BYTES = 512 * 1024

@@ -11,7 +11,7 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.core.messages import Commit, FinishRun, encode_entry
-from spare_megatron.runtime.fold import LogFollower, controller_setup
+from spare_megatron.runtime.vote.fold import LogFollower, controller_setup
 
 NUM_GROUPS = 64
 NUM_WRITERS = 16

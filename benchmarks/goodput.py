@@ -36,8 +36,8 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.files import read_journal
-from spare_megatron.runtime.preflight import preflight
-from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.driver.preflight import preflight
+from spare_megatron.runtime.driver.run import start_run
 from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.replay import replay

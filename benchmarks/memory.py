@@ -29,10 +29,10 @@ from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
-from spare_megatron.runtime.preflight import preflight
-from spare_megatron.runtime.processes import end_child, fork_server, start_child, start_embedded_store
-from spare_megatron.runtime.run import start_run
-from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.driver.preflight import preflight
+from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.runtime.process.processes import end_child, fork_server, start_child, start_embedded_store
+from spare_megatron.runtime.process.spec import RankSpec
 
 MODEL = ["model.num_layers=4", "model.hidden_size=512", "model.num_attention_heads=8", "layout.pipeline_parallel=1"]
 """About 13 million parameters in one rank."""
@@ -55,7 +55,7 @@ def plain_rank(config: RunConfig, is_sharded: bool, rank: int, spec: StoreSpec, 
 
 def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
     """Trains as one rank of ours and writes down its memory."""
-    from spare_megatron.runtime import rank
+    from spare_megatron.runtime.rank import rank
 
     before = _process_bytes("VmRSS")
     trainers: list[rank.GroupTrainer] = []

@@ -21,8 +21,8 @@ from spare_megatron.config.loader import load_run_config
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
 from spare_megatron.journal.redundancy import full_redundancy_s
-from spare_megatron.runtime.reports import RankKey, RanksStarted, RunEvent, StepCommitted
-from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.runtime.process.reports import RankKey, RanksStarted, RunEvent, StepCommitted
 
 STEPS_BEFORE = 5
 MOST_STEPS = 100_000

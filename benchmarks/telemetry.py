@@ -37,10 +37,12 @@ from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.metrics import sink as metric_sinks
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
-from spare_megatron.runtime import rank, run, spans
-from spare_megatron.runtime.reports import MetricsLost, StepCommitted
-from spare_megatron.runtime.spec import RankSpec
-from spare_megatron.runtime.telemetry import Telemetry, open_sinks
+from spare_megatron.runtime.driver import run
+from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
+from spare_megatron.runtime.process import spans
+from spare_megatron.runtime.process.reports import MetricsLost, StepCommitted
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.rank import rank
 
 BLOCK_STEPS = 2
 ROUND_STEPS = 4 * BLOCK_STEPS

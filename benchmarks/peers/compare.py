@@ -25,8 +25,8 @@ from benchmarks.peers.peer_run import NvrxTimes, TorchftTimes, run_peer
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.files import read_journal
-from spare_megatron.runtime.preflight import preflight
-from spare_megatron.runtime.run import start_run
+from spare_megatron.runtime.driver.preflight import preflight
+from spare_megatron.runtime.driver.run import start_run
 
 FAULTS = {"kill": ("kill", 1), "stop": ("stop", 1), "two_kills": ("kill", 2)}
 """What happens, and to how many groups of the same step."""

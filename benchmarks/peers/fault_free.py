@@ -27,7 +27,7 @@ from spare_megatron.bench.plain import run_plain
 from spare_megatron.bench.throughput import NUM_WARMUP, PLAIN, training_alone
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.runtime.preflight import preflight
+from spare_megatron.runtime.driver.preflight import preflight
 
 
 def configure(options: argparse.Namespace) -> RunConfig:

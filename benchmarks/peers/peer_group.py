@@ -21,7 +21,7 @@ from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault, resolve_trace
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.processes import log_to_file
+from spare_megatron.runtime.process.processes import log_to_file
 
 _PR_SET_PDEATHSIG = 1
 

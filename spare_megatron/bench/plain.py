@@ -12,9 +12,8 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
-from spare_megatron.runtime import nccl
-from spare_megatron.runtime.preflight import preflight
-from spare_megatron.runtime.processes import (
+from spare_megatron.runtime.driver.preflight import preflight
+from spare_megatron.runtime.process.processes import (
     Child,
     end_child,
     fork_server,
@@ -22,6 +21,7 @@ from spare_megatron.runtime.processes import (
     start_embedded_store,
     stop_children,
 )
+from spare_megatron.runtime.reduce import nccl
 
 
 def run_plain(config: RunConfig) -> tuple[list[float], Memory]:

@@ -14,9 +14,9 @@ from spare_megatron.config.schema import CheckpointConfig, FaultsConfig, Metrics
 from spare_megatron.config.validate import resolve_device
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
-from spare_megatron.runtime.reports import RanksStarted, RunEvent, StepCommitted
-from spare_megatron.runtime.run import look_at_machine, start_run
-from spare_megatron.runtime.telemetry import split_of_step
+from spare_megatron.runtime.driver.run import look_at_machine, start_run
+from spare_megatron.runtime.driver.telemetry import split_of_step
+from spare_megatron.runtime.process.reports import RanksStarted, RunEvent, StepCommitted
 
 NUM_WARMUP = 5
 """Steps at the start of each run that are not measured."""

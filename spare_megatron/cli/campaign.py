@@ -36,7 +36,7 @@ def campaign(
     from spare_megatron.cli.campaign_table import print_campaign
     from spare_megatron.journal.campaign import campaign_figures
     from spare_megatron.journal.files import read_journal
-    from spare_megatron.runtime.process_watch import ProcessWatch, process_problems
+    from spare_megatron.runtime.driver.process_watch import ProcessWatch, process_problems
 
     console = RunConsole(stderr=as_json)
     times = [] if minutes is None else [f"train.max_minutes={minutes}"]

@@ -12,7 +12,7 @@ from spare_megatron.journal.campaign import CampaignFigures
 from spare_megatron.journal.goodput import Goodput
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.journal.summary import Summary
-from spare_megatron.runtime.process_watch import Holdings, ProcessReport
+from spare_megatron.runtime.driver.process_watch import Holdings, ProcessReport
 
 
 def print_campaign(

@@ -11,7 +11,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.journal.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from spare_megatron.runtime.checkpoints import Manifest
+    from spare_megatron.runtime.checkpoint.checkpoints import Manifest
 
 app = typer.Typer(
     name="checkpoint",
@@ -26,8 +26,8 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
     """List checkpoints, the newest first, by what their manifests say."""
-    from spare_megatron.runtime.refusals import refusal_of
-    from spare_megatron.runtime.verification import DamagedCheckpoint, read_manifest
+    from spare_megatron.runtime.checkpoint.refusals import refusal_of
+    from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, read_manifest
 
     entries: list[dict[str, Any]] = []
     for checkpoint in _checkpoints("list", path):
@@ -53,7 +53,7 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
 
     Exit codes: 0 all are whole, 1 one is damaged or was refused by the run that saved it, 2 there is none.
     """
-    from spare_megatron.runtime import verification
+    from spare_megatron.runtime.checkpoint import verification
 
     damage: dict[str, str] = {}
     for checkpoint in _checkpoints("verify", path):
@@ -73,8 +73,8 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
 @app.command()
 def show(path: _PATH, as_json: _JSON = False) -> None:
     """Show what the newest checkpoint of a path holds, by its manifest."""
-    from spare_megatron.runtime.refusals import refusal_of
-    from spare_megatron.runtime.verification import DamagedCheckpoint, read_manifest
+    from spare_megatron.runtime.checkpoint.refusals import refusal_of
+    from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, read_manifest
 
     newest = _checkpoints("show", path)[0]
     with explained_errors("checkpoint show"):
@@ -116,7 +116,7 @@ def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
 
 def _checkpoints(command: str, path: Path) -> list[Path]:
     """The checkpoint at the path, or all below it, the newest first; at least one."""
-    from spare_megatron.runtime.checkpoints import checkpoints_at
+    from spare_megatron.runtime.checkpoint.checkpoints import checkpoints_at
 
     found = checkpoints_at(path)
     with explained_errors(f"checkpoint {command}"):

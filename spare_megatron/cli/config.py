@@ -116,7 +116,7 @@ def refusal(found: list[str]) -> str:
 
 
 def _this_machine(config: "RunConfig") -> "Machine":
-    from spare_megatron.runtime.run import look_at_machine
+    from spare_megatron.runtime.driver.run import look_at_machine
 
     return look_at_machine(config)
 

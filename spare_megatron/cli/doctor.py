@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import Finding
     from spare_megatron.config.node_facts import NodeReport, Rate
     from spare_megatron.config.schema import RunConfig, SlurmConfig
-    from spare_megatron.runtime.examination import Start
+    from spare_megatron.runtime.doctor.examination import Start
 
 
 def doctor(
@@ -48,7 +48,7 @@ def doctor(
         if node is not None:
             if config is not None or folder is None:
                 raise ValueError("--node takes --folder, that of the `spare doctor` elsewhere, and no --config")
-            from spare_megatron.runtime.examination import serve_examination
+            from spare_megatron.runtime.doctor.examination import serve_examination
 
             serve_examination(folder, node, wait_s)
             return
@@ -79,8 +79,8 @@ def _load(path: Path, overrides: Sequence[str]) -> "RunConfig":
 def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[list[NodeReport], list[Finding]]":
     from spare_megatron.config.diagnosis import diagnose
     from spare_megatron.control.addresses import address_towards, hosts_of, refuse_loopback
-    from spare_megatron.runtime.checkpoints import folder_of
-    from spare_megatron.runtime.examination import examine
+    from spare_megatron.runtime.checkpoint.checkpoints import folder_of
+    from spare_megatron.runtime.doctor.examination import examine
 
     folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
     checkpoints = folder_of(config, folder).absolute()

@@ -20,7 +20,7 @@ from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.standing import SavePlan
 from spare_megatron.journal.summary import NOT_RUN, Summary
-from spare_megatron.runtime.reports import (
+from spare_megatron.runtime.process.reports import (
     CheckpointRejected,
     CheckpointTold,
     GroupLost,

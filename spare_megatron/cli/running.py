@@ -16,8 +16,8 @@ from spare_megatron.cli.errors import INTERRUPTED
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
-    from spare_megatron.runtime.reports import RunEvent
-    from spare_megatron.runtime.stand_in import Launcher
+    from spare_megatron.runtime.driver.stand_in import Launcher
+    from spare_megatron.runtime.process.reports import RunEvent
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,7 +30,7 @@ def load_runnable(command: str, path: Path, overrides: Sequence[str]) -> "RunCon
     """
     from spare_megatron.config.loader import load_run_config
     from spare_megatron.config.validate import problems, warnings
-    from spare_megatron.runtime.run import look_at_machine
+    from spare_megatron.runtime.driver.run import look_at_machine
 
     config = load_run_config(path, overrides).config
     machine = look_at_machine(config)
@@ -70,7 +70,7 @@ def run_and_show(
     """The whole run, with its progress on the console; others may listen. Supervisors start here without a launcher."""
     from spare_megatron.cli.detached_view import DetachedView
     from spare_megatron.cli.progress import RunProgress
-    from spare_megatron.runtime.run import start_run
+    from spare_megatron.runtime.driver.run import start_run
 
     with DetachedView(RunProgress(config, console, run_dir), console) as progress:
 

@@ -82,7 +82,7 @@ def _tell_run(run_dir: Path, *, as_json: bool) -> None:
 
 def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
     """That nobody drives a run which has not ended, for people; empty where somebody does, or where none can tell."""
-    from spare_megatron.runtime.lock import is_held
+    from spare_megatron.runtime.process.lock import is_held
 
     silent_s = now_s - standing.told_s
     if standing.run is None or standing.end is not None or silent_s < _SILENCE_S or is_held(run_dir) is not False:

@@ -156,7 +156,7 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
         ValueError: A folder cannot be written, or is that of a job.
         FileExistsError: The job's folder holds something.
     """
-    from spare_megatron.runtime.lock import LOCK, Locked, locked
+    from spare_megatron.runtime.process.lock import LOCK, Locked, locked
     from spare_megatron.slurm.commands import JOB_FILE, job_fields, job_of
 
     if (folder / JOB_FILE).exists():

@@ -20,11 +20,11 @@ def supervise(
     import os
 
     with explained_errors("supervise"):
-        from spare_megatron.runtime import end_signal
+        from spare_megatron.runtime.process import end_signal
 
         end_signal.block()
         from spare_megatron.config.loader import load_run_config
-        from spare_megatron.runtime.remote_node import look_after_node
+        from spare_megatron.runtime.driver.remote_node import look_after_node
         from spare_megatron.slurm.orphans import end_orphaned_job
 
         summary = look_after_node(run_dir, node, wait_s)

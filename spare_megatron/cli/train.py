@@ -20,7 +20,7 @@ from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_sh
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
-    from spare_megatron.runtime.stand_in import Launcher
+    from spare_megatron.runtime.driver.stand_in import Launcher
 
 EXIT_CODES = {"wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTED}
 STEPS_LEFT = 5
@@ -50,7 +50,7 @@ def train(
     5 ended by SIGUSR1 with steps left, 130 interrupted. A journal that takes more than 60 s to prove is left to `spare
     check`.
     """
-    from spare_megatron.runtime import end_signal
+    from spare_megatron.runtime.process import end_signal
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     console = RunConsole(stderr=as_json)
@@ -84,7 +84,7 @@ def _resumed(config: "RunConfig") -> "RunConfig":
     Raises:
         ValueError: The folder is that of the new run, which has none.
     """
-    from spare_megatron.runtime.loading import resumed
+    from spare_megatron.runtime.checkpoint.loading import resumed
 
     folder = config.checkpoint.folder
     if not folder:
@@ -117,8 +117,8 @@ def exit_code(summary: "Summary", *, is_timed: bool) -> int:
 
 def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     """Why the last state of a run that has finished is in no checkpoint, though it was to be; empty where it is."""
-    from spare_megatron.runtime.checkpoints import checkpoint_path, folder_of, visible_steps
-    from spare_megatron.runtime.refusals import refusal_of
+    from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, folder_of, visible_steps
+    from spare_megatron.runtime.checkpoint.refusals import refusal_of
 
     last = config.train.steps - summary.steps_left
     if summary.outcome != "finished" or not config.checkpoint.is_wanted or not summary.steps_committed:

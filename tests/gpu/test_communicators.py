@@ -15,8 +15,8 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.tcp_store import TcpControlStore, listen
 from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime import nccl
-from spare_megatron.runtime.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.reduce import nccl
+from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
 from tests.gpu.one_device import DEVICES, GPU, run_on
 from tests.integration.whole_run import tiny_config
 

@@ -14,10 +14,10 @@ from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.pipeline import Pipeline
-from spare_megatron.runtime import rank
-from spare_megatron.runtime.executor import GroupExecutor
-from spare_megatron.runtime.reports import ExitCode, RankRaised
-from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.process.reports import ExitCode, RankRaised
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.rank import rank
+from spare_megatron.runtime.rank.executor import GroupExecutor
 
 BROKEN_GROUP = 1
 

@@ -14,11 +14,11 @@ from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.piece_server import PieceServer, Source
-from spare_megatron.runtime.piece_wire import NotOffered
-from spare_megatron.runtime.repair import SliceRepairs
-from spare_megatron.runtime.slice_content import slice_contents
-from spare_megatron.runtime.state_source import StateSource
+from spare_megatron.runtime.state.piece_server import PieceServer, Source
+from spare_megatron.runtime.state.repair import SliceRepairs
+from spare_megatron.runtime.state.slice_content import slice_contents
+from spare_megatron.runtime.state.state_source import StateSource
+from spare_megatron.runtime.wire.piece_wire import NotOffered
 from tests.integration.mcore_group import CPU
 from tests.integration.mcore_state_group import hand_over
 from tests.integration.stacked_groups import build_groups, first_hosts, gather, stacked, summed, updated

@@ -13,12 +13,12 @@ from spare_megatron.core.snapshots import Held, HeldSlice, TakeSnapshot
 from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.agreement import GroupAgreement
-from spare_megatron.runtime.keeper_client import KeeperClient
-from spare_megatron.runtime.keeper_wire import HeldTold
-from spare_megatron.runtime.probe import RankProbe
-from spare_megatron.runtime.snapshot_loader import SnapshotLoader
-from spare_megatron.runtime.snapshots import Snapshotter
+from spare_megatron.runtime.process.probe import RankProbe
+from spare_megatron.runtime.snapshot.keeper_client import KeeperClient
+from spare_megatron.runtime.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.runtime.snapshot.snapshots import Snapshotter
+from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.runtime.wire.keeper_wire import HeldTold
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import CPU
 from tests.integration.stacked_checkpoint_groups import digest

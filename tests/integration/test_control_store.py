@@ -20,9 +20,9 @@ from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
 from spare_megatron.control.store import ControlStore, StoreLost, StoreTimeout
 from spare_megatron.core.messages import Commit, Fence, encode_entry
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.communicators import CrossGroupCommunicator
-from spare_megatron.runtime.detect import fence
-from spare_megatron.runtime.processes import Child, end_child, fork_server, start_embedded_store
+from spare_megatron.runtime.process.processes import Child, end_child, fork_server, start_embedded_store
+from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.vote.detect import fence
 from tests.integration.etcd_cluster import EtcdCluster
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,8 +11,8 @@ from spare_megatron.core.buckets import MAX_STAGED
 from spare_megatron.core.slice_actions import GatherParams
 from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime.gather import ParamsGather
-from spare_megatron.runtime.staging import Staging
+from spare_megatron.runtime.reduce.gather import ParamsGather
+from spare_megatron.runtime.reduce.staging import Staging
 
 LENGTHS = (40, 40, 23)
 OWNERS = (Member(GroupId(0)), Member(GroupId(3)), Member(GroupId(3)))

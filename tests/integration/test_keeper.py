@@ -21,13 +21,13 @@ import pytest
 from spare_megatron.core.pieces import Piece
 from spare_megatron.core.snapshots import Held, HeldSlice
 from spare_megatron.core.topology import SliceId
-from spare_megatron.runtime import keeper as keeper_module
-from spare_megatron.runtime.keeper_client import KeeperClient, KeeperGone
-from spare_megatron.runtime.keeper_wire import CopyWanted, KeeperAddress, Part
-from spare_megatron.runtime.node_keeper import NodeKeeper
-from spare_megatron.runtime.piece_client import PieceClient
-from spare_megatron.runtime.piece_wire import Address, NotOffered
-from spare_megatron.runtime.spec import NodeSpec
+from spare_megatron.runtime.process.spec import NodeSpec
+from spare_megatron.runtime.snapshot import keeper as keeper_module
+from spare_megatron.runtime.snapshot.keeper_client import KeeperClient, KeeperGone
+from spare_megatron.runtime.snapshot.node_keeper import NodeKeeper
+from spare_megatron.runtime.state.piece_client import PieceClient
+from spare_megatron.runtime.wire.keeper_wire import CopyWanted, KeeperAddress, Part
+from spare_megatron.runtime.wire.piece_wire import Address, NotOffered
 from tests.integration.kept_snapshots import memory_files
 
 pytestmark = pytest.mark.timeout(60)

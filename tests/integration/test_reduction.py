@@ -18,10 +18,10 @@ from spare_megatron.core.topology import GroupId, Member, ShardId
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime.agreement import GroupOpinion
-from spare_megatron.runtime.bucket_sums import AllReducedBuckets
-from spare_megatron.runtime.reduction import Reduction
-from spare_megatron.runtime.staging import Staging
+from spare_megatron.runtime.reduce.bucket_sums import AllReducedBuckets
+from spare_megatron.runtime.reduce.reduction import Reduction
+from spare_megatron.runtime.reduce.staging import Staging
+from spare_megatron.runtime.vote.agreement import GroupOpinion
 
 NUM_BUCKETS = 12
 MEMBERS = (GroupId(0), GroupId(1))

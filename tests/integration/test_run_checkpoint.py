@@ -17,12 +17,12 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord
-from spare_megatron.runtime.checkpoints import aside_path, checkpoint_path, visible_steps
-from spare_megatron.runtime.lock import Locked
-from spare_megatron.runtime.reports import RanksReady, RunEvent
-from spare_megatron.runtime.run import rank_main, start_run
-from spare_megatron.runtime.spec import RankMain, RankSpec
-from spare_megatron.runtime.verification import newest_valid, verify
+from spare_megatron.runtime.checkpoint.checkpoints import aside_path, checkpoint_path, visible_steps
+from spare_megatron.runtime.checkpoint.verification import newest_valid, verify
+from spare_megatron.runtime.driver.run import rank_main, start_run
+from spare_megatron.runtime.process.lock import Locked
+from spare_megatron.runtime.process.reports import RanksReady, RunEvent
+from spare_megatron.runtime.process.spec import RankMain, RankSpec
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

@@ -22,12 +22,12 @@ from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.pipeline import Item, LossFunction
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.report.history import history_of
-from spare_megatron.runtime.checkpoints import all_checkpoints
-from spare_megatron.runtime.rank import run_rank
-from spare_megatron.runtime.reports import StoreAway, StoreBack
-from spare_megatron.runtime.run import start_run
-from spare_megatron.runtime.spec import RankSpec
-from spare_megatron.runtime.verification import verify
+from spare_megatron.runtime.checkpoint.checkpoints import all_checkpoints
+from spare_megatron.runtime.checkpoint.verification import verify
+from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.runtime.process.reports import StoreAway, StoreBack
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.rank.rank import run_rank
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import HEARTBEAT_S, Run, assert_masked, complete_run, fenced_groups, tiny_config

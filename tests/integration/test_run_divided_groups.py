@@ -13,9 +13,9 @@ from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultsConfi
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import LossRecord, StartRecord, UpdateRecord
-from spare_megatron.runtime.processes import die_with
-from spare_megatron.runtime.remote_node import look_after_node
-from spare_megatron.runtime.reports import GroupRejoined
+from spare_megatron.runtime.driver.remote_node import look_after_node
+from spare_megatron.runtime.process.processes import die_with
+from spare_megatron.runtime.process.reports import GroupRejoined
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 

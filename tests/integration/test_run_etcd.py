@@ -12,7 +12,7 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.etcd_gateway import EtcdGateway
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.reports import RunEvent, StepCommitted, StoreAway
+from spare_megatron.runtime.process.reports import RunEvent, StepCommitted, StoreAway
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config

@@ -13,8 +13,8 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig
-from spare_megatron.runtime import telemetry
-from spare_megatron.runtime.reports import MetricsLost
+from spare_megatron.runtime.driver import telemetry
+from spare_megatron.runtime.process.reports import MetricsLost
 from tests.integration.whole_run import assert_masked, complete_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

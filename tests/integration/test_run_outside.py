@@ -25,10 +25,10 @@ from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
 from spare_megatron.journal.records import LOST_A_PEER, LossRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, read_spans_of
-from spare_megatron.runtime.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
-from spare_megatron.runtime.run import start_run
-from spare_megatron.runtime.spans import BACKWARD, FORWARD
-from spare_megatron.runtime.telemetry import split_of_step
+from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.runtime.driver.telemetry import split_of_step
+from spare_megatron.runtime.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
+from spare_megatron.runtime.process.spans import BACKWARD, FORWARD
 from tests.integration.perfetto import loaded_in_perfetto
 from tests.integration.reference import assert_exact
 from tests.integration.test_report_browser import browser

@@ -10,7 +10,7 @@ from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConf
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import EntryRecord, ParamsRecord, StartRecord, UpdateRecord
-from spare_megatron.runtime.reports import GroupRejoined, RanksStarted
+from spare_megatron.runtime.process.reports import GroupRejoined, RanksStarted
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config

@@ -10,7 +10,7 @@ from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, 
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord, UpdateRecord
-from spare_megatron.runtime.reports import GroupLost, GroupRejoined
+from spare_megatron.runtime.process.reports import GroupLost, GroupRejoined
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config

@@ -13,10 +13,10 @@ from spare_megatron.control.decision_log import DecisionLog, Voter
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.records import LossRecord
-from spare_megatron.runtime import rank
-from spare_megatron.runtime.reports import RunEvent
-from spare_megatron.runtime.run import start_run
-from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.runtime.process.reports import RunEvent
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.rank import rank
 from tests.integration.whole_run import assert_masked, kill, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

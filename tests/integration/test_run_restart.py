@@ -13,11 +13,11 @@ from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfi
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
-from spare_megatron.runtime import checkpoint_reader
-from spare_megatron.runtime.checkpoints import checkpoint_path
-from spare_megatron.runtime.reports import GroupRestarted, RanksReady, RunEvent
-from spare_megatron.runtime.run import rank_main, start_run
-from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.checkpoint import checkpoint_reader
+from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path
+from spare_megatron.runtime.driver.run import rank_main, start_run
+from spare_megatron.runtime.process.reports import GroupRestarted, RanksReady, RunEvent
+from spare_megatron.runtime.process.spec import RankSpec
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(180)

@@ -11,7 +11,7 @@ from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerCon
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.records import ParamsRecord, VoteRecord
-from spare_megatron.runtime.checkpoints import all_checkpoints
+from spare_megatron.runtime.checkpoint.checkpoints import all_checkpoints
 from tests.integration.whole_run import (
     REPLICATED,
     Run,

@@ -17,12 +17,12 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.faults.injection import Injector
 from spare_megatron.journal.files import AppendingFile
 from spare_megatron.journal.records import CheckpointRecord, LossRecord, RestartRecord
-from spare_megatron.runtime import rank
-from spare_megatron.runtime.checkpoints import checkpoint_path, visible_steps
-from spare_megatron.runtime.reports import RunEvent
-from spare_megatron.runtime.run import start_run
-from spare_megatron.runtime.spec import RankSpec
-from spare_megatron.runtime.verification import verify
+from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
+from spare_megatron.runtime.checkpoint.verification import verify
+from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.runtime.process.reports import RunEvent
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.rank import rank
 from tests.integration.whole_run import Run, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

@@ -9,9 +9,9 @@ import pytest
 from spare_megatron.core.messages import Fence, encode_entry
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.mcore.checkpoint import METADATA_FNAME
-from spare_megatron.runtime.checkpoints import StoredFile
-from spare_megatron.runtime.save_board import SaveBoard, SaveFailed
-from spare_megatron.runtime.slice_saver import SliceSaver
+from spare_megatron.runtime.checkpoint.checkpoints import StoredFile
+from spare_megatron.runtime.checkpoint.save_board import SaveBoard, SaveFailed
+from spare_megatron.runtime.checkpoint.slice_saver import SliceSaver
 from tests.unit.test_slice_saves import HEAD, DictStore, save_of
 
 pytestmark = pytest.mark.timeout(60)

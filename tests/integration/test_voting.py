@@ -11,11 +11,11 @@ from spare_megatron.control.store import StoreTimeout
 from spare_megatron.core.messages import Commit, Fence, encode_entry
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
-from spare_megatron.runtime.agreement import GroupAgreement
-from spare_megatron.runtime.piece_wire import Address
-from spare_megatron.runtime.relay_link import RelayLink
-from spare_megatron.runtime.vote_relay import VoteRelay
-from spare_megatron.runtime.voting import RelayParts, Voting
+from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.runtime.vote.relay_link import RelayLink
+from spare_megatron.runtime.vote.vote_relay import VoteRelay
+from spare_megatron.runtime.vote.voting import RelayParts, Voting
+from spare_megatron.runtime.wire.piece_wire import Address
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,9 +11,9 @@ import pytest
 
 from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.relay_link import RETRY_ATTEMPTS, RelayLink
-from spare_megatron.runtime.vote_relay import VoteRelay
-from spare_megatron.runtime.vote_wire import Kind, Message, pack
+from spare_megatron.runtime.vote.relay_link import RETRY_ATTEMPTS, RelayLink
+from spare_megatron.runtime.vote.vote_relay import VoteRelay
+from spare_megatron.runtime.wire.vote_wire import Kind, Message, pack
 
 pytestmark = pytest.mark.timeout(60)
 

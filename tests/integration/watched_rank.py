@@ -33,15 +33,15 @@ from spare_megatron.mcore import trainer
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.runtime import rank
-from spare_megatron.runtime.agreement import GroupAgreement
-from spare_megatron.runtime.bootstrap import wait_for_all_groups
-from spare_megatron.runtime.bucket_sums import ScatteredBuckets
-from spare_megatron.runtime.executor import GroupExecutor
-from spare_megatron.runtime.group_repairs import GroupRepairs
-from spare_megatron.runtime.piece_wire import NotOffered
-from spare_megatron.runtime.slice_content import SliceContent
-from spare_megatron.runtime.spec import RankSpec
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.rank import rank
+from spare_megatron.runtime.rank.bootstrap import wait_for_all_groups
+from spare_megatron.runtime.rank.executor import GroupExecutor
+from spare_megatron.runtime.reduce.bucket_sums import ScatteredBuckets
+from spare_megatron.runtime.state.group_repairs import GroupRepairs
+from spare_megatron.runtime.state.slice_content import SliceContent
+from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.runtime.wire.piece_wire import NotOffered
 
 _TIMEOUT_S = 20.0
 _RESTART_TIMEOUT_S = 60.0

@@ -36,9 +36,9 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.journal.summary import Summary, summarize
-from spare_megatron.runtime.reports import RunEvent
-from spare_megatron.runtime.run import look_at_machine, start_run
-from spare_megatron.runtime.stand_in import Launcher
+from spare_megatron.runtime.driver.run import look_at_machine, start_run
+from spare_megatron.runtime.driver.stand_in import Launcher
+from spare_megatron.runtime.process.reports import RunEvent
 from tests.integration.watched_rank import Watch, watched_rank
 
 HEARTBEAT_S = 0.5

@@ -1,6 +1,6 @@
 """One group as a state machine: the real controller and the real votes, with a simulated model and network.
 
-It does what `runtime.executor` does, in the same order. Every `yield` is a moment at which anything may happen
+It does what `runtime.rank.executor` does, in the same order. Every `yield` is a moment at which anything may happen
 elsewhere, or the process may die.
 """
 
@@ -39,7 +39,7 @@ from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
-from spare_megatron.runtime.detect import fence
+from spare_megatron.runtime.vote.detect import fence
 from tests.protocol.buckets import Buckets, recipients_of
 from tests.protocol.communicators import Reduction
 from tests.protocol.links import Fenced, Links

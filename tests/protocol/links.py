@@ -7,7 +7,7 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import EntryRead, Fence, decode_entry
 from spare_megatron.core.topology import Member
-from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.vote.agreement import GroupAgreement
 from tests.protocol.communicators import Communicator, Reduction
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until

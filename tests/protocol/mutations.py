@@ -27,7 +27,7 @@ from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
 from spare_megatron.core.slices import Ownership, Repair, SliceCopy
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import Member, SliceId
-from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.vote.agreement import GroupAgreement
 from tests.protocol.slices import SliceStates
 
 NO_LIFE_IS_LATER = 10**6

@@ -1,4 +1,4 @@
-"""Votes by way of relays, as in `runtime.voting`, over connections that delay, repeat and lose what they carry.
+"""Votes by way of relays, as in `runtime.vote.voting`, over connections that delay, repeat and lose what they carry.
 
 Nobody's patience is simulated: at any moment a relay may cast the votes that it has, and whoever waits for a relay may
 go on without it.

@@ -8,7 +8,7 @@ from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.agreement import GroupAgreement
+from spare_megatron.runtime.vote.agreement import GroupAgreement
 from tests.protocol.communicators import Communicators
 from tests.protocol.invariants import Invariants
 from tests.protocol.post import Post

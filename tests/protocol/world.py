@@ -19,7 +19,7 @@ from spare_megatron.core.saves import SavePolicy
 from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slices import Slicing
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.detect import fence
+from spare_megatron.runtime.vote.detect import fence
 from tests.protocol.communicators import Communicators
 from tests.protocol.group import Group
 from tests.protocol.invariants import Invariants

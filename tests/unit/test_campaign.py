@@ -17,8 +17,8 @@ from spare_megatron.journal.goodput import Goodput, find_goodput
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, RunRecord
 from spare_megatron.journal.summary import Summary, summarize
-from spare_megatron.runtime import process_watch
-from spare_megatron.runtime.process_watch import (
+from spare_megatron.runtime.driver import process_watch
+from spare_megatron.runtime.driver.process_watch import (
     MOST_GROWTH,
     Holdings,
     ProcessReport,
@@ -26,7 +26,7 @@ from spare_megatron.runtime.process_watch import (
     growth_of,
     process_problems,
 )
-from spare_megatron.runtime.reports import RanksStarted, StepCommitted
+from spare_megatron.runtime.process.reports import RanksStarted, StepCommitted
 
 NOTHING = Holdings(memory_bytes=0, threads=0, file_descriptors=0)
 

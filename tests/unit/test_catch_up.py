@@ -25,8 +25,8 @@ from spare_megatron.core.saves import SavePolicy
 from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
-from spare_megatron.runtime.bootstrap import longest_wait_s
-from spare_megatron.runtime.catch_up import CatchUp
+from spare_megatron.runtime.rank.bootstrap import longest_wait_s
+from spare_megatron.runtime.rank.catch_up import CatchUp
 
 GROUPS = (GroupId(0), GroupId(1))
 RESTART_S = 1000.0

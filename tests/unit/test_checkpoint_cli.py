@@ -6,7 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.runtime.refusals import refuse
+from spare_megatron.runtime.checkpoint.refusals import refuse
 from tests.unit.test_checkpoints import MEMBERS, REFUSED, STACKED, WRONG, cut_short, save
 
 

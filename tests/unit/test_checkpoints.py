@@ -15,7 +15,7 @@ from spare_megatron.core.phases import Phase
 from spare_megatron.core.retention import superseded
 from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.checkpoints import (
+from spare_megatron.runtime.checkpoint.checkpoints import (
     MANIFEST,
     StoredFile,
     aside_path,
@@ -28,10 +28,10 @@ from spare_megatron.runtime.checkpoints import (
     step_of,
     visible_steps,
 )
-from spare_megatron.runtime.loading import resolve_load, resumed
-from spare_megatron.runtime.lock import locked
-from spare_megatron.runtime.refusals import REFUSAL, refusal_of, refuse
-from spare_megatron.runtime.verification import DamagedCheckpoint, newest_valid, read_manifest, verify
+from spare_megatron.runtime.checkpoint.loading import resolve_load, resumed
+from spare_megatron.runtime.checkpoint.refusals import REFUSAL, refusal_of, refuse
+from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, newest_valid, read_manifest, verify
+from spare_megatron.runtime.process.lock import locked
 
 CONFIG = RunConfig()
 STACKED = replace(CONFIG, optimizer=replace(CONFIG.optimizer, sharding="stacked", redundancy=1))

@@ -13,8 +13,8 @@ from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.runtime.lock import LOCK, is_held, locked
-from spare_megatron.runtime.reports import StoreAway, StoreBack
+from spare_megatron.runtime.process.lock import LOCK, is_held, locked
+from spare_megatron.runtime.process.reports import StoreAway, StoreBack
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec

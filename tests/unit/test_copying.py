@@ -13,9 +13,9 @@ from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import Repair, Slicing, first_ownership
 from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime import repair as repair_module
-from spare_megatron.runtime.piece_wire import Address, NotOffered, TransferBroken, WrongStep
-from spare_megatron.runtime.repair import SliceRepairs
+from spare_megatron.runtime.state import repair as repair_module
+from spare_megatron.runtime.state.repair import SliceRepairs
+from spare_megatron.runtime.wire.piece_wire import Address, NotOffered, TransferBroken, WrongStep
 
 MIB = 1 << 20
 ME, FIRST, SECOND = Member(GroupId(0)), Member(GroupId(1)), Member(GroupId(2))

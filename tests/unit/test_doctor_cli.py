@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.runtime import node_facts
+from spare_megatron.runtime.doctor import node_facts
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
 

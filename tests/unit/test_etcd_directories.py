@@ -16,7 +16,7 @@ from spare_megatron.control.etcd_store import EtcdControlStore
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreTimeout
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.save_board import SaveBoard
+from spare_megatron.runtime.checkpoint.save_board import SaveBoard
 
 pytestmark = pytest.mark.timeout(60)
 

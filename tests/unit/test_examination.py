@@ -9,11 +9,11 @@ import pytest
 
 from spare_megatron.config.node_facts import NodeReport, Rate
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, DataConfig, LayoutConfig, RunConfig
-from spare_megatron.runtime import link_speed, node_facts
-from spare_megatron.runtime.examination import examine, serve_examination
-from spare_megatron.runtime.link_speed import Sink, send_speed
-from spare_megatron.runtime.node_connection import connect
-from spare_megatron.runtime.node_facts import look_at_node, write_speed
+from spare_megatron.runtime.doctor import link_speed, node_facts
+from spare_megatron.runtime.doctor.examination import examine, serve_examination
+from spare_megatron.runtime.doctor.link_speed import Sink, send_speed
+from spare_megatron.runtime.doctor.node_facts import look_at_node, write_speed
+from spare_megatron.runtime.driver.node_connection import connect
 
 LOOPBACK = "127.0.0.1"
 WAIT_S = 60.0

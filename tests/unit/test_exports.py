@@ -15,7 +15,7 @@ from spare_megatron.config.exports import without_exports, write_with_exports
 from spare_megatron.config.loader import load_run_config, loads_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import MetricsConfig, RunConfig, SlurmConfig
-from spare_megatron.runtime import telemetry
+from spare_megatron.runtime.driver import telemetry
 
 ROOT = Path(__file__).parents[2]
 SETUP = (

@@ -12,10 +12,17 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, T
 from spare_megatron.control.decision_log import DecisionLog, entry_key
 from spare_megatron.core.messages import Commit, Entry, Fence, Retry, StopWipeOut, encode_entry
 from spare_megatron.core.topology import GroupId, Layout, Member
-from spare_megatron.runtime.detect import fence
-from spare_megatron.runtime.fold import controller_setup
-from spare_megatron.runtime.readiness import ALL_GROUPS_READY
-from spare_megatron.runtime.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
+from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY
+from spare_megatron.runtime.supervisor.store_link import (
+    FenceWanted,
+    FenceWritten,
+    LinkEvent,
+    LinkLost,
+    LogStopped,
+    StoreLink,
+)
+from spare_megatron.runtime.vote.detect import fence
+from spare_megatron.runtime.vote.fold import controller_setup
 
 pytestmark = pytest.mark.timeout(60)
 

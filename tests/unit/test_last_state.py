@@ -14,11 +14,11 @@ from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, RunRecord
-from spare_megatron.runtime.checkpoints import checkpoint_path, manifest_of, step_of
-from spare_megatron.runtime.last_state import SavedRank, describe, file_of, files_for, last_state_path
-from spare_megatron.runtime.loading import resolve_load, resumed
-from spare_megatron.runtime.lock import locked
-from spare_megatron.runtime.verification import newest_valid, verify
+from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, manifest_of, step_of
+from spare_megatron.runtime.checkpoint.last_state import SavedRank, describe, file_of, files_for, last_state_path
+from spare_megatron.runtime.checkpoint.loading import resolve_load, resumed
+from spare_megatron.runtime.checkpoint.verification import newest_valid, verify
+from spare_megatron.runtime.process.lock import locked
 from tests.unit.test_checkpoint_cli import invoke
 from tests.unit.test_checkpoints import CONFIG, STACKED, flip_a_bit, load_config, save
 

@@ -42,6 +42,21 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """For each package those of our packages that it may import beside itself, as the design's table has them."""
 
+RUNTIME = (
+    "wire",
+    "process",
+    "checkpoint",
+    "vote",
+    "state",
+    "snapshot",
+    "reduce",
+    "rank",
+    "supervisor",
+    "driver",
+    "doctor",
+)
+"""The packages within `runtime`: each may import those before it."""
+
 FREE_OF_TORCH = ("core", "journal", "config", "planner", "report", "metrics", "faults", "simulator", "slurm", "control")
 """Packages above mcore: their modules load where torch and megatron are missing."""
 
@@ -105,6 +120,19 @@ def test_every_package_has_a_row_in_the_table() -> None:
 
 def test_imports_point_down_the_table() -> None:
     assert list(violations()) == []
+
+
+def test_imports_within_the_runtime_point_down_its_own_table() -> None:
+    assert {path.name for path in (PACKAGE / "runtime").iterdir() if any(path.glob("*.py"))} == set(RUNTIME)
+    assert [path.name for path in (PACKAGE / "runtime").glob("*.py")] == ["__init__.py"]
+    up = [
+        f"{package}/{path.name} imports {name}"
+        for level, package in enumerate(RUNTIME)
+        for path in (PACKAGE / "runtime" / package).glob("*.py")
+        for name in imports_of(path)
+        if name.startswith("spare_megatron.runtime.") and RUNTIME.index(name.split(".")[2]) > level
+    ]
+    assert up == []
 
 
 def test_an_import_inside_a_function_is_seen(tmp_path: Path) -> None:

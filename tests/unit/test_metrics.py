@@ -26,7 +26,8 @@ from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.metrics.wandb import WandbSink
-from spare_megatron.runtime.reports import (
+from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
+from spare_megatron.runtime.process.reports import (
     CheckpointTold,
     GroupLost,
     GroupRejoined,
@@ -34,7 +35,6 @@ from spare_megatron.runtime.reports import (
     MetricsLost,
     StepCommitted,
 )
-from spare_megatron.runtime.telemetry import Telemetry, open_sinks
 
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=4), spare=SpareConfig(redundancy=3, microbatches_per_shard=4))
 
@@ -101,7 +101,9 @@ def test_each_step_is_told_once_and_again_after_a_restart() -> None:
 def test_steps_that_a_restart_throws_away_have_been_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `spare status` counts it: 100 steps of a second, 90 of which are made again."""
     clock = itertools.count()
-    monkeypatch.setattr("spare_megatron.runtime.telemetry.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(
+        "spare_megatron.runtime.driver.telemetry.time", SimpleNamespace(monotonic=lambda: float(next(clock)))
+    )
     restart = GroupRestarted(member=Member(GroupId(0), 1), step=10)
     steps = [committed(step, step_s=1.0) for step in (*range(100), *range(10, 100))]
     found = told(*steps[:100], restart, *steps[100:])
@@ -122,7 +124,7 @@ def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:
 def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a second that begin when the one before has ended, but where something takes longer."""
     now_s = 0.0
-    monkeypatch.setattr("spare_megatron.runtime.telemetry.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("spare_megatron.runtime.driver.telemetry.time", SimpleNamespace(monotonic=lambda: now_s))
     sink = ListSink()
     telemetry = Telemetry(CONFIG, [sink])
 

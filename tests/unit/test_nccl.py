@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime import nccl, sum_watch
-from spare_megatron.runtime.communicators import CrossGroupCommunicator
-from spare_megatron.runtime.sum_watch import SumWatch
+from spare_megatron.runtime.reduce import nccl, sum_watch
+from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.reduce.sum_watch import SumWatch
 
 PATIENCE = timedelta(seconds=30)
 GPU = torch.device("cuda", 0)

@@ -12,7 +12,7 @@ from spare_megatron.journal.standing import Standing
 from spare_megatron.report.figures import LEAST_PACE, MOST_PACE, MOST_PACE_COLUMNS, rank_map
 from spare_megatron.report.history import History, history_of
 from spare_megatron.report.page import plots_of
-from spare_megatron.runtime.pass_times import PassTimes
+from spare_megatron.runtime.process.pass_times import PassTimes
 
 NUM_GROUPS, NUM_RANKS, LOAD = 6, 2, 4
 SLOW_GROUP, SLOW_RANK = 2, 1

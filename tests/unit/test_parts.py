@@ -9,9 +9,9 @@ import pytest
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, ENDED
 from spare_megatron.core.rejoin import Gathering
 from spare_megatron.core.topology import GroupId, Layout, Member
-from spare_megatron.runtime.agenda import Agenda
-from spare_megatron.runtime.parts import PartLost, Parts, PartsThere, incarnation_key
-from spare_megatron.runtime.restarts import Restarts
+from spare_megatron.runtime.process.agenda import Agenda
+from spare_megatron.runtime.supervisor.parts import PartLost, Parts, PartsThere, incarnation_key
+from spare_megatron.runtime.supervisor.restarts import Restarts
 
 GROUP = GroupId(0)
 INTERVAL_S = 1.0

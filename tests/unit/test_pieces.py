@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spare_megatron.core.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piece, TokenBucket, pieces_of
-from spare_megatron.runtime import piece_server
-from spare_megatron.runtime.piece_client import PieceClient
-from spare_megatron.runtime.piece_server import PieceServer
-from spare_megatron.runtime.piece_wire import NONCE_BYTES, Address, NotOffered, TransferBroken, WrongStep, receive
-from spare_megatron.runtime.state_source import StateSource
+from spare_megatron.runtime.state import piece_server
+from spare_megatron.runtime.state.piece_client import PieceClient
+from spare_megatron.runtime.state.piece_server import PieceServer
+from spare_megatron.runtime.state.state_source import StateSource
+from spare_megatron.runtime.wire.piece_wire import NONCE_BYTES, Address, NotOffered, TransferBroken, WrongStep, receive
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,10 +12,10 @@ import pytest
 
 from spare_megatron.core.liveness import Operation, Pulse
 from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime import starvation
-from spare_megatron.runtime.rank_watch import RankWatch
-from spare_megatron.runtime.reports import RankKey
-from spare_megatron.runtime.starvation import Starvation
+from spare_megatron.runtime.process import starvation
+from spare_megatron.runtime.process.reports import RankKey
+from spare_megatron.runtime.process.starvation import Starvation
+from spare_megatron.runtime.supervisor.rank_watch import RankWatch
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,12 +18,12 @@ from spare_megatron.config.schema import SlurmConfig
 from spare_megatron.core.liveness import ENDED
 from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.journal.summary import Summary
-from spare_megatron.runtime import driver_link
-from spare_megatron.runtime.driver_link import DriverLink, Stopped
-from spare_megatron.runtime.node_connection import Door, connect
-from spare_megatron.runtime.orphans import end_without_driver, outcome_of, wait_for_others
-from spare_megatron.runtime.reports import EndEarly, ExitCode, NodeEnded, RankRaised, StoreAway
-from spare_megatron.runtime.store_link import FenceWanted, NodeReplaced, StoreLink
+from spare_megatron.runtime.driver.node_connection import Door, connect
+from spare_megatron.runtime.process.reports import EndEarly, ExitCode, NodeEnded, RankRaised, StoreAway
+from spare_megatron.runtime.supervisor import driver_link
+from spare_megatron.runtime.supervisor.driver_link import DriverLink, Stopped
+from spare_megatron.runtime.supervisor.orphans import end_without_driver, outcome_of, wait_for_others
+from spare_megatron.runtime.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
 from spare_megatron.slurm.allocation import Claims
 from spare_megatron.slurm.certificates import issue
 from spare_megatron.slurm.etcd import member_commands

@@ -13,12 +13,12 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.topology import GroupId, Layout
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.runtime import driver as driver_module
-from spare_megatron.runtime.driver import Driver
-from spare_megatron.runtime.rank_processes import RankProcesses
-from spare_megatron.runtime.reports import ExitCode, GroupLost, RanksReady
-from spare_megatron.runtime.spec import NodeSpec, RankSpec
-from spare_megatron.runtime.store_link import NodeSilent, StoreLink
+from spare_megatron.runtime.driver import driver as driver_module
+from spare_megatron.runtime.driver.driver import Driver
+from spare_megatron.runtime.process.reports import ExitCode, GroupLost, RanksReady
+from spare_megatron.runtime.process.spec import NodeSpec, RankSpec
+from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
+from spare_megatron.runtime.supervisor.store_link import NodeSilent, StoreLink
 
 
 def quiet_link() -> tuple[StoreLink, Any]:

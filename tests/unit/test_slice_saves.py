@@ -12,8 +12,8 @@ from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.slice_saves import Abandon, Publish, Share, WriteSlices, next_move
 from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.topology import GroupId, Member, SliceId
-from spare_megatron.runtime.checkpoints import StoredFile
-from spare_megatron.runtime.save_board import SaveBoard, SaveFailed, WrittenShare
+from spare_megatron.runtime.checkpoint.checkpoints import StoredFile
+from spare_megatron.runtime.checkpoint.save_board import SaveBoard, SaveFailed, WrittenShare
 
 HEAD = 5
 

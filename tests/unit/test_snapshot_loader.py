@@ -17,16 +17,17 @@ from spare_megatron.core.snapshots import Held
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.mcore.tensor_bytes import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime import piece_server, snapshot_loader
-from spare_megatron.runtime.agreement import GroupAgreement
-from spare_megatron.runtime.join import JoinFailed
-from spare_megatron.runtime.keeper_client import KeeperClient
-from spare_megatron.runtime.keeper_wire import Part
-from spare_megatron.runtime.piece_client import PieceClient
-from spare_megatron.runtime.piece_server import PieceServer
-from spare_megatron.runtime.piece_wire import Address, NotOffered, TurnedAway
-from spare_megatron.runtime.snapshot_loader import SnapshotLoader
-from spare_megatron.runtime.state_transfer import LengthFirst
+from spare_megatron.runtime.snapshot import snapshot_loader
+from spare_megatron.runtime.snapshot.keeper_client import KeeperClient
+from spare_megatron.runtime.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.runtime.state import piece_server
+from spare_megatron.runtime.state.join import JoinFailed
+from spare_megatron.runtime.state.piece_client import PieceClient
+from spare_megatron.runtime.state.piece_server import PieceServer
+from spare_megatron.runtime.state.state_transfer import LengthFirst
+from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.runtime.wire.keeper_wire import Part
+from spare_megatron.runtime.wire.piece_wire import Address, NotOffered, TurnedAway
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,12 +15,12 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
 from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.agenda import Agenda
-from spare_megatron.runtime.processes import end_child, rank_context
-from spare_megatron.runtime.rank_processes import RankProcesses
-from spare_megatron.runtime.restarts import Restarts
-from spare_megatron.runtime.spares import Spares
-from spare_megatron.runtime.spec import NodeSpec, RankSpec
+from spare_megatron.runtime.process.agenda import Agenda
+from spare_megatron.runtime.process.processes import end_child, rank_context
+from spare_megatron.runtime.process.spec import NodeSpec, RankSpec
+from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
+from spare_megatron.runtime.supervisor.restarts import Restarts
+from spare_megatron.runtime.supervisor.spares import Spares
 
 TIMEOUT_S = 60.0
 INTERVAL_S = 1.0

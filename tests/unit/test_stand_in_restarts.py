@@ -15,10 +15,10 @@ import pytest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime import stand_in as module
-from spare_megatron.runtime.node_connection import connect
-from spare_megatron.runtime.reports import NodeEnded, RanksReady
-from spare_megatron.runtime.spec import NodeSpec
+from spare_megatron.runtime.driver import stand_in as module
+from spare_megatron.runtime.driver.node_connection import connect
+from spare_megatron.runtime.process.reports import NodeEnded, RanksReady
+from spare_megatron.runtime.process.spec import NodeSpec
 
 WAIT_S = 60.0
 READY, ENDED = RanksReady(group=GroupId(1)), NodeEnded(node=1, exits={})

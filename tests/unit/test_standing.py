@@ -38,7 +38,7 @@ from spare_megatron.journal.records import (
 )
 from spare_megatron.journal.standing import SavePlan, Standing
 from spare_megatron.journal.summary import summarize
-from spare_megatron.runtime.reports import GroupLost, RanksReady, Starting
+from spare_megatron.runtime.process.reports import GroupLost, RanksReady, Starting
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss

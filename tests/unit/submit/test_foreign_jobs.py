@@ -41,7 +41,8 @@ def test_a_node_ends_the_job_only_if_the_job_has_started_it(
     config = load_run_config(None, [f"cluster.launcher={launcher}"]).config
     (tmp_path / "config.toml").write_text(dump_run_config(config))
     monkeypatch.setattr(
-        "spare_megatron.runtime.remote_node.look_after_node", lambda run_dir, node, wait_s: summary(outcome="finished")
+        "spare_megatron.runtime.driver.remote_node.look_after_node",
+        lambda run_dir, node, wait_s: summary(outcome="finished"),
     )
 
     class Ended(BaseException):

@@ -1,0 +1,1 @@
+"""Checkpoints in a folder: written by several, verified, chosen from."""

@@ -1,0 +1,161 @@
+"""How it is told that a checkpoint is what was written: at a glance, and byte by byte. Loads without torch."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spare_megatron.core.restart_messages import Offer
+from spare_megatron.runtime.checkpoint.checkpoints import (
+    FORMAT,
+    MANIFEST,
+    Checkpoint,
+    Manifest,
+    StoredFile,
+    all_checkpoints,
+    checkpoint_path,
+    digest_of,
+)
+from spare_megatron.runtime.checkpoint.last_state import NotACheckpoint, assemble, is_last_state
+from spare_megatron.runtime.checkpoint.refusals import refusal_of
+
+_CHUNK_BYTES = 1 << 20
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint is not what was written, and the text names the file; or it is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A checkpoint that cannot be used, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The newest usable checkpoint of a folder, if there is one, and the newer ones that are not."""
+
+    found: Checkpoint | None
+    rejected: tuple[Rejected, ...]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a checkpoint says of itself.
+
+    Raises:
+        DamagedCheckpoint: There is no manifest, or it is not what was written; or what ranks have saved by themselves
+            makes no checkpoint.
+    """
+    if is_last_state(path):
+        try:
+            return assemble(path)
+        except NotACheckpoint as error:
+            raise DamagedCheckpoint(str(error)) from error
+    file = path / MANIFEST
+    try:
+        content = json.loads(file.read_bytes())
+        digest = content.pop("sha256")
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is missing") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} cannot be read: {error}") from error
+    if digest != digest_of(content):
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} does not fit its own SHA-256: it has changed")
+    if content.pop("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is of a format that this version does not know")
+    files = {name: StoredFile(**fields) for name, fields in content.pop("files").items()}
+    manifest = Manifest(**content, files=files)
+    if checkpoint_path(path.parent, manifest.step).name != path.name:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is that of step {manifest.step}")
+    return manifest
+
+
+def glance(path: Path) -> Checkpoint:
+    """The checkpoint, which lacks nothing as far as that shows without reading it.
+
+    Raises:
+        DamagedCheckpoint: A file is missing, or is not as long as it was; or the checkpoint is refused.
+    """
+    refusal = refusal_of(path)
+    if refusal:
+        raise DamagedCheckpoint(f"{path.name} is refused: {refusal}")
+    manifest = read_manifest(path)
+    for name, file in sorted(manifest.files.items()):
+        try:
+            num_bytes = (path / name).stat().st_size
+        except OSError as error:
+            raise _unreadable(path, name, error) from error
+        _require_size(path, name, num_bytes, file)
+    return Checkpoint(path=path, manifest=manifest)
+
+
+def offer_of(manifest: Manifest) -> Offer:
+    """What names a checkpoint and its files among groups."""
+    digest = digest_of({"format": FORMAT, **asdict(manifest)})
+    return Offer(step=manifest.step, num_files=len(manifest.files), digest=digest)
+
+
+def verify(path: Path) -> Checkpoint:
+    """The checkpoint, every byte of which is what was written.
+
+    Raises:
+        DamagedCheckpoint: A file is missing, cut short or changed; or the checkpoint is refused.
+    """
+    checkpoint = glance(path)
+    for name, file in sorted(checkpoint.manifest.files.items()):
+        verify_file(path, name, file)
+    return checkpoint
+
+
+def verify_file(folder: Path, name: str, stored: StoredFile, on_read: Callable[[int], None] = lambda _: None) -> None:
+    """Reads the file from the disk, not from memory where the system allows to tell.
+
+    Args:
+        folder: The checkpoint, or a part of it.
+        name: The file below it.
+        stored: What was written.
+        on_read: Told of the bytes of each piece that has been read.
+
+    Raises:
+        DamagedCheckpoint: It is not what was written.
+    """
+    digest, num_bytes = hashlib.sha256(), 0
+    try:
+        with (folder / name).open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                num_bytes += len(chunk)
+                on_read(len(chunk))
+    except OSError as error:
+        raise _unreadable(folder, name, error) from error
+    _require_size(folder, name, num_bytes, stored)
+    if digest.hexdigest() != stored.sha256:
+        raise DamagedCheckpoint(f"{folder.name}: {name} does not fit its SHA-256: its content has changed")
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> DamagedCheckpoint:
+    if isinstance(error, FileNotFoundError):
+        return DamagedCheckpoint(f"{folder.name}: {name} is missing")
+    return DamagedCheckpoint(f"{folder.name}: {name} cannot be read: {error}")
+
+
+def _require_size(folder: Path, name: str, num_bytes: int, stored: StoredFile) -> None:
+    if num_bytes != stored.num_bytes:
+        raise DamagedCheckpoint(f"{folder.name}: {name} has {num_bytes} bytes, and {stored.num_bytes} were written")
+
+
+def newest_valid(folder: Path) -> Search:
+    """The newest checkpoint of a folder that can be used, which is read from its first to its last byte."""
+    rejected: list[Rejected] = []
+    for path in all_checkpoints(folder):
+        try:
+            return Search(found=verify(path), rejected=tuple(rejected))
+        except DamagedCheckpoint as error:
+            rejected.append(Rejected(path=path, reason=str(error)))
+    return Search(found=None, rejected=tuple(rejected))

@@ -1,0 +1,1 @@
+"""What nodes find when they look at themselves and at each other before a run."""

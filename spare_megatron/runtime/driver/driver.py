@@ -1,0 +1,369 @@
+"""Starts the control store and the supervisors of a run, here or elsewhere, hears their reports, says how it ended."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.addresses import hosts_of, refuse_loopback
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.open_store import open_store
+from spare_megatron.control.spec import StoreSpec
+from spare_megatron.control.store import StoreLost
+from spare_megatron.core.messages import StopHalted
+from spare_megatron.core.topology import GroupId
+from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EndRecord
+from spare_megatron.runtime.checkpoint.checkpoints import FOLDER, all_checkpoints, folder_of, step_of
+from spare_megatron.runtime.checkpoint.last_state import NotACheckpoint, assemble, is_last_state
+from spare_megatron.runtime.driver.stand_in import Launcher, stand_in
+from spare_megatron.runtime.process import end_signal
+from spare_megatron.runtime.process.agenda import Agenda
+from spare_megatron.runtime.process.network import network_of
+from spare_megatron.runtime.process.processes import (
+    Child,
+    describe_exit,
+    end_child,
+    fork_server,
+    start_child,
+    start_hub,
+    start_store,
+    stop_children,
+)
+from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY
+from spare_megatron.runtime.process.reports import (
+    EndEarly,
+    ExitCode,
+    FaultWanted,
+    GoOn,
+    GroupLost,
+    GroupRejoined,
+    GroupRestarted,
+    NodeEnded,
+    NodeReport,
+    Order,
+    RankRaised,
+    RanksReady,
+    RanksStarted,
+    RunEvent,
+    RunStopped,
+    Starting,
+    StoreGone,
+)
+from spare_megatron.runtime.process.spec import NodeSpec, RankMain
+from spare_megatron.runtime.supervisor.node import supervise
+from spare_megatron.runtime.supervisor.orphans import outcome_of
+from spare_megatron.runtime.vote.fold import LogFollower, controller_setup
+
+STORE_END_TIMEOUT_S = 2.0
+"""How long a control store that nobody reaches is given to turn out to be dead."""
+
+
+class RunFailed(Exception):
+    """The run could not start or go on, for a reason that no redundancy masks."""
+
+
+class Driver:
+    """One run on this machine.
+
+    Args:
+        config: The resolved configuration, without problems.
+        run_dir: The run's directory; it exists.
+        faults: The faults to inject.
+        journal: The driver's journal.
+        on_event: Told of everything that happens, in the driver's thread.
+        rank_main: What a rank's process runs.
+        launcher: How supervisors come to be on other machines; None: all are here.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_dir: Path,
+        faults: tuple[Fault, ...],
+        journal: JournalWriter,
+        on_event: Callable[[RunEvent], None],
+        rank_main: RankMain,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._faults = faults
+        self._journal = journal
+        self._on_event = on_event
+        self._rank_main = rank_main
+        self._launcher = launcher
+        self._context = fork_server()
+        self._nodes: dict[int, Child] = {}
+        self._ended: dict[int, NodeEnded] = {}
+        self._last_lost: dict[GroupId, int] = {}  # incarnation
+        self._last_rejoined: dict[GroupId, int] = {}
+        self._pids: dict[int, list[int]] = {}
+        self._agenda = Agenda()
+        self._stop_reason = ""
+        self._last_cause = ""
+        self._has_raised = False
+        self._is_halted = False
+        self._has_begun = False
+        self._store_failure = ""
+        self._without_store: set[int] = set()
+
+    def run(self) -> EndRecord:
+        """Runs to the end, whatever that is; leaves no process behind.
+
+        Returns:
+            How it ended; the same record closes the journal.
+
+        Raises:
+            KeyboardInterrupt: After everything has been ended.
+        """
+        end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
+        hub: Child | None = None
+        store: Child | None = None
+        try:
+            self._on_event(Starting(what="control store"))
+            if self._config.cluster.isolate_nodes:
+                hub = start_hub(self._context)
+            store, spec = start_store(self._context, self._config, hub)
+            with contextlib.nullcontext() if hub is None else network_of(hub.pid):
+                self._store = open_store(spec)
+            self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
+            self._store_process = store
+            self._start_nodes(spec, hub)
+            self._watch(store)
+            end = self._end()
+            with contextlib.suppress(StoreLost):
+                self._store.clear()
+        except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
+            end = EndRecord(outcome="failed", reason=str(error))
+        finally:
+            # The embedded store first: without it, ranks that see others being ended can fence nobody.
+            if store is not None:
+                end_child(store)
+            lost = {node for node in self._nodes if self._are_lost([node]) and self._main_of(node) is supervise}
+            for node in lost:
+                end_child(self._nodes[node])  # it may be stopped
+            stop_children([child for node, child in self._nodes.items() if node not in lost])
+            if hub is not None:
+                end_child(hub)
+            self._journal.write(end)
+        return end
+
+    def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
+        layout = self._config.parallel
+        self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
+        if self._launcher is not None and layout.num_nodes > 1:
+            refuse_loopback(self._store.local_host(), hosts_of(self._config.control.endpoints))
+        for node in range(layout.num_nodes):
+            spec = NodeSpec(
+                config=self._config,
+                run_dir=self._run_dir,
+                node=node,
+                store=store,
+                faults=self._faults,
+                rank_main=self._rank_main,
+                hub_pid=None if hub is None else hub.pid,
+            )
+            self._nodes[node] = start_child(self._context, spec.name, self._main_of(node), spec)
+
+    def _main_of(self, node: int) -> Callable[[NodeSpec, Connection], None]:
+        """What the node's process on this machine runs: its supervisor, or what stands for it."""
+        if self._launcher is None or (self._config.cluster.launcher == "hand" and node == 0):
+            return supervise
+        return partial(stand_in, self._launcher)
+
+    # ----------------------------------------------------------------------------------------------------- watch
+
+    def _watch(self, store: Child | None) -> None:
+        """Serves reports until every supervisor has ended or its node is lost."""
+        pipes = {child.reports: node for node, child in self._nodes.items()}
+        sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
+        store_sentinel = [] if store is None else [store.process.sentinel]
+        while not self._is_over(sentinels.values()):
+            ready = wait([*pipes, *sentinels, *store_sentinel], self._agenda.pause_s())
+            self._agenda.run_due()
+            for pipe in [item for item in ready if item in pipes]:
+                report = _next_report(pipe)
+                if report is None:
+                    del pipes[pipe]
+                else:
+                    self._take(report)
+            for item in [item for item in ready if item in sentinels]:
+                self._node_ended(sentinels.pop(item))
+            if store is not None and store.process.sentinel in ready:
+                store_sentinel.clear()
+                # Its supervisors notice by themselves, and end when their ranks have saved their state.
+                self._store_died(store)
+
+    def _is_over(self, running: Collection[int]) -> bool:
+        """Whether no node that still runs will go on with the run.
+
+        One that has lost its groups starts them again after a wipe-out, until some node has come to an end.
+        """
+        may_restart = self._config.checkpoint.max_restarts > 0 and not self._ended
+        return not running or (self._are_lost(running) and not may_restart)
+
+    def _are_lost(self, nodes: Iterable[int]) -> bool:
+        """Whether these nodes have no part in the run. They may be stopped or cut off."""
+        return all(self._lost.issuperset(self._config.parallel.groups_on(node)) for node in nodes)
+
+    @property
+    def _lost(self) -> frozenset[GroupId]:
+        """The groups that take no part. A loss may be told after the group has come back."""
+        return frozenset(group for group, lost in self._last_lost.items() if lost >= self._last_rejoined.get(group, 0))
+
+    def _node_ended(self, node: int) -> None:
+        """The supervisor of a node is gone. If it did not end by itself, its ranks died with it.
+
+        The others find its groups lost by its silence, here as on a cluster.
+        """
+        child = self._nodes[node]
+        while child.reports.poll() and (report := _next_report(child.reports)) is not None:
+            self._take(report)
+        child.process.join()
+        failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
+        if node in self._ended:
+            failure = self._ended[node].failure
+        if failure and not self._store_failure and (len(self._nodes) == 1 or not self._has_begun):
+            raise RunFailed(f"node {node}: {failure}")
+
+    def _take(self, report: NodeReport) -> None:
+        match report:
+            case RanksStarted(node=node, pids=pids):
+                self._pids[node] = list(pids.values())
+                if end_signal.is_pending():  # perhaps since before the node's supervisor was there
+                    self._order(node, EndEarly())
+            case FaultWanted():
+                self._inflict(report)
+                return
+            case GroupRejoined(member=member) | GroupRestarted(member=member):
+                self._last_rejoined[member.group] = member.incarnation
+                self._stop_reason = ""
+            case StoreGone(node=node, reason=reason):
+                self._without_store.add(node)
+                if self._are_lost(set(self._nodes) - self._without_store):
+                    self._give_store_up(reason)
+            case RanksReady():
+                self._has_begun = True
+            case RunStopped(reason=reason):
+                self._stop_reason = reason
+            case RankRaised():
+                self._has_raised = True
+            case NodeEnded(node=node):
+                self._ended[node] = report
+            case GroupLost(group=group, rank=rank, cause=cause, incarnation=incarnation):
+                if incarnation <= self._last_lost.get(group, -1) and not report.is_given_up:
+                    return  # several watch a node
+                self._last_lost[group] = incarnation
+                self._last_cause = cause
+                # At the start, what is raised by one is likely to be raised by all.
+                may_mask = not report.traceback and not self._are_lost(self._nodes)
+                # Whoever is ready has seen that all are. The store is not asked then: a fault may have stopped it, and
+                # only this process lets it go on.
+                if not (may_mask or self._has_begun or self._store.exists(ALL_GROUPS_READY)):
+                    self._on_event(report)
+                    raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
+        self._on_event(report)
+
+    def _give_store_up(self, reason: str) -> None:
+        """No node that is left can reach it. Ranks that wait for it find out when it is gone."""
+        store = self._store_process
+        if store is not None:
+            store.process.join(STORE_END_TIMEOUT_S)  # its connections break before its end is seen here
+            if store.process.exitcode is not None:
+                self._store_died(store)
+            store.process.kill()
+        self._store_failure = self._store_failure or reason
+
+    def _store_died(self, store: Child) -> None:
+        store.process.join()
+        self._store_failure = self._store_failure or (
+            f"the control store died: {describe_exit(store.process.exitcode)}"
+        )
+
+    def _inflict(self, wanted: FaultWanted) -> None:
+        """A fault of the trace that strikes a node or the control store from outside."""
+        fault = wanted.fault
+        node = self._config.parallel.node_of(fault.group, fault.rank)
+        go_on = partial(self._order, node, GoOn(wanted=wanted))
+        if fault.kind == "stop_node":
+            self._stop([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)
+            return
+        if self._store_process is None:
+            raise RunFailed(f"faults.trace wants {fault.kind}, but this run did not start its control store")
+        if fault.kind == "kill_store":
+            self._store_process.process.kill()
+        else:
+            self._stop([self._store_process.pid], fault.seconds, None)
+        go_on()
+
+    def _stop(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
+        """Stops processes, for some seconds or for good."""
+        _signal(pids, signal.SIGSTOP)
+        if seconds is not None:
+            self._agenda.after(seconds, lambda: _signal(pids, signal.SIGCONT))
+            if then is not None:
+                self._agenda.after(seconds, then)
+
+    def _order(self, node: int, order: Order) -> None:
+        with contextlib.suppress(OSError):  # the node is lost
+            self._nodes[node].reports.send(order)
+
+    # ------------------------------------------------------------------------------------------------------- end
+
+    def _saved_state(self) -> str:
+        """Where ranks have saved their state, and whether the next run can begin with it, for people."""
+        folders = {folder_of(self._config, self._run_dir), self._run_dir.absolute() / FOLDER}
+        found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_last_state(path)]
+        path = max(found, key=step_of, default=None)
+        if path is None:
+            return ""
+        try:
+            assemble(path)
+        except NotACheckpoint as error:
+            return f"; ranks have saved their state, which is of no use: {error}"
+        return f"; the state is in {path}, for checkpoint.load or --resume"
+
+    def _end(self) -> EndRecord:
+        if self._store_failure:
+            return EndRecord(outcome="failed", reason=self._store_failure + self._saved_state())
+        exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
+        # A lost group may have been up again and have read in the log how the run ends.
+        codes = {code for (group, _), code in exits.items() if group not in self._lost or code == ExitCode.WIPE_OUT}
+        outcome = outcome_of(codes)
+        if not codes:
+            self._hear_the_log()
+            if self._is_halted or not self._has_raised:
+                outcome = "halted" if self._is_halted else "wipe_out"
+        reason = self._stop_reason or (
+            f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
+        )
+        return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
+
+    def _hear_the_log(self) -> None:
+        """Nobody is left. If all went for one reason, as when the training diverged, the log says so."""
+        stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()
+        if isinstance(stop, StopHalted):
+            self._is_halted, self._stop_reason = True, stop.reason
+
+
+def _next_report(pipe: Connection) -> NodeReport | None:
+    """What has come through; None if nothing will any more."""
+    try:
+        report: NodeReport = pipe.recv()
+    except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report
+        return None
+    return report
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    """Sends the signal to those of the processes that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,211 @@
+"""One run on this machine from its configuration to its summary."""
+
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from spare_megatron import __version__
+from spare_megatron.config.exports import write_with_exports
+from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate import Machine, resolve_device
+from spare_megatron.faults.rates import draw_faults
+from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
+from spare_megatron.journal.conclusion import conclude
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.summary import Summary
+from spare_megatron.runtime.checkpoint.checkpoints import folder_of, step_of
+from spare_megatron.runtime.checkpoint.loading import resolve_load
+from spare_megatron.runtime.driver.driver import Driver
+from spare_megatron.runtime.driver.preflight import preflight
+from spare_megatron.runtime.driver.stand_in import ByHand, Launcher
+from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
+from spare_megatron.runtime.process.lock import LOCK, locked
+from spare_megatron.runtime.process.reports import CheckpointRejected, RunEvent, Starting
+from spare_megatron.runtime.process.spec import RankMain, RankSpec
+
+_DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
+
+
+def rank_main(spec: RankSpec, reports: Connection) -> None:
+    """What a rank's process runs. Imported there, where the fork server has it already."""
+    from spare_megatron.runtime.rank.rank import run_rank
+
+    run_rank(spec, reports)
+
+
+def look_at_machine(config: RunConfig) -> Machine:
+    """What this machine offers a run."""
+    corpus = Path(config.data.corpus)
+    num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
+    return Machine(
+        num_gpus=num_machines * _count_gpus(),
+        num_cores=num_machines * len(os.sched_getaffinity(0)),
+        can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
+        can_listen=_can_listen(config.control.listen_address),
+        corpus_vocab_size=_corpus_vocab_size(corpus),
+        has_corpus=all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx")),
+    )
+
+
+def start_run(
+    config: RunConfig,
+    run_dir: Path,
+    on_event: Callable[[RunEvent], None],
+    rank_main: RankMain = rank_main,
+    launcher: Launcher | None = None,
+) -> Summary:
+    """Trains, and leaves everything the run was and did in its directory.
+
+    Args:
+        config: A configuration without problems on this machine.
+        run_dir: A directory that does not exist yet, or is empty.
+        on_event: Told of everything that happens.
+        rank_main: What a rank's process runs; a caller may wrap it to look inside.
+        launcher: How supervisors come to be on other machines, where `cluster.launcher` is srun.
+
+    Raises:
+        FileExistsError: The directory holds something.
+        ValueError: The run cannot start; nothing has been written. Or another job has the directory.
+        KeyboardInterrupt: After all processes have been ended and the summary is written.
+    """
+    device = resolve_device(config, look_at_machine(config))
+    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
+    _check_empty(run_dir)
+    faults = (*resolve_trace(config), *draw_faults(config))
+    folder = folder_of(config, run_dir)
+    config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
+    on_event(Starting(what="Megatron, and the sample index of the corpus"))
+    preflight(config)
+    with contextlib.ExitStack() as held:
+        held.enter_context(locked(run_dir))
+        if config.checkpoint.is_wanted:
+            held.enter_context(locked(folder))
+        launcher = ByHand() if config.cluster.launcher == "hand" else launcher
+        return _run(config, run_dir, on_event, faults, partial(Driver, rank_main=rank_main, launcher=launcher))
+
+
+def _check_empty(run_dir: Path) -> None:
+    """Raises FileExistsError unless a run may write there, and Locked if another is about to."""
+    if run_dir.exists() and any(run_dir.iterdir()):
+        # Who is training there now is more to the point.
+        with locked(run_dir) if (run_dir / LOCK).exists() else contextlib.nullcontext():
+            raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
+
+
+def _run(
+    config: RunConfig,
+    run_dir: Path,
+    on_event: Callable[[RunEvent], None],
+    faults: tuple[Fault, ...],
+    make_driver: Callable[..., Driver],
+) -> Summary:
+    write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
+    (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
+    journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
+    journal.write(_run_record(config, faults))
+
+    def tell(event: RunEvent) -> None:
+        metrics.take(event)
+        on_event(event)
+
+    driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
+    try:
+        driver.run()
+    finally:
+        journal.close()
+        metrics.close()
+        summary = conclude(run_dir)
+    return summary
+
+
+def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
+    return RunRecord(
+        format=FORMAT,
+        name=config.name,
+        num_groups=config.layout.num_groups,
+        ranks_per_group=config.parallel.ranks_per_group,
+        redundancy=config.spare.redundancy,
+        microbatches_per_shard=config.spare.microbatches_per_shard,
+        num_steps=config.train.steps,
+        placement=config.spare.placement,
+        groups_per_domain=config.spare.groups_per_domain,
+        slice_redundancy=config.optimizer.redundancy if config.optimizer.sharding == "stacked" else 0,
+        granularity=config.spare.granularity,
+        last_resort=config.data.access == "shared",
+        reduce_mode=config.reduce.mode,
+        params_check_every_steps=config.train.params_check_every_steps,
+        num_processors=len(os.sched_getaffinity(0)) if config.cluster.device == "cpu" else 0,
+        first_step=step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0,
+        loaded=config.checkpoint.load,
+        ranks_per_stage=config.layout.tensor_parallel * config.layout.context_parallel,
+        pipeline_fill=(config.layout.pipeline_parallel - 1) / config.layout.virtual_pipeline,
+        faults=[
+            {
+                "step": fault.step,
+                "group": int(fault.group),
+                "rank": fault.rank,
+                "phase": str(fault.phase),
+                "kind": fault.kind,
+                "costs": sorted(groups_hit(config, fault)),
+            }
+            for fault in faults
+        ],
+    )
+
+
+def _origin() -> dict[str, str]:
+    """Which code ran: the version, and the commit where the package stands in a checkout."""
+    folder = Path(__file__).resolve().parent
+    found = subprocess.run(
+        ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
+    )
+    return {"version": __version__, "commit": found.stdout.strip() if found.returncode == 0 else "unknown"}
+
+
+def _can_listen(address: str) -> bool:
+    """Whether it is one of this machine's; true of what is no address at all, which is told elsewhere."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.bind((address, 0))
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def _corpus_vocab_size(prefix: Path) -> int | None:
+    """The vocabulary that the corpus was written with, where it says so."""
+    note = prefix.with_name(prefix.name + ".json")
+    return int(json.loads(note.read_text())["vocab_size"]) if note.is_file() else None
+
+
+def _count_gpus() -> int:
+    """NVIDIA GPUs as the driver lists them, without loading torch."""
+    devices = Path("/proc/driver/nvidia/gpus")
+    num_devices = len(list(devices.iterdir())) if devices.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # As CUDA reads it: everything from the first entry on that names no device is left out.
+        names = [item.strip() for item in visible.split(",")]
+        num_visible = next((i for i, name in enumerate(names) if not _DEVICE_NAME.fullmatch(name)), len(names))
+        return min(num_visible, num_devices)
+    return num_devices

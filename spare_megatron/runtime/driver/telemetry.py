@@ -1,0 +1,182 @@
+"""The metrics of a run: what happens in it becomes numbers, one set a step, for every sink."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from spare_megatron.config.implications import implications
+from spare_megatron.config.model_shape import flops_per_token
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.placement import make_placement
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
+from spare_megatron.metrics.jsonl import JsonlSink
+from spare_megatron.metrics.sink import DetachedSink, Sink, Value
+from spare_megatron.metrics.tensorboard import TensorBoardSink
+from spare_megatron.metrics.wandb import WandbSink
+from spare_megatron.runtime.driver.live_goodput import LiveGoodput
+from spare_megatron.runtime.process.reports import (
+    CheckpointTold,
+    GroupLost,
+    GroupRejoined,
+    GroupRestarted,
+    MetricsLost,
+    StepCommitted,
+)
+
+_UNTOLD = ("slurm", "control")
+"""Sections of the configuration that stay here: where it trains says nothing of the training, and may be secret."""
+
+
+def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost], None]) -> list[Sink]:
+    """Everything that is to take the metrics of a run."""
+    metrics = config.metrics
+
+    def failed(reason: str) -> None:
+        on_event(MetricsLost(reason=reason))
+
+    def open_wandb() -> Sink:
+        told = {name: value for name, value in dataclasses.asdict(config).items() if name not in _UNTOLD}
+        return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, told)
+
+    sinks: list[Sink] = [JsonlSink(run_dir)]
+    if metrics.tensorboard:
+        sinks.append(DetachedSink("TensorBoard", lambda: TensorBoardSink(run_dir), failed))
+    if metrics.wandb_project:
+        sinks.append(DetachedSink("Weights & Biases", open_wandb, failed))
+    return sinks
+
+
+class Telemetry:
+    """Tells the sinks of each committed step once, as the first group reports it; again if it is computed again.
+
+    Args:
+        config: The resolved configuration.
+        sinks: Who takes them.
+    """
+
+    def __init__(self, config: RunConfig, sinks: Sequence[Sink]) -> None:
+        self._config = config
+        self._sinks = sinks
+        self._tokens = implications(config).tokens_per_step
+        self._flops = flops_per_token(config) * self._tokens
+        spare = config.spare
+        groups = config.layout.num_groups
+        self._placement = make_placement(spare.placement, groups, spare.redundancy, spare.groups_per_domain)
+        self._absent: set[GroupId] = set()
+        self._lost: set[Member] = set()
+        self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
+        self._next_step = 0
+        self._goodput = LiveGoodput(groups, time.monotonic())
+        self._last_recovery = (0, -1)  # restarts before it, and its step
+        self._recoveries: list[RecoveryRecord] = []  # to be told with the next step
+
+    def take(self, event: object) -> None:
+        """What happened."""
+        match event:
+            case CheckpointTold(record=record):
+                self._write(_of_checkpoint(record))
+            case GroupLost(group=group, incarnation=incarnation):
+                self._absent.add(group)
+                self._lost.add(Member(group, incarnation))  # told again when it is given up
+                if len(self._lost) > self._counts["fault/groups_lost"]:
+                    self._goodput.lost()
+                self._counts["fault/groups_lost"] = len(self._lost)
+            case GroupRejoined(member=member):
+                self._absent.discard(member.group)
+                self._counts["fault/groups_rejoined"] += 1
+                self._goodput.came_back()
+            case GroupRestarted(member=member, step=step):
+                self._absent.discard(member.group)
+                if step < self._next_step:  # the first to say so
+                    self._counts["fault/restarts"] += 1
+                    self._goodput.restarted(self._next_step - step)
+                self._next_step = min(step, self._next_step)
+            case StepCommitted(step=step):
+                self._take_recoveries(event.recoveries)
+                if step >= self._next_step:
+                    self._next_step = step + 1
+                    self._goodput.committed(time.monotonic(), event.step_s, event.num_alive)
+                    self._write({"step": step, **self._of_step(event)})
+
+    def close(self) -> None:
+        """Lets the sinks end."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _write(self, values: Mapping[str, Value]) -> None:
+        for sink in self._sinks:
+            sink.write(values)
+
+    def _of_step(self, event: StepCommitted) -> dict[str, Value]:
+        step_s = event.step_s
+        values: dict[str, Value] = {
+            "train/loss": event.loss,
+            "train/grad_norm": event.grad_norm,
+            "train/learning_rate": event.learning_rate,
+            "train/tokens": (event.step + 1) * self._tokens,
+            "spare/groups_alive": event.num_alive,
+            "spare/makespan": event.makespan,
+            "spare/epoch": event.epoch,
+            "spare/microbatches_recomputed": event.num_recomputed,
+            "perf/step_s": round(step_s, 6),
+            "perf/tokens_per_s": round(self._tokens / step_s, 3),
+            "perf/goodput": round(self._goodput.goodput, 6),
+            **{f"perf/lost_{name}_s": round(spent_s, 6) for name, spent_s in self._goodput.lost_s.items()},
+            **self._counts,
+            **self._of_recoveries(),
+        }
+        if self._config.data.access == "stacked":
+            values["spare/fewest_hosts"] = self._fewest_hosts()
+        values |= self._speed(step_s, event.num_alive * self._config.parallel.ranks_per_group)
+        return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
+
+    def _take_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:
+        """The first group that tells of a recovery is heard."""
+        for record in recoveries:
+            if (record.num_restarts, record.step) > self._last_recovery:
+                self._last_recovery = record.num_restarts, record.step
+                self._recoveries.append(record)
+
+    def _of_recoveries(self) -> dict[str, Value]:
+        told, self._recoveries = self._recoveries, []
+        parts = ("agree_s", "patch_s", "rebuild_s", "reduce_s")
+        split = {part: sum(getattr(record, part) for record in told) for part in parts if told}
+        return {f"fault/recovery_{part}": round(spent_s, 6) for part, spent_s in split.items()}
+
+    def _speed(self, step_s: float, num_ranks: int) -> dict[str, Value]:
+        """What a rank's device does of the model's operations; redundant ones are not counted."""
+        tflops = self._flops / step_s / num_ranks / 1e12
+        values: dict[str, Value] = {"perf/tflops_per_rank": round(tflops, 6)}
+        if self._config.metrics.peak_tflops is not None:
+            values["perf/mfu"] = round(tflops / self._config.metrics.peak_tflops, 6)
+        return values
+
+    def _fewest_hosts(self) -> int:
+        """Hosts of the shard that has the fewest: so many losses can wipe the run out, one less cannot."""
+        return min(len(set(hosts) - self._absent) for hosts in self._placement.hosts)
+
+
+def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
+    """Seconds of a step by names that users know; what is none of these waited for something else."""
+    named = {
+        "compute": (Operation.COMPUTE,),
+        "transfer": (Operation.TRANSFER,),
+        "reduce": (Operation.REDUCE,),
+        "vote": (Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY),
+        "optimizer": (Operation.UPDATE,),
+        "stall": (Operation.SAVE, Operation.JOIN, Operation.CHECK, Operation.STORAGE),
+    }
+    return {name: sum(split_s.get(operation, 0.0) for operation in parts) for name, parts in named.items()}
+
+
+def _of_checkpoint(record: CheckpointRecord) -> dict[str, Value]:
+    return {
+        "step": record.step - 1,  # the last that it holds
+        "ckpt/outcome": record.outcome,
+        "ckpt/num_bytes": record.num_bytes,
+        "ckpt/stall_s": record.stall_s,
+        "ckpt/write_s": record.write_s,
+    }

@@ -1,0 +1,217 @@
+"""The processes of a run on this machine: control store, data preparation, supervisors. All are forked from one server.
+
+The fork server imports torch and Megatron once; a rank starts in milliseconds after that. It has no threads and
+has not touched a GPU, which is what makes forking it safe.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext, ForkContext, ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.open_store import etcd_spec
+from spare_megatron.control.spec import StoreSpec, TcpStoreSpec
+from spare_megatron.control.tcp_store import serve
+from spare_megatron.runtime.process import end_signal
+from spare_megatron.runtime.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
+
+_PR_SET_PDEATHSIG = 1
+_REAP_TIMEOUT_S = 10.0
+_STORE_START_TIMEOUT_S = 120.0
+
+
+def fork_server() -> ForkServerContext:
+    """The context that all processes of a run are started from; it has what they import, and no GPU."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    ask_for_gpus_without_touching_them()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["spare_megatron.runtime.driver.run", "spare_megatron.runtime.rank.rank"])
+    # Ctrl-C reaches every process of the terminal, and only the driver is to act on it: the server and all that
+    # it forks are born with it blocked. Python unblocks it when it starts the resource tracker, so that comes first.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with end_signal.blocked():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
+def ask_for_gpus_without_touching_them() -> None:
+    """Whoever imports Megatron asks whether there are GPUs, and CUDA cannot be used in what is forked after that."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available then asks the driver only
+
+
+def rank_context(device: str) -> ForkContext | SpawnContext:
+    """What a supervisor's ranks are started from, so that they are its children and die with it.
+
+    Forked they have what their supervisor has imported. On GPUs they import it themselves: transformer-engine's modules
+    begin to use a GPU as soon as they are imported, and what is forked then cannot.
+
+    Args:
+        device: cpu or gpu.
+    """
+    return multiprocessing.get_context("spawn") if device == "gpu" else multiprocessing.get_context("fork")
+
+
+@dataclass(slots=True)
+class Child:
+    """A started process and the pipe it reports through."""
+
+    process: BaseProcess
+    reports: Connection
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "a child has been started"
+        return self.process.pid
+
+
+def start_child(context: BaseContext, name: str, target: Callable[..., None], *args: Any) -> Child:
+    """Starts `target(*args, pipe)` in a process of its own."""
+    ours, theirs = context.Pipe(duplex=True)
+    process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
+    with end_signal.blocked():
+        process.start()
+    theirs.close()
+    return Child(process=process, reports=ours)
+
+
+def start_hub(context: ForkServerContext) -> Child:
+    """The process that holds the bridge between the nodes' networks.
+
+    Raises:
+        RuntimeError: It did not come up.
+    """
+    child = start_child(context, "network-hub", serve_hub)
+    with contextlib.suppress(EOFError):
+        if child.reports.poll(_STORE_START_TIMEOUT_S) and child.reports.recv() == "up":
+            return child
+    end_child(child)
+    raise RuntimeError("the network of the nodes did not come up; set cluster.isolate_nodes=false to do without")
+
+
+def start_store(context: ForkServerContext, config: RunConfig, hub: Child | None) -> tuple[Child | None, StoreSpec]:
+    """The control store of a new run, and its process where it is the embedded one.
+
+    Raises:
+        RuntimeError: It did not come up.
+        ValueError: The credentials for etcd cannot be used.
+    """
+    if config.control.store == "etcd":
+        return None, etcd_spec(config.control, config.name, os.environ)
+    return start_embedded_store(context, config.control.listen_address, hub)
+
+
+def start_embedded_store(
+    context: ForkServerContext, address: str, hub: Child | None = None
+) -> tuple[Child, TcpStoreSpec]:
+    """A server process that listens on this address of this machine, or on the hub's in its network.
+
+    Raises:
+        RuntimeError: It did not come up.
+    """
+    if hub is not None:
+        address = HUB_ADDRESS
+        child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
+    else:
+        child = start_child(context, "control-store", serve, address)
+    if not child.reports.poll(_STORE_START_TIMEOUT_S):
+        end_child(child)
+        raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s")
+    try:
+        return child, TcpStoreSpec(host=address, port=child.reports.recv())
+    except EOFError:
+        end_child(child)
+        raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None
+
+
+def end_child(child: Child) -> None:
+    """Kills the process if it is there, and reaps it."""
+    if child.process.is_alive():
+        child.process.kill()
+    child.process.join(_REAP_TIMEOUT_S)
+    child.reports.close()
+
+
+def stop_children(children: Collection[Child]) -> None:
+    """Asks the processes to end what they have started and themselves; kills those that do not in time. Reaps them.
+
+    All at once: each may take seconds, and there may be a thousand.
+    """
+    for child in children:
+        with contextlib.suppress(OSError):
+            child.reports.send("stop")
+    end_s = time.monotonic() + _REAP_TIMEOUT_S
+    for child in children:
+        child.process.join(max(0.0, end_s - time.monotonic()))
+    for child in children:
+        if child.process.is_alive():
+            child.process.kill()
+    for child in children:
+        end_child(child)
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, for people."""
+    if code is None:
+        return "still running"
+    if code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name
+
+
+def die_with(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before it was asked for
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def log_to_file(run_dir: Path, name: str) -> None:
+    """Everything that this process prints from here on goes to RUN_DIR/logs/NAME.log, also from C++."""
+    log = run_dir / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def say(text: object) -> None:
+    """Prints what people may want to read in a log, one that a full disk keeps from growing any more, too."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def run_to_end(child: Child, timeout_s: float) -> str | None:
+    """Waits for a process that reports at most one text, its error; returns that text.
+
+    Raises:
+        ValueError: It was killed, or did not end in time.
+    """
+    error: str | None = None
+    if not wait([child.reports, child.process.sentinel], timeout_s):
+        raise ValueError(f"{child.process.name} did not end within {timeout_s:g} s")
+    if child.reports.poll():
+        with contextlib.suppress(EOFError):
+            error = child.reports.recv()
+    child.process.join(_REAP_TIMEOUT_S)
+    if error is None and child.process.exitcode != 0:
+        raise ValueError(f"{child.process.name} ended with {describe_exit(child.process.exitcode)}")
+    return error

@@ -1,0 +1,95 @@
+"""A rank's process from its first line to its group being ready to train."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from spare_megatron.config.schema import ControlConfig
+from spare_megatron.control.store import ControlStore
+from spare_megatron.runtime.process.pass_times import PassTimes
+from spare_megatron.runtime.process.processes import log_to_file
+from spare_megatron.runtime.process.readiness import note_ready, wait_until_ready
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.reduce import nccl
+
+_MARGIN_S = 30.0
+"""Ranks wait this much longer for their leader than the leader waits for the store."""
+
+
+def prepare_process(spec: RankSpec) -> None:
+    """Makes this process a rank: it logs to a file of its own, and has the threads that are its due."""
+    log_to_file(spec.run_dir, spec.name)
+    torch.set_num_threads(spec.config.cluster.threads_per_rank)
+
+
+def choose_device(spec: RankSpec) -> torch.device:
+    """The rank's device, made current where it is a GPU.
+
+    Raises:
+        ImportError: It is a GPU, and NCCL is there in another version than those supported.
+    """
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        nccl.prepare_process()
+        torch.cuda.set_device(device)
+    return device
+
+
+def pass_times_on(device: str) -> PassTimes:
+    """Those of a rank with this device: by the clock, or by events among the kernels of a GPU."""
+    if device == "cpu":
+        return PassTimes(time.monotonic, lambda began_s, ended_s: ended_s - began_s)
+    return PassTimes(_record_event, _between_events_s)
+
+
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:
+    """Makes the group's ranks a torch.distributed world of their own.
+
+    Collective over: all ranks of the group.
+
+    Returns:
+        A process group of the same ranks for CPU tensors, whose timeout outlasts what the leader waits for.
+    """
+    control = spec.config.control
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store.rendezvous(f"world/{spec.group}/{spec.incarnation}", spec.rank, control.group_timeout_s),
+        rank=spec.rank,
+        world_size=spec.config.parallel.ranks_per_group,
+        timeout=timedelta(seconds=control.group_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s(control)))
+
+
+def longest_wait_s(control: ControlConfig) -> float:
+    """How long ranks wait for their leader, which may wait for the other groups to come up, or for a decision."""
+    return max(control.decision_timeout_s, control.startup_timeout_s) + _MARGIN_S
+
+
+def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.ProcessGroup) -> None:
+    """Returns when every group has its model built, or is lost.
+
+    Collective over: all ranks of the group.
+
+    Raises:
+        GroupsMissing: Some group was not ready in time.
+    """
+    dist.barrier(group=ranks)
+    if spec.rank == 0:
+        note_ready(store, spec.group, "itself", spec.config.layout.num_groups)
+        wait_until_ready(store, spec.config.layout.num_groups, spec.config.control.startup_timeout_s)
+    dist.barrier(group=ranks)

@@ -1,0 +1,397 @@
+"""The main function of a rank's process."""
+
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import torch
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.open_store import open_store
+from spare_megatron.control.store import StoreLost
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.messages import Action, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.saves import SaveCheckpoint
+from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.faults.injection import Injector, fill_disk
+from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import LOST_A_PEER, FaultRecord
+from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.process.beacon import Beacon
+from spare_megatron.runtime.process.probe import RankProbe
+from spare_megatron.runtime.process.processes import say
+from spare_megatron.runtime.process.reports import (
+    ExitCode,
+    FaultStruck,
+    FaultWanted,
+    RankRaised,
+    RanksReady,
+    RestartAwaited,
+    RunStopped,
+)
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.rank.bootstrap import (
+    choose_device,
+    join_group,
+    pass_times_on,
+    prepare_process,
+    wait_for_all_groups,
+)
+from spare_megatron.runtime.rank.catch_up import CatchUp
+from spare_megatron.runtime.rank.executor import GroupExecutor
+from spare_megatron.runtime.rank.shared_data import check_shared_data
+from spare_megatron.runtime.rank.state_keeping import StateKeeping
+from spare_megatron.runtime.rank.train import start, train
+from spare_megatron.runtime.reduce.bucket_sums import ScatteredBuckets, make_bucket_sums
+from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
+from spare_megatron.runtime.reduce.gather import ParamsGather
+from spare_megatron.runtime.reduce.reduction import Reduction
+from spare_megatron.runtime.reduce.staging import Staging
+from spare_megatron.runtime.reduce.sum_watch import SumWatch
+from spare_megatron.runtime.state.group_repairs import GroupRepairs
+from spare_megatron.runtime.state.join import JoinFailed
+from spare_megatron.runtime.state.piece_server import PieceServer
+from spare_megatron.runtime.state.repair import SliceRepairs
+from spare_megatron.runtime.state.slice_content import slice_contents
+from spare_megatron.runtime.state.state_digests import StateDigests
+from spare_megatron.runtime.state.state_source import StateSource
+from spare_megatron.runtime.state.state_transfer import StateTransfer
+from spare_megatron.runtime.vote.agreement import Fenced, GroupAgreement, GroupBroken
+from spare_megatron.runtime.vote.detect import fence, is_connection_error
+from spare_megatron.runtime.vote.fold import Stop, controller_setup, why_wiped_out
+from spare_megatron.runtime.vote.voting import Voting, open_relay
+from spare_megatron.runtime.wire.piece_wire import Address
+
+
+def run_rank(spec: RankSpec, reports: Connection) -> None:
+    """Runs one rank to its end and leaves the process with an `ExitCode`.
+
+    The process is left without running destructors: those of communicators that were abandoned would wait for
+    transfers that cannot end.
+    """
+    prepare_process(spec)
+    code = ExitCode.RAISED
+    try:
+        rank = _Rank(spec, reports)  # holds the communicators until the process is left
+        code = rank.run()
+        rank.close()
+    except Exception:  # noqa: BLE001  (whatever it is, it ends this rank and is told)
+        text = traceback.format_exc()
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        reports.send(RankRaised(group=spec.group, rank=spec.rank, traceback=text))
+        # The supervisor ends the whole group for it. A peer that missed this rank first would fence it without a cause.
+        reports.poll(_FAREWELL_S)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _all_groups(config: RunConfig) -> list[GroupId]:
+    return [GroupId(group) for group in range(config.layout.num_groups)]
+
+
+_FAREWELL_S = 5.0
+"""How long a rank that has raised waits to be ended."""
+
+_SAVING_GROUPS = 2
+"""Groups that save their state when the store is gone: one may be lost at the same time."""
+
+
+def _server_key(member: Member, rank: int) -> str:
+    """Where a rank's address stands in the control store."""
+    return f"pieces/{member.group}/{member.incarnation}/{rank}"
+
+
+class _Rank:
+    """One rank's parts, put together."""
+
+    def __init__(self, spec: RankSpec, reports: Connection) -> None:
+        self._spec = spec
+        self._reports = reports
+        self._store = open_store(spec.store)
+        self._log = DecisionLog(self._store)
+        assert spec.page is not None, "who is a rank has its page"
+        self._page = spec.page
+        self._beacon = Beacon(spec.page, pass_times_on(spec.device))
+        self._journal = JournalWriter(spec.run_dir, spec.name, writing=self._beacon.writing)
+        self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
+        ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
+        self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
+        self._controller = Controller(replace(controller_setup(spec.config), ends_at_s=ends_at_s))
+        self._executor: GroupExecutor | None = None
+
+    def run(self) -> ExitCode:
+        """Trains, and turns the ways in which a run may end for this rank into exit codes."""
+        try:
+            self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
+            executor = self._executor = self._build_executor()
+            first = self._come_back(executor) if self._spec.incarnation else self._start(executor)
+            if isinstance(first, Stop):
+                return self._stopped(first)
+            with self._beacon.during(Operation.COMPUTE):
+                return self._stopped(train(self._controller, executor, first, lambda: bool(self._page.end_asked)))
+        except JoinFailed as error:
+            say(error)
+            return ExitCode.JOIN_FAILED
+        except Fenced as error:
+            say(error)
+            return ExitCode.FENCED
+        except StoreLost as error:
+            return self._without_store(error)
+        except GroupBroken as error:
+            return self._broken(error)
+        except RuntimeError as error:
+            if not is_connection_error(error):
+                raise
+            return self._broken(error)
+
+    def close(self) -> None:
+        """Closes the journal. What a full disk does not take of it is missing in the verdict, and is no lost group."""
+        self._beacon.leave()
+        try:
+            self._journal.close()
+        except OSError as error:
+            say(error)
+
+    def _build_executor(self) -> GroupExecutor:
+        spec, config = self._spec, self._spec.config
+        device = choose_device(spec)
+        ranks = self._ranks = join_group(spec, self._store, device)
+        self._trainer = self._build_trainer(device)
+        agreement = self._agreement = GroupAgreement(
+            spec.member,
+            ranks,
+            self._log,
+            config.control.decision_timeout_s,
+            may_come_back=_all_groups(config) if config.spare.rejoins or config.checkpoint.max_restarts else (),
+            fan_in=config.control.vote_fan_in,
+        )
+        relay = open_relay(spec.member, self._store, config) if agreement.is_leader else None
+        voting = Voting(agreement, relay)
+        communicator = CrossGroupCommunicator(
+            group=spec.group,
+            position=spec.rank,
+            device=device,
+            store=self._store,
+            timeout_s=config.reduce.timeout_s,
+            probe=self._probe,
+        )
+        if device.type == "cuda":
+            SumWatch(communicator, lambda: open_store(spec.store), lambda: self._controller.head).start()
+        staging = Staging(self._trainer.gradients.new_staging)
+        reduction = self._build_reduction(voting, communicator, staging)
+        source = self._serve_state()
+        keeping = self._keeping = StateKeeping(spec=spec, trainer=self._trainer, agreement=agreement, probe=self._probe)
+        self._start_over = keeping.start_over(self._store)
+        return GroupExecutor(
+            trainer=self._trainer,
+            voting=voting,
+            reduction=reduction,
+            gather=self._build_gather(agreement, communicator, staging),
+            journal=self._journal,
+            source=source,
+            transfer=self._build_transfer(agreement, source),
+            start_over=self._start_over,
+            join_timeout_s=config.reduce.timeout_s,
+            report=self._reports.send,
+            tells_steps=self._is_first_on_node,
+            probe=self._probe,
+            digests=self._build_digests(agreement),
+            saves=keeping.saves(self._journal, self._reports.send, reduction.save_ends.append),
+        )
+
+    def _build_reduction(self, voting: Voting, communicator: CrossGroupCommunicator, staging: Staging) -> Reduction:
+        bucket_sums = make_bucket_sums(self._spec.group, self._trainer, communicator)
+        repairs = self._build_repairs(voting.agreement, awaits_update=isinstance(bucket_sums, ScatteredBuckets))
+        return Reduction(
+            position=self._spec.rank,
+            trainer=self._trainer,
+            voting=voting,
+            communicator=communicator,
+            bucket_sums=bucket_sums,
+            staging=staging,
+            repairs=repairs,
+            journal=self._journal,
+            probe=self._probe,
+            outlier_factor=self._spec.config.train.gradient_outlier_factor,
+            overlaps=self._spec.config.reduce.overlap,
+        )
+
+    def _build_transfer(self, agreement: GroupAgreement, source: StateSource) -> StateTransfer:
+        return StateTransfer(
+            trainer=self._trainer,
+            agreement=agreement,
+            source=source,
+            find_server=self._find_server,
+            timeout_s=self._spec.config.reduce.timeout_s,
+            probe=self._probe,
+        )
+
+    def _build_trainer(self, device: torch.device) -> GroupTrainer:
+        spec, config = self._spec, self._spec.config
+        # Whoever comes back has no state: its copies of slices are made anew, or loaded.
+        begins = not spec.incarnation and not config.checkpoint.load
+        trainer = GroupTrainer(config, device, self._probe, hosted=self._hosted() if begins else ())
+        if config.data.access == "shared":
+            check_shared_data(trainer.corpus, spec.group, self._store)
+        return trainer
+
+    def _hosted(self) -> tuple[SliceId, ...]:
+        """The slices that the group hosts at the start of the run."""
+        ownership = self._controller.ownership
+        return () if ownership is None else ownership.hosted_by(self._spec.member)
+
+    def _build_digests(self, agreement: GroupAgreement) -> StateDigests:
+        return StateDigests(
+            trainer=self._trainer,
+            agreement=agreement,
+            journal=self._journal,
+            probe=self._probe,
+            every_steps=self._spec.config.train.params_check_every_steps,
+            hosted=() if self._spec.incarnation else self._hosted(),
+        )
+
+    def _build_gather(
+        self, agreement: GroupAgreement, communicator: CrossGroupCommunicator, staging: Staging
+    ) -> ParamsGather | None:
+        """What brings parameters together, where each group updates some of them."""
+        optimizer = self._trainer.stacked
+        if optimizer is None:
+            return None
+        return ParamsGather(
+            optimizer=optimizer,
+            agreement=agreement,
+            communicator=communicator,
+            probe=self._probe,
+            staging=staging,
+        )
+
+    def _build_repairs(self, agreement: GroupAgreement, *, awaits_update: bool) -> GroupRepairs | None:
+        """What makes missing copies of slices, where there are any."""
+        optimizer = self._trainer.stacked
+        if optimizer is None:
+            return None
+        repairs = SliceRepairs(
+            member=self._spec.member,
+            optimizer=optimizer,
+            contents=slice_contents(optimizer),
+            bytes_per_s=self._spec.config.optimizer.repair_mib_per_s * 2**20,
+            awaits_update=awaits_update,
+            find_server=self._find_server,
+            probe=self._probe,
+        )
+        repairs.run_in_background()
+        return GroupRepairs(repairs=repairs, agreement=agreement, journal=self._journal, probe=self._probe)
+
+    def _serve_state(self) -> StateSource:
+        """Lets others read this rank's state from now on, where they find the server in the control store."""
+        optimizer = self._trainer.stacked
+        slices = [] if optimizer is None else slice_contents(optimizer)
+        source = StateSource({content.name: content for content in slices})
+        server = PieceServer(self._store.local_host(), source, self._spec.config.reduce.timeout_s)
+        server.start()
+        self._store.put(_server_key(self._spec.member, self._spec.rank), str(server.address))
+        return source
+
+    def _find_server(self, member: Member) -> Address:
+        """The server of the rank of the same position; it was there before the member took part."""
+        key = _server_key(member, self._spec.rank)
+        return Address.parse(self._store.wait(key, self._spec.config.reduce.timeout_s))
+
+    def _start(self, executor: GroupExecutor) -> deque[Action]:
+        """With all others, at the start of the run."""
+        self._start_over.begin(self._hosted())
+        executor.start(self._controller.step)
+        wait_for_all_groups(self._spec, self._store, self._ranks)
+        self._report_ready()
+        return start(self._controller)
+
+    def _come_back(self, executor: GroupExecutor) -> deque[Action] | Stop:
+        """After a loss, when the others take the group in again, or after a wipe-out with all who are there."""
+        config = self._spec.config
+        catching_up = CatchUp(
+            controller=self._controller,
+            agreement=self._agreement,
+            journal=self._journal,
+            start_over=self._start_over,
+            groups=_all_groups(config),
+            may_restart=config.checkpoint.max_restarts > 0,
+            probe=self._probe,
+            announced=self._report_waiting,
+        )
+        first = catching_up.run()
+        executor.num_restarts = self._controller.restarts.num_restarts
+        return first
+
+    def _report_waiting(self, is_wiped_out: bool) -> None:
+        self._report_ready()
+        if is_wiped_out and self._is_first_on_node:
+            self._reports.send(RestartAwaited(group=self._spec.group))
+
+    def _report_ready(self) -> None:
+        if self._is_first_on_node:
+            self._reports.send(RanksReady(group=self._spec.group))
+
+    def _stopped(self, stop: Stop) -> ExitCode:
+        if isinstance(stop, FinishRun):
+            return ExitCode.FINISHED
+        reason = why_wiped_out(stop) if isinstance(stop, StopWipeOut) else stop.reason
+        if self._spec.rank == 0:
+            self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason))
+        if isinstance(stop, StopHalted):
+            return ExitCode.HALTED
+        is_final = stop.reason or not self._spec.config.checkpoint.max_restarts
+        return ExitCode.WIPE_OUT if is_final else ExitCode.RESTART
+
+    def _broken(self, error: Exception) -> ExitCode:
+        """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""
+        say(error)
+        reason = f"rank {self._spec.rank} {LOST_A_PEER}"
+        try:
+            fence(self._log, self._spec.member, reason, self._controller.head)
+        except StoreLost as lost:
+            return self._without_store(lost)
+        return ExitCode.GROUP_BROKEN
+
+    def _without_store(self, error: StoreLost) -> ExitCode:
+        """Nothing can be decided any more. What has been committed is saved, by as many groups as may be needed."""
+        say(error)
+        if self._executor is None or not self._executor.num_steps or self._executor.lacks_params:
+            return ExitCode.STORE_LOST
+        # Where each group has only some slices of the optimizer state, all of them may be needed.
+        controller, member = self._controller, self._spec.member
+        if member in controller.voters[: None if self._trainer.stacked else _SAVING_GROUPS]:
+            save = SaveCheckpoint(
+                step=self._executor.num_steps, member=member, voters=controller.voters, epoch=controller.epoch
+            )
+            hosts = controller.ownership.hosts if controller.ownership else ()
+            self._keeping.save_alone(replace(save, hosts=hosts))
+        return ExitCode.STORE_LOST
+
+    def _request_fault(self, fault: Fault) -> None:
+        """Inflicts the fault with what this rank is made of, or has others do it and waits until it has struck."""
+        if fault.kind in CORRUPTIONS:
+            corrupt(self._trainer, fault.kind, fault.bit)
+            return
+        if fault.kind == "disk_full":
+            fill_disk(self._journal.fileno(), fault.seconds)
+            return
+        self._reports.send(FaultWanted(fault=fault, pid=os.getpid()))
+        self._reports.recv()
+
+    def _journal_fault(self, fault: Fault) -> None:
+        record = FaultRecord(
+            group=fault.group, rank=fault.rank, step=fault.step, phase=str(fault.phase), kind=fault.kind
+        )
+        self._journal.write(record)
+        self._reports.send(FaultStruck(fault=fault))

@@ -1,0 +1,1 @@
+"""Sums over the groups: communicators, NCCL, buckets, attempts."""

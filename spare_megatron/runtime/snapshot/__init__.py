@@ -1,0 +1,1 @@
+"""Copies of the state in the memory of nodes."""

@@ -1,0 +1,120 @@
+"""The digests of a group's state, as its ranks agree on them, its journal has them and its votes say them."""
+
+from collections.abc import Iterable, Sequence
+
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.slice_actions import StartRepairs
+from spare_megatron.core.slices import SliceCopy
+from spare_megatron.core.topology import SliceId
+from spare_megatron.core.votes import Digests, SliceDigest
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import ParamsRecord
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.process.probe import RankProbe
+from spare_megatron.runtime.vote.agreement import GroupAgreement
+
+
+class StateDigests:
+    """One rank's part in them.
+
+    Args:
+        trainer: The rank's part of the model.
+        agreement: The group's voice.
+        journal: The rank's journal; only leaders write here.
+        probe: Told what the rank is about.
+        every_steps: Steps between comparisons of the state of all groups; 0 for those after a recovery and at the end
+            only.
+        hosted: The slices that the group hosts at first, where there are any.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: GroupTrainer,
+        agreement: GroupAgreement,
+        journal: JournalWriter,
+        probe: RankProbe,
+        every_steps: int,
+        hosted: Sequence[SliceId] = (),
+    ) -> None:
+        self._trainer = trainer
+        self._agreement = agreement
+        self._journal = journal
+        self._probe = probe
+        self._every_steps = every_steps
+        self._hosted = frozenset(hosted)
+        self._copying: frozenset[SliceId] = frozenset()
+        self._unproven: frozenset[SliceId] = frozenset()  # copied since all hosts were last compared
+        self.value = Digests()
+        """What the next vote says of the state; empty where it is not compared."""
+        self.is_wanted = False
+        """Whether state is compared in any case as soon as it is held: after a loss, to save, before hosts let go."""
+
+    def host(self, action: StartRepairs) -> None:
+        """The group hosts other slices from now on."""
+        member = self._agreement.member
+        hosted = frozenset(SliceId(number) for number, row in enumerate(action.hosts) if member in row)
+        # Whatever else comes to be hosted begins here, at the start or from a checkpoint.
+        self._unproven = (self._unproven | (hosted - self._hosted) & self._copying) & hosted
+        self._hosted = hosted
+        self._copying = frozenset(copy.slice for copy in action.copies if copy.receiver == member)
+        self.is_wanted |= action.is_compared
+
+    def proven(self, copies: Iterable[SliceCopy]) -> None:
+        """A commit says that these have been compared."""
+        member = self._agreement.member
+        self._unproven -= {copy.slice for copy in copies if copy.member == member}
+
+    def forget(self) -> None:
+        """The state has changed."""
+        self.value = Digests()
+
+    def hold(self, step: int, num_restarts: int) -> None:
+        """All parameters are those after this many steps. The next vote compares them if due or wanted.
+
+        Collective over: all ranks of the group.
+        """
+        self.forget()
+        if self.is_wanted or (self._every_steps and step % self._every_steps == 0):
+            self.check(step, num_restarts)
+        self.is_wanted = False
+
+    def take(self) -> None:
+        """Takes the digests of the state as it is.
+
+        Collective over: all ranks of the group.
+        """
+        hosted, stacked = sorted(self._hosted), self._trainer.stacked
+        with self._probe.during(Operation.CHECK):
+            own = [self._trainer.params_sha256()]
+            if stacked is not None:
+                own += [stacked.state_sha256(number) for number in hosted]
+        with self._probe.during(Operation.SETTLE):
+            params, *slices = self._agreement.combine_digests(own)
+        self.value = Digests(
+            params=params,
+            slices=tuple(
+                SliceDigest(number, sha256, number not in self._unproven)
+                for number, sha256 in zip(hosted, slices, strict=True)
+            ),
+        )
+
+    def write(self, step: int, num_restarts: int) -> None:
+        """Journals them as those after this many committed steps of a run that has started again so often."""
+        if self._agreement.is_leader:
+            record = ParamsRecord(
+                group=self._agreement.member.group,
+                step=step,
+                sha256=self.value.params,
+                num_restarts=num_restarts,
+                slices={str(digest.slice): digest.sha256 for digest in self.value.slices},
+            )
+            self._journal.write(record)
+
+    def check(self, step: int, num_restarts: int) -> None:
+        """Takes and journals them.
+
+        Collective over: all ranks of the group.
+        """
+        self.take()
+        self.write(step, num_restarts)

@@ -1,0 +1,192 @@
+"""The state of a group that comes back: rank j of a donor offers its own, rank j of the newcomer takes it over."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from spare_megatron.core.liveness import Operation
+from spare_megatron.core.messages import AdmitGroups
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.pieces import Piece, pieces_of
+from spare_megatron.core.topology import Member
+from spare_megatron.mcore.state import ForeignState, IncomingState
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.process.probe import RankProbe
+from spare_megatron.runtime.state.join import JoinFailed
+from spare_megatron.runtime.state.piece_client import PieceClient
+from spare_megatron.runtime.state.state_source import Content, StateSource
+from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.runtime.wire.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+
+_POLL_S = 0.005
+_LOG_POLL_S = 0.010
+_DESCRIPTION, _TENSORS = "description", "tensors"
+"""The two parts of a state, as they are offered."""
+
+
+class StateTransfer:
+    """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes.
+
+    The donor goes on meanwhile: its state does not change before the next update, which needs the newcomer.
+
+    Args:
+        trainer: The rank's part of the model.
+        agreement: The group's voice.
+        source: What others may read of this rank's state.
+        find_server: Where the rank of the same position of a member serves its state.
+        timeout_s: Longest wait for a donor to come so far, and for each piece of its state.
+        probe: Told before a transfer begins, and that the rank is there while it waits.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: GroupTrainer,
+        agreement: GroupAgreement,
+        source: StateSource,
+        find_server: Callable[[Member], Address],
+        timeout_s: float,
+        probe: RankProbe,
+    ) -> None:
+        self._trainer = trainer
+        self._agreement = agreement
+        self._source = source
+        self._find_server = find_server
+        self._timeout_s = timeout_s
+        self._probe = probe
+
+    def run(self, action: AdmitGroups, head: int, *, has_state: bool) -> None:
+        """Offers the state to those this group is the donor of, or takes it.
+
+        Args:
+            action: Who is admitted, and who gives to whom.
+            head: Entries of the log folded so far.
+            has_state: Whether this group has a state to give: all parameters are those of this step.
+
+        Raises:
+            JoinFailed: The state has not come.
+        """
+        for newcomer, donor in zip(action.members, action.donors, strict=True):
+            if self._agreement.member == donor:
+                self._probe.between_steps(action.step, Phase.JOIN)
+                self._offer(action.step, has_state)
+            elif self._agreement.member == newcomer:
+                self._probe.between_steps(action.step, Phase.JOIN)
+                self._take(action.step, donor, head)
+        self._probe.between_steps(action.step, Phase.JOIN_CONFIRM)
+
+    def _offer(self, step: int, has_state: bool) -> None:
+        if not has_state:
+            self._source.offer(step, {_DESCRIPTION: LengthFirst(b"")})
+            return
+        state = self._trainer.outgoing_state()
+        tensors = _Told(state.tensors, self._probe)
+        self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: tensors})
+
+    def _take(self, step: int, donor: Member, head: int) -> None:
+        fetch = _Fetch(self._find_server(donor), step, self._trainer, self._timeout_s, self._probe)
+        fetch.start()
+        ask_log_at_s = 0.0
+        while fetch.is_alive():
+            fetch.join(_POLL_S)
+            self._probe.progress()
+            if time.monotonic() >= ask_log_at_s:
+                if self._agreement.is_lost(donor, head):
+                    raise JoinFailed(f"group {donor.group} was lost before it had given its state")
+                ask_log_at_s = time.monotonic() + _LOG_POLL_S
+        if fetch.state is None:
+            raise JoinFailed(f"group {donor.group} did not give its state: {fetch.failure}")
+        with self._probe.during(Operation.CHECK), self._source.changing(step):
+            fetch.state.install()
+
+
+class _Fetch(threading.Thread):
+    """Fetches the state of another rank into this one's tensors, beside the main thread.
+
+    Attributes:
+        state: The state, when all of its bytes are here.
+        failure: Why they are not, for people.
+    """
+
+    def __init__(
+        self, server: Address, step: int, trainer: GroupTrainer, timeout_s: float, probe: Callable[[Phase], None]
+    ) -> None:
+        super().__init__(name="fetch-state", daemon=True)
+        self._server = server
+        self._step = step
+        self._trainer = trainer
+        self._timeout_s = timeout_s
+        self._probe = probe
+        self.state: IncomingState | None = None
+        self.failure = "it ended early"
+
+    def run(self) -> None:
+        try:
+            with contextlib.closing(PieceClient(self._server, self._timeout_s)) as client:
+                description = self._description(client)
+                if not description:
+                    self.failure = "it lacks parameters itself"
+                    return
+                state = self._trainer.incoming_state(description)
+                for piece in pieces_of(state.tensors.num_bytes):
+                    state.tensors.write(piece, client.fetch(_TENSORS, self._step, piece))
+                    if not piece.start:
+                        self._probe(Phase.JOIN_TRANSFER)
+                self.state = state
+        except (TransferBroken, NotOffered, WrongStep, ForeignState) as error:
+            self.failure = str(error)
+
+    def _description(self, client: PieceClient) -> bytes:
+        """All but the tensors, as soon as the donor has come so far."""
+        end_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                length = client.fetch(_DESCRIPTION, self._step, LengthFirst.PIECE)
+                break
+            except (NotOffered, WrongStep) as error:
+                is_too_late = isinstance(error, WrongStep) and error.present > self._step
+                if is_too_late or time.monotonic() > end_s:
+                    raise
+            time.sleep(_POLL_S)
+        pieces = LengthFirst.pieces(length)
+        return b"".join(client.fetch(_DESCRIPTION, self._step, piece) for piece in pieces)
+
+
+class _Told:
+    """Content that a probe is told of before the first of it is given."""
+
+    def __init__(self, content: Content, probe: Callable[[Phase], None]) -> None:
+        self._content = content
+        self._probe = probe
+        self.num_bytes = content.num_bytes
+
+    def read(self, piece: Piece) -> bytes:
+        if not piece.start:
+            self._probe(Phase.JOIN_TRANSFER)
+        return self._content.read(piece)
+
+
+class LengthFirst:
+    """Bytes to be read in pieces by who does not know how many they are.
+
+    >>> content = LengthFirst(b"abc")
+    >>> b"".join(content.read(piece) for piece in LengthFirst.pieces(content.read(LengthFirst.PIECE)))
+    b'abc'
+    """
+
+    PIECE = Piece(0, 8)
+    """Holds the length."""
+
+    def __init__(self, content: bytes) -> None:
+        self._data = len(content).to_bytes(self.PIECE.size) + content
+        self.num_bytes = len(self._data)
+
+    def read(self, piece: Piece) -> bytes:
+        return self._data[piece.start : piece.stop]
+
+    @classmethod
+    def pieces(cls, length: bytes | memoryview) -> Iterator[Piece]:
+        """The pieces of the content, from the bytes that hold its length."""
+        for piece in pieces_of(int.from_bytes(length)):
+            yield Piece(piece.start + cls.PIECE.stop, piece.stop + cls.PIECE.stop)

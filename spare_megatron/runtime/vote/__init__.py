@@ -1,0 +1,1 @@
+"""A group's voice: agreement between its ranks, its vote, the decisions that it hears."""

@@ -1,0 +1,1 @@
+"""What goes over sockets between processes: formats alone."""

@@ -13,7 +13,7 @@ What it takes, read in the sources of torch 2.13 and NCCL 2.30:
     `abort()` waits for NCCL, which frees memory and so may wait for kernels of other communicators: those that hang
         need an abort of their own. So each has a thread.
     A sum that was aborted looks complete afterwards, so that somebody has to remember.
-    A kernel that waits for a lost member may hold up what the GPU is asked for after it: see `runtime.reduce.sum_watch`.
+    A kernel that waits for a lost member may hold up what the GPU is asked for after it (`runtime.reduce.sum_watch`).
     `dist.shrink_group` is no way around: it is for groups that are registered in a world, and where a member is dead
         it destroys the old communicator, which waits for that member from NCCL 2.31 on.
 """

@@ -4,7 +4,8 @@ The state does not change from one update to the next, so that it is copied whil
 update waits for the copy. The thread has a process group of its own, for collectives of two threads on one would mix.
 A save that fails leaves nothing visible and every earlier checkpoint as it was; training goes on.
 
-Where the optimizer's state is cut into slices, all their hosts take part in every save (`runtime.checkpoint.slice_saver`).
+Where the optimizer's state is cut into slices, all their hosts take part in every save
+(`runtime.checkpoint.slice_saver`).
 """
 
 import contextlib

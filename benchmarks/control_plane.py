@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.control_plane_groups import TIMEOUT_S, Load, measure, quantiles
 from benchmarks.control_plane_log import measure_log
 from benchmarks.origin import origin
+from spare_megatron.control.decision_log import entry_key
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
 from spare_megatron.control.tcp_store import serve
@@ -44,11 +45,11 @@ def measure_failover(etcd: Path, num_kills: int) -> dict[str, object]:
             )
             for index in range(NUM_WRITES):
                 began_s = time.monotonic()
-                store.put_if_absent(f"log/{index}", "x" * 200)
+                store.put_if_absent(entry_key(index), "x" * 200)
                 writes_s.append(time.monotonic() - began_s)
             cluster.kill(cluster.leader())
             began_s = time.monotonic()
-            store.put_if_absent(f"log/{NUM_WRITES}", "x" * 200)
+            store.put_if_absent(entry_key(NUM_WRITES), "x" * 200)
             gaps_s.append(time.monotonic() - began_s)
     return {
         "compare_and_set_ms": quantiles(writes_s),

@@ -180,13 +180,13 @@ def main(
     """Print the paper's table beside simulations of every policy."""
     came_from = origin()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with explained_errors("paper_table"):
+    with explained_errors("paper_table"):
+        try:
             rows = ROWS if sweep is None else sweep_rows(parse_redundancies(sweep))
             lines = table(rows, steps, seeds, jobs or default_jobs(), None if out is None else ResultFile(out))
-    except KeyboardInterrupt:
-        print("paper_table: interrupted" + ("" if out is None else f"; goes on from {out}"), file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+        except KeyboardInterrupt:
+            print("paper_table: interrupted" + ("" if out is None else f"; goes on from {out}"), file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
     if as_json:
         facts = {"kind": "simulated", "steps": steps, "seeds": seeds}
         print(json.dumps({**came_from, **facts, "ratio": ratios(lines), "rows": lines}, indent=2))

@@ -80,6 +80,15 @@ class _Hanging:
         """Never asked to."""
 
 
+class _LeftBehind(DetachedSink):
+    """Told of the end as the others are, after the steps that are measured, and not waited for as long."""
+
+    def close(self) -> None:
+        patience_s, metric_sinks.CLOSE_TIMEOUT_S = metric_sinks.CLOSE_TIMEOUT_S, 1.0
+        super().close()
+        metric_sinks.CLOSE_TIMEOUT_S = patience_s
+
+
 def run_gated_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs in a rank's process: no span is written in the other steps."""
     add = spans.SpanRecorder._add
@@ -99,8 +108,7 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
     def open_all(*arguments: Any) -> list[Sink]:
         sinks = open_sinks(*arguments)
         if hangs:
-            metric_sinks.CLOSE_TIMEOUT_S = 1.0  # at the end, which is not measured
-            sinks.append(DetachedSink("hanging", _Hanging, left_behind.append))
+            sinks.append(_LeftBehind("hanging", _Hanging, left_behind.append))
         return [_Gated(sink) for sink in sinks]
 
     run.open_sinks = open_all

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from spare_megatron.control.decision_log import entry_key
 from spare_megatron.core.messages import Fence, encode_entry
 from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.mcore.checkpoint import METADATA_FNAME
@@ -54,7 +55,7 @@ def run_all(savers: Sequence[SliceSaver]) -> list[Future[bool]]:
 
 
 def fence(store: DictStore, index: int, member: Member) -> None:
-    store.put(f"log/{HEAD + index}", encode_entry(Fence(group=member.group)))
+    store.put(entry_key(HEAD + index), encode_entry(Fence(group=member.group)))
 
 
 def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.decision_log import DecisionLog, entry_key
 from spare_megatron.control.store import StoreTimeout
 from spare_megatron.core.messages import Commit, Fence, encode_entry
 from spare_megatron.core.topology import GroupId, Member
@@ -160,9 +160,9 @@ def test_who_has_not_voted_in_time_is_put_out_and_not_who_waits_for_it() -> None
     fence = everybody[0].voting.read_entry(0)
     assert isinstance(fence, Fence)
     assert fence.group == 2
-    assert fence.reason == "it has not voted on attempt 0: log/0 was not written within 50 s"
+    assert fence.reason == f"it has not voted on attempt 0: {entry_key(0)} was not written within 50 s"
     assert everybody[3].voting.read_entry(0) == fence
-    assert [key for key in data if key.startswith("log/")] == ["log/0"]
+    assert [key for key in data if key.startswith("log/")] == [entry_key(0)]
     with pytest.raises(StoreTimeout):
         everybody[0].voting.read_entry(1)  # group 2 is out, and nobody else is to blame
 
@@ -173,7 +173,7 @@ def test_a_decision_that_does_not_come_although_all_have_voted_puts_nobody_else_
         everybody[number].vote(0)
     with pytest.raises(StoreTimeout):
         everybody[0].voting.read_entry(0)
-    assert "log/0" not in data
+    assert entry_key(0) not in data
 
 
 def test_votes_for_less_than_the_whole_sum_cost_no_more() -> None:
@@ -188,9 +188,9 @@ def test_a_relay_that_is_told_of_a_loss_waits_for_nobody_and_sends_its_block_to_
     everybody, data = leaders()
     for leader in everybody[1], everybody[0]:
         assert leader.vote(0) is None
-    data["log/0"] = encode_entry(Commit(step=0, attempt=0))
+    data[entry_key(0)] = encode_entry(Commit(step=0, attempt=0))
     assert everybody[0].voting.read_entry(0) == everybody[1].voting.read_entry(0)
-    data["log/1"] = encode_entry(Fence(group=GroupId(3), reason="killed"))
+    data[entry_key(1)] = encode_entry(Fence(group=GroupId(3), reason="killed"))
     assert everybody[0].vote(1, is_complete=False) is None
     assert everybody[1].vote(1, is_complete=False) is None
     assert [leader.store.num_casts for leader in everybody[:2]] == [2, 1]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -11,6 +12,12 @@ from tests.integration.etcd_cluster import find_etcd
 from tests.integration.text_corpus import write_text_corpus
 
 DEVICE_FILES = Path("/dev")
+
+
+def pytest_configure() -> None:
+    """Started in the background of a shell it would ignore Ctrl-C, and so would all that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -286,14 +286,14 @@ def stop_a_sweep(out: Path, number: signal.Signals) -> tuple[int, str, list[psut
     with (out.parent / "stderr").open("w+") as stderr:
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
         try:
-            deadline_s = time.monotonic() + 120
+            deadline_s = time.monotonic() + 60
             while not (out.exists() and out.read_text().count("\n") >= 2):
                 assert child.poll() is None
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
             processes = psutil.Process(child.pid).children(recursive=True)
             os.kill(child.pid, number)
-            code = child.wait(timeout=120)  # tests of other sessions may have most of the processors
+            code = child.wait(timeout=30)
         finally:
             child.kill()
             child.wait(timeout=30)
@@ -311,7 +311,6 @@ def left_over(processes: list[psutil.Process]) -> list[psutil.Process]:
     return left
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_ends_its_processes_and_keeps_what_is_done(tmp_path: Path, number: signal.Signals) -> None:
     code, said, processes = stop_a_sweep(tmp_path / "results.jsonl", number)
@@ -322,7 +321,6 @@ def test_an_interrupted_sweep_ends_its_processes_and_keeps_what_is_done(tmp_path
     assert "Traceback" not in said
 
 
-@pytest.mark.timeout(400)
 def test_a_sweep_that_is_killed_leaves_no_processes(tmp_path: Path) -> None:
     """As is one in a benchmark, which has no handler, by SIGTERM."""
     code, _, processes = stop_a_sweep(tmp_path / "results.jsonl", signal.SIGKILL)

@@ -4,9 +4,8 @@
 2. Agreement: a step is committed once, on one attempt; whoever applies it goes to the same parameters.
 3. A decision is written by a member, needs the vote of every member of that moment, and follows from their votes
    alone. So nothing that a fenced group does later can change one. A fenced group may still apply the commits that
-   stand before its fence in the log, never one behind it.
-   The same holds for a group that came back and its earlier incarnations. A fence ends the life that it names and those
-   before it, none after.
+   stand before its fence in the log, never one behind it. The same holds for a group that came back and its earlier
+   incarnations. A fence ends the life that it names and those before it, none after.
 4. When the faults stop, all steps are committed, unless a shard has no host left, or there is no group.
 5. Where members that voted on an attempt have compared parameters, or hosts of a slice its state, and differ, it is
    never committed; whoever is put out for it does have wrong ones; the run halts only if there is no majority. With
@@ -318,8 +317,13 @@ class Invariants:
         """What the member has saved after so many steps is not to be used."""
         self.counts["refused checkpoint"] += 1
         self.counts["refused last checkpoint"] += step == self._num_steps
-        is_anybodys = self.slices.exist or self._is_halted
+        is_anybodys = self.slices.exist or self._is_halted or self._was_lost_uncompared(member, step)
         self.saves.refused(process, step, member, None if is_anybodys else self._corrupted)
+
+    def _was_lost_uncompared(self, member: Member, step: int) -> bool:
+        """Whether it was lost before a commit has compared what there is after so many steps."""
+        times = (*self._commits.values(), (self.step, self.members))
+        return any(tuple(member) not in members for of, members in times if of == step)
 
     def has_params(self, process: str, generation: int, step: int, params: str) -> None:
         """A process has these parameters after this many steps, since that many restarts."""

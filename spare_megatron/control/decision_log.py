@@ -1,11 +1,11 @@
 """The append-only log of decisions, and the votes that lead to one.
 
 Keys: `log/{index}` holds entry `index`, with as many zeros before it that the order of their texts is theirs. It is
-written once, by compare-and-set. `broken/{index}` says that what all groups do
-together before it is broken. `vote/{attempt}/{group}/{incarnation}` holds the votes on an attempt that this group has
-written: its own, and as a relay those of others. `votes/{attempt}` counts votes, one that several have written as often
-as that. Nobody asks for the vote of an incarnation that is no member, so it cannot stand for that of another. Entries
-and votes are text here; their meaning belongs to `core.messages` and `core.votes`.
+written once, by compare-and-set. `broken/{index}` says that what all groups do together before it is broken.
+`vote/{attempt}/{group}/{incarnation}` holds the votes on an attempt that this group has written: its own, and as a
+relay those of others. `votes/{attempt}` counts votes, one that several have written as often as that. Nobody asks for
+the vote of an incarnation that is no member, so it cannot stand for that of another. Entries and votes are text here;
+their meaning belongs to `core.messages` and `core.votes`.
 """
 
 import json

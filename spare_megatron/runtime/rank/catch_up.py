@@ -1,8 +1,7 @@
 """A group that was started again: it reads the log from its first entry, and waits until an entry names it.
 
-A log of months takes long to read, which counts as progress and not as hanging.
-
-That is a commit which admits it beside the others or, after a wipe-out, the restart.
+That is a commit which admits it beside the others or, after a wipe-out, the restart. A log of months takes long to
+read, which counts as progress and not as hanging.
 """
 
 import time

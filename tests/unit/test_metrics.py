@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.util.tensor_util import make_ndarray
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig, SpareConfig
@@ -223,6 +223,17 @@ def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Pat
     assert len(whole.taken) == 10
 
 
+def test_a_sink_that_rests_has_everything_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spare_megatron.metrics.sink.REST_S", 3600.0)
+    kept = ListSink()
+    sink = DetachedSink("whole", lambda: kept, pytest.fail)
+    for step in range(100):
+        sink.write({"step": step})
+    sink.close()
+    assert [values["step"] for values in kept.taken] == list(range(100))
+    assert kept.is_closed
+
+
 def test_a_sink_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spare_megatron.metrics.sink.CLOSE_TIMEOUT_S", 0.01)
     goes_on = threading.Event()
@@ -283,9 +294,11 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     assert not failures
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    read = [(item.step, float(make_ndarray(item.tensor_proto))) for item in events.Tensors("train/loss")]
-    assert read == [(0, 5.0), (1, 4.0), (2, 3.0)]
-    assert events.SummaryMetadata("train/loss").plugin_data.plugin_name == "scalars"
+    assert [(item.step, item.value) for item in events.Scalars("train/loss")] == [(0, 5.0), (1, 4.0), (2, 3.0)]
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    shown = {value.tag: value for event in EventFileLoader(str(path)).Load() for value in event.summary.value}
+    assert shown["train/loss"].metadata.plugin_data.plugin_name == "scalars"  # as the page itself reads it
+    assert set(shown) == set(events.Tags()["scalars"])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in lines] == [5.0, 4.0, 3.0]
 

@@ -5,9 +5,12 @@ import json
 import os
 import signal
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -23,7 +26,26 @@ from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.processes import log_to_file
 
+OUR_FAULT = 70
+"""Exit status of a group in which what failed is ours, not the peer's."""
+
 _PR_SET_PDEATHSIG = 1
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _or_ends(ours: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Ends the process where this fails: a peer would take it for a failed transfer, and have that in its figures."""
+
+    @wraps(ours)
+    def call(*arguments: _P.args, **named: _P.kwargs) -> _T:
+        try:
+            return ours(*arguments, **named)
+        except Exception:  # noqa: BLE001  (whatever it is)
+            traceback.print_exc()
+            os._exit(OUR_FAULT)
+
+    return call
 
 
 def begin_group(config: RunConfig, group: int, folder: Path) -> None:
@@ -62,13 +84,16 @@ class PeerGroup:
         """Here a fault may strike."""
         self._injector(phase)
 
+    @_or_ends
     def state(self) -> dict[str, Any]:
         """A copy of the whole state between two updates: what a group of ours gives to one that comes back."""
         outgoing = self._trainer.outgoing_state()
         tensors = torch.empty(outgoing.tensors.num_bytes, dtype=torch.uint8)
-        outgoing.tensors.copy_to(tensors)
+        for part, place in outgoing.tensors.beside(tensors):
+            place.copy_(part)
         return {"description": outgoing.description, "tensors": tensors}
 
+    @_or_ends
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over what `state` gave on another group."""
         incoming = self._trainer.incoming_state(state["description"])

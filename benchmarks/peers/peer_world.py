@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.peer_group import OUR_FAULT
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.trace import resolve_trace
 
@@ -49,7 +50,7 @@ def run_groups(config: RunConfig, train: Callable[..., None], folder: Path, *, r
         restarts: Whether a group that ends early is started again at once.
 
     Raises:
-        RuntimeError: A group that no fault hits did not come to the end.
+        RuntimeError: A group that no fault hits did not come to the end; or what failed is ours.
     """
     groups = range(config.layout.num_groups)
     up = _FORK.Barrier(len(groups))
@@ -69,7 +70,7 @@ def run_groups(config: RunConfig, train: Callable[..., None], folder: Path, *, r
             process.join()
             if process.exitcode == 0:
                 left.discard(group)
-            elif group in left:
+            elif group in left or process.exitcode == OUR_FAULT:
                 raise RuntimeError(f"group {group} ended with {process.exitcode}: see {folder}")
             elif restarts:
                 processes[group] = _FORK.Process(target=train, args=(group, None))

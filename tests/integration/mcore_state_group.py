@@ -2,10 +2,12 @@
 
 import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.peers.peer_group import PeerGroup
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.pieces import Piece
 from spare_megatron.mcore import optimizer
@@ -103,6 +105,17 @@ def hand_over(donor: GroupTrainer, newcomer: GroupTrainer) -> int:
         incoming.tensors.write(piece, memoryview(bytearray(outgoing.tensors.read(piece))))
     incoming.install()
     return outgoing.tensors.num_bytes
+
+
+def peers_hand_over(config: RunConfig, folder: Path) -> tuple[bytes, bytes, bytes]:
+    """All bytes of one group's state, and those of another's before it took them over and after."""
+    donor, newcomer = (PeerGroup(config, number, folder) for number in range(2))
+    trained = donor.state()
+    trained["tensors"] += 1
+    donor.load_state(trained)
+    before = newcomer.state()["tensors"].numpy().tobytes()
+    newcomer.load_state(donor.state())
+    return trained["tensors"].numpy().tobytes(), before, newcomer.state()["tensors"].numpy().tobytes()
 
 
 def refusal_of_another_model(config: RunConfig) -> str:

@@ -40,6 +40,14 @@ def test_a_fused_adam_and_torchs_go_on_from_each_others_state(text_corpus: Path)
     assert found == [{3.0}] * 5
 
 
+def test_groups_of_the_peers_in_benchmarks_hand_their_state_on(text_corpus: Path, tmp_path: Path) -> None:
+    """Where that fails, torchft tries again for ever: the benchmark would hold it against torchft."""
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
+    prepare_index(config)
+    ((donor, before, after),) = run_group(group.peers_hand_over, config, tmp_path)
+    assert before != donor == after
+
+
 def test_the_state_of_another_model_is_refused(text_corpus: Path) -> None:
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2))
     prepare_index(config)

@@ -1,7 +1,7 @@
 """Many simulations: which cases there are, which are still to be done, and what they say together.
 
 A case is one scenario with one seed. Its digest names it in a file of results, so that a sweep that was interrupted
-goes on where it stopped, and results of other scenarios or of another version are never taken for its own.
+goes on where it stopped, and results of other scenarios or of other code are never taken for its own.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
-from spare_megatron import __version__
+from spare_megatron.config.own_code import code_digest
 from spare_megatron.core.order import Granularity
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.scenario import Policy, Scenario
@@ -23,6 +23,8 @@ from spare_megatron.simulator.world import Stalled
 Clock = Callable[[], float]
 
 _CONFIDENCE = 0.95
+_CODE = ("core", "planner", "simulator")
+"""The packages whose code decides what a simulation comes to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,8 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Names the case among all scenarios, seeds and versions."""
-        return hashlib.sha256(f"{__version__} {self.seed} {self.scenario!r}".encode()).hexdigest()[:24]
+        """Names the case among all scenarios, seeds and states of the code."""
+        return hashlib.sha256(f"{code_digest(*_CODE)} {self.seed} {self.scenario!r}".encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

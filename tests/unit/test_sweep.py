@@ -64,6 +64,13 @@ def test_a_digest_names_scenario_and_seed() -> None:
     assert cases[0].digest == cases[-1].digest
 
 
+def test_a_result_of_other_code_is_not_taken_for_one_of_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(scenario=BASE, seed=0)
+    before = case.digest
+    monkeypatch.setattr("spare_megatron.simulator.sweep.code_digest", lambda *_: "other")
+    assert case.digest != before
+
+
 def test_a_sweep_goes_on_where_its_file_ends() -> None:
     cases = cases_of(grid(BASE, VARIANTS, (2,)), 1)
     done = [simulated(case) for case in cases[:2]]

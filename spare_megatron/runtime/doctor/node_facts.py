@@ -1,6 +1,5 @@
 """What a node finds when it looks at itself before a run."""
 
-import hashlib
 import os
 import platform
 import re
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 from spare_megatron import __version__
 from spare_megatron.config.node_facts import Gpu, NodeFacts, Rate
+from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import ControlConfig, DataConfig
 
 _PACKAGES = ("megatron-core", "transformer-engine")
@@ -105,14 +105,10 @@ def _version(package: str) -> str:
 
 
 def _own_versions() -> dict[str, str]:
-    """Python's, and our own with a digest of the code: a checkout changes without its version."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parents[1]
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    """Python's, and our own with a digest of all of the code."""
     return {
         "Python": platform.python_version(),
-        "spare_megatron": f"{__version__} ({digest.hexdigest()[:12]})",
+        "spare_megatron": f"{__version__} ({code_digest()[:12]})",
     }
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from spare_megatron import __version__
 from spare_megatron.config.exports import write_with_exports
+from spare_megatron.config.own_code import commit
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
@@ -113,7 +113,8 @@ def _run(
     make_driver: Callable[..., Driver],
 ) -> Summary:
     write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
-    (run_dir / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
+    origin = {"version": __version__, "commit": commit()}
+    (run_dir / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
     journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
     journal.write(_run_record(config, faults))
 
@@ -164,19 +165,6 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
             for fault in faults
         ],
     )
-
-
-def _origin() -> dict[str, str]:
-    """Which code ran: the version, and the commit where the package stands in a checkout."""
-    folder = Path(__file__).resolve().parent
-    found = subprocess.run(
-        ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
-    )
-    return {"version": __version__, "commit": found.stdout.strip() if found.returncode == 0 else "unknown"}
 
 
 def _can_listen(address: str) -> bool:

@@ -1,0 +1,95 @@
+"""Which code a run, a figure or a node has: digests see all of it, and no other project's commit is taken for ours."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import spare_megatron
+from spare_megatron.config import own_code
+from spare_megatron.config.own_code import UNKNOWN, code_digest, commit
+from spare_megatron.runtime.doctor import node_facts
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package of ours with two others in it."""
+    folder = tmp_path / "checkout" / "ours"
+    for name in ("", "core", "runtime/doctor"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "__init__.py").write_text(f"# {name}\n")
+    monkeypatch.setattr(own_code, "PACKAGE", folder)
+    code_digest.cache_clear()
+    yield folder
+    code_digest.cache_clear()
+
+
+def digest(*packages: str) -> str:
+    code_digest.cache_clear()
+    return code_digest(*packages)
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True, timeout=30)
+
+
+def test_a_change_anywhere_in_the_code_changes_its_digest(package: Path) -> None:
+    seen = {digest()}
+    for name in ("__init__.py", "core/__init__.py", "runtime/doctor/__init__.py"):
+        (package / name).write_text("changed\n")
+        seen.add(digest())
+    assert len(seen) == 4
+
+
+def test_a_digest_of_some_packages_does_not_see_the_others(package: Path) -> None:
+    before = digest("core")
+    (package / "runtime/doctor/__init__.py").write_text("changed\n")
+    assert digest("core") == before
+    (package / "core/__init__.py").write_text("changed\n")
+    assert digest("core") != before
+
+
+def test_a_node_tells_the_digest_of_the_whole_package() -> None:
+    """It told that of the runtime alone once, when its module had moved there."""
+    assert Path(spare_megatron.__file__).resolve().parent == own_code.PACKAGE
+    told = node_facts._own_versions()["spare_megatron"]
+    assert told == f"{spare_megatron.__version__} ({code_digest()[:12]})"
+
+
+@needs_git
+def test_the_commit_is_that_of_the_checkout_and_says_whether_it_was_changed(package: Path) -> None:
+    git(package.parent, "init", "-q")
+    git(package.parent, "add", ".")
+    git(package.parent, "commit", "-q", "-m", "all")
+    found = commit()
+    assert len(found) == 40
+    assert commit(num_digits=7) == found[:7]
+    (package / "core/__init__.py").write_text("changed\n")
+    assert commit() == f"{found}-dirty"
+
+
+@needs_git
+def test_the_commit_of_another_project_is_not_taken_for_ours(package: Path) -> None:
+    """As where the package is installed in a virtual environment within a checkout."""
+    git(package.parent, "init", "-q")
+    git(package.parent, "commit", "-q", "--allow-empty", "-m", "another project")
+    assert commit() == UNKNOWN
+
+
+def test_without_git_the_commit_is_unknown(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run must not end for it: minimal images have none."""
+    monkeypatch.setenv("PATH", str(package))
+    assert commit() == UNKNOWN
+
+
+def test_a_checkout_that_does_not_answer_is_unknown(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, 10.0)
+
+    monkeypatch.setattr("spare_megatron.config.own_code.subprocess.run", hang)
+    assert commit() == UNKNOWN

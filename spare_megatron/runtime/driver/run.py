@@ -36,6 +36,7 @@ from spare_megatron.runtime.process.lock import LOCK, locked
 from spare_megatron.runtime.process.reports import CheckpointRejected, RunEvent, Starting
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 
+_MOST_NOTE_BYTES = 1 << 16
 _DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
 
 
@@ -181,9 +182,23 @@ def _can_listen(address: str) -> bool:
 
 
 def _corpus_vocab_size(prefix: Path) -> int | None:
-    """The vocabulary that the corpus was written with, where it says so."""
+    """The vocabulary that the corpus was written with, where it says so.
+
+    Raises:
+        ValueError: What should say so says something else.
+    """
     note = prefix.with_name(prefix.name + ".json")
-    return int(json.loads(note.read_text())["vocab_size"]) if note.is_file() else None
+    if not note.is_file():
+        return None
+    with note.open("rb") as file:
+        text = file.read(_MOST_NOTE_BYTES)  # Megatron's own tools read text from files of such names
+    try:
+        return int(json.loads(text)["vocab_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{note} does not say with which vocabulary data.corpus={prefix} was written, as `spare preprocess` notes "
+            f"it there: write the corpus anew, or move that file away"
+        ) from error
 
 
 def _count_gpus() -> int:

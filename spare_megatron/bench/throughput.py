@@ -16,7 +16,7 @@ from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.runtime.driver.run import look_at_machine, start_run
 from spare_megatron.runtime.driver.telemetry import split_of_step
-from spare_megatron.runtime.process.reports import RanksStarted, RunEvent, StepCommitted
+from spare_megatron.runtime.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
 
 NUM_WARMUP = 5
 """Steps at the start of each run that are not measured."""
@@ -81,9 +81,10 @@ class Throughput:
 
 
 def training_alone(config: RunConfig) -> RunConfig:
-    """The configuration without faults, checkpoints, snapshots and metrics, which are no part of what is compared."""
+    """The configuration without faults, checkpoints, snapshots, metrics and an end by time: none of it is compared."""
     return dataclasses.replace(
         config,
+        train=dataclasses.replace(config.train, max_minutes=None),
         faults=FaultsConfig(),
         checkpoint=CheckpointConfig(),
         snapshot=SnapshotConfig(),
@@ -178,6 +179,7 @@ def _plain(config: RunConfig) -> Run:
 
 def _ours(config: RunConfig) -> Run:
     pids: set[int] = set()
+    losses: list[str] = []
     splits: list[Mapping[str, float]] = []
     memories: list[Memory] = []
 
@@ -185,6 +187,8 @@ def _ours(config: RunConfig) -> Run:
         match event:
             case RanksStarted():
                 pids.update(event.pids.values())
+            case GroupLost():
+                losses.append(f"group {event.group}: rank {event.rank}: {event.cause}")
             case StepCommitted(group=0):
                 if event.step >= NUM_WARMUP:
                     splits.append(split_of_step(event.split_s))
@@ -195,7 +199,13 @@ def _ours(config: RunConfig) -> Run:
         folder = Path(scratch) / "run"
         summary = start_run(config, folder, take)
         if summary.outcome != "finished" or summary.verdict != "valid":
-            raise RuntimeError(f"the run {summary.outcome}, {summary.verdict}: {', '.join(summary.reasons)}")
+            reasons = ", ".join(filter(None, (summary.outcome_reason, *summary.reasons)))
+            raise RuntimeError(f"the run {summary.outcome}, {summary.verdict}: {reasons}")
+        if summary.groups_lost:
+            raise RuntimeError(
+                f"groups were lost {summary.groups_lost} times, so that the run says nothing of steps while nothing "
+                f"fails: {'; '.join(losses)}"
+            )
         lines = [line for line in read_journal(folder).lines if line.source == "group-0000-rank-0"]
     ends = [line.at_s for line in lines if isinstance(line.record, UpdateRecord)]
     split_s = {name: statistics.median(split[name] for split in splits) for name in splits[0]}

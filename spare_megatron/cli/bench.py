@@ -13,7 +13,7 @@ from rich.table import Table
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
-from spare_megatron.cli.running import load_runnable
+from spare_megatron.cli.running import interrupt_by_signals, load_runnable
 
 if TYPE_CHECKING:
     from spare_megatron.bench.throughput import Speed, Throughput
@@ -41,16 +41,18 @@ def throughput(
 ) -> None:
     """Train a configuration while nothing fails, beside plain Megatron on the same model, data and settings.
 
-    Faults, checkpoints, snapshots and metrics of the preset are left out. Operations of the model are counted as 2 for
-    each element of a matrix that a token is multiplied with, and 4 x sequence length x width of all heads a layer for
-    attention, three times for forward and backward pass; redundant and recomputed ones do not count. MFU is these over
-    metrics.peak_tflops.
+    Faults, checkpoints, snapshots, metrics and train.max_minutes of the preset are left out. Operations of the model
+    are counted as 2 for each element of a matrix that a token is multiplied with, and 4 x sequence length x width of
+    all heads a layer for attention, three times for forward and backward pass; redundant and recomputed ones do not
+    count. MFU is these over metrics.peak_tflops.
 
-    Exit codes: 0 measured, 1 a run failed, 2 the configuration cannot run.
+    Exit codes: 0 measured, 1 a run failed or lost a group, 2 the configuration cannot run, 130 interrupted.
     """
     from spare_megatron.bench.throughput import kernels_measured, measure, problems_of, training_alone
+    from spare_megatron.config.own_code import commit
 
     console = Console(stderr=as_json)
+    came_from = {"config": str(config), "overrides": overrides or [], "pairs": pairs, "commit": commit()}
     with explained_errors("bench throughput"):
         if out is not None:
             check_output_file("--out", out)
@@ -58,22 +60,22 @@ def throughput(
         loaded = training_alone(load_runnable("bench throughput", config, short))
         if found := list(problems_of(loaded, has_plain=not alone)):
             raise ValueError("this cannot be measured:\n" + "\n".join(f"  - {text}" for text in found))
+        interrupt_by_signals()
         try:
             result = measure(loaded, pairs, has_plain=not alone, tell=lambda text: console.print(text, highlight=False))
         except RuntimeError as error:
             typer.echo(f"spare bench throughput: {error}", err=True)
             raise typer.Exit(1) from error
         kernels = kernels_measured(loaded, has_plain=not alone)
-    text = json.dumps(
-        {**asdict(result), **kernels, **_origin(), "config": str(config), "overrides": overrides or [], "pairs": pairs}
-    )
-    if out is not None:
-        out.write_text(text + "\n")
+    text = json.dumps({**asdict(result), **kernels, **_origin(), **came_from})
     if as_json:
         typer.echo(text)
-        return
-    console.print(", ".join(f"{name}: {value}" for name, value in kernels.items()), highlight=False)
-    _print(result, console)
+    else:
+        console.print(", ".join(f"{name}: {value}" for name, value in kernels.items()), highlight=False)
+        _print(result, console)
+    if out is not None:
+        with explained_errors("bench throughput"):  # what has been measured is told by then
+            out.write_text(text + "\n")
 
 
 def _origin() -> dict[str, str]:

@@ -50,14 +50,19 @@ def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
 @contextmanager
 def told_interruption(command: str, run_dir: Path) -> Iterator[None]:
     """Around a run: SIGTERM ends it as Ctrl-C does, and either ends the command when all processes are gone."""
-    for number in _ENDING_SIGNALS:
-        signal.signal(number, _interrupt)
+    interrupt_by_signals()
     try:
         yield
     except KeyboardInterrupt:
         where = f"the run so far is in {run_dir}" if run_dir.exists() else "the run had not begun"
         typer.echo(f"spare {command}: interrupted; all processes are ended, {where}", err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def interrupt_by_signals() -> None:
+    """From here on SIGTERM interrupts as Ctrl-C does, and whoever has started processes ends them."""
+    for number in _ENDING_SIGNALS:
+        signal.signal(number, _interrupt)
 
 
 def run_and_show(

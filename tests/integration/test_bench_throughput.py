@@ -1,15 +1,26 @@
 """`spare bench throughput`: ours beside plain Megatron in turn, and what it refuses."""
 
+import contextlib
+import dataclasses
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.bench.throughput import NUM_WARMUP
+from spare_megatron.bench import throughput
+from spare_megatron.bench.throughput import NUM_WARMUP, training_alone
 from spare_megatron.cli.main import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.model_shape import flops_per_token
+from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
+from spare_megatron.core.phases import Phase
+from spare_megatron.journal.summary import Summary
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,6 +42,14 @@ SMALL = [
 ]
 
 
+WITH_RANKS = 5
+"""Processes of the command when plain Megatron trains: two that start others, the store, two ranks."""
+
+
+def words_of(settings: list[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def run(preset: Path, *words: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, ["bench", "throughput", "--config", str(preset), *words])
     return result.exit_code, result.stdout, result.stderr
@@ -39,7 +58,7 @@ def run(preset: Path, *words: str) -> tuple[int, str, str]:
 def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: Path, tmp_path: Path) -> None:
     settings = [*SMALL, f"data.corpus={text_corpus}"]
     out = tmp_path / "figures.json"
-    words = [word for setting in settings for word in ("--set", setting)]
+    words = words_of(settings)
     code, shown, told = run(FOR_GPUS, *words, "--steps", str(STEPS), "--pairs", "1", "--json", "--out", str(out))
     assert code == 0, told
     found = json.loads(shown)
@@ -57,6 +76,57 @@ def test_both_train_the_same_and_the_figures_follow_from_the_steps(text_corpus: 
     split_s = found["speeds"]["ours"]["split_s"]
     assert 0 < split_s["compute"] < found["speeds"]["ours"]["step_s"]
     assert [found[name] for name in ("layers", "adam", "adam_of_plain")] == ["megatron-core", "torch", "torch"]
+
+
+def test_a_preset_that_ends_by_time_is_measured_to_the_last_step() -> None:
+    config = load_run_config(DEMO, ["train.max_minutes=0.5"]).config
+    assert training_alone(config).train.max_minutes is None
+
+
+def test_a_run_that_has_lost_a_group_is_no_figure(text_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is valid, and its steps are not those of a run in which nothing fails."""
+    start_run, summaries = throughput.start_run, []
+
+    def with_a_loss(config: RunConfig, *arguments: Any) -> Summary:
+        faults = FaultsConfig(trace=(FaultConfig(phase=Phase.FORWARD, step=NUM_WARMUP, group=1),))
+        summaries.append(start_run(dataclasses.replace(config, faults=faults), *arguments))
+        return summaries[-1]
+
+    monkeypatch.setattr(throughput, "start_run", with_a_loss)
+    words = words_of([*SMALL, f"data.corpus={text_corpus}"])
+    code, shown, told = run(FOR_GPUS, *words, "--steps", str(STEPS), "--pairs", "1", "--alone")
+    assert [(summary.verdict, summary.groups_lost) for summary in summaries] == [("valid", 1)]
+    assert code == 1
+    assert "groups were lost 1 times" in told
+    assert "group 1: rank 0: SIGKILL" in told
+    assert "tokens/s" not in shown
+
+
+def test_sigterm_leaves_no_process_of_plain_megatron(text_corpus: Path, tmp_path: Path) -> None:
+    """They trained to their end, for nobody, when the command was killed while it waited for them."""
+    words = words_of([*SMALL, f"data.corpus={text_corpus}"])
+    command = [sys.executable, "-m", "spare_megatron.cli.main", "bench", "throughput", "--config", str(FOR_GPUS)]
+    with (tmp_path / "output").open("w+") as output:
+        child = subprocess.Popen([*command, *words, "--steps", "20000"], stdout=output, stderr=output)
+        started: list[psutil.Process] = []
+        try:
+            deadline_s = time.monotonic() + 120
+            while len(started) < WITH_RANKS:
+                assert child.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+                started = psutil.Process(child.pid).children(recursive=True)
+            child.terminate()
+            code = child.wait(timeout=60)
+            _, left = psutil.wait_procs(started, timeout=20)
+        finally:
+            child.kill()
+            for process in started:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            child.wait(timeout=30)
+        output.seek(0)
+        assert (code, left) == (130, []), output.read()
 
 
 @pytest.mark.parametrize(

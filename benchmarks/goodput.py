@@ -135,6 +135,8 @@ def run_all(options: argparse.Namespace) -> tuple[dict[str, list[Run]], list[str
     """Interleaved runs, whose order turns around from run to run; and what became of those that failed."""
     runs: dict[str, list[Run]] = {way: [] for way in options.ways}
     failed: list[str] = []
+    for number in range(options.runs):
+        _kills(options, number)  # no run is measured in vain where the last one would be too short
     if set(options.ways) & set(PEERS):
         peer_python()  # so that making it disturbs no run
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.goodput import OURS, Run, configure, print_table, summarize
+from benchmarks.goodput import OURS, STEPS_AFTER, Run, configure, print_table, run_all, summarize
 from benchmarks.goodput_plot import plot_goodput
 from benchmarks.outcomes import Commit, commits_of, outcome_of
 from benchmarks.peers.history import Event, events_of_journal
@@ -179,6 +179,16 @@ def test_every_way_meets_the_same_kills_which_leave_one_group_alone() -> None:
 def test_a_run_too_short_for_its_kills_is_refused() -> None:
     with pytest.raises(SystemExit, match="--steps 20 is too short"):
         configure(options(steps=20), OURS, 3)
+
+
+def test_no_run_is_measured_where_a_later_one_would_be_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draws its own kills: the last of several hours would else be the first to be refused."""
+    monkeypatch.setattr("benchmarks.goodput.run_once", lambda *_: pytest.fail("measured"))
+    last_of_the_first = resolve_trace(configure(options(steps=1000), OURS, 0))[-1].step
+    steps = last_of_the_first + STEPS_AFTER + 1
+    configure(options(steps=steps), OURS, 0)
+    with pytest.raises(SystemExit, match=f"--steps {steps} is too short"):
+        run_all(options(steps=steps, runs=20, ways=[OURS]))
 
 
 def die_once(folder: Path, victim: int, group: int, up: Barrier | None) -> None:

@@ -124,7 +124,7 @@ def simulate_all(
             if out is not None:
                 out.append(result)
             progress.take(result)
-    return results
+    return {case.digest: results[case.digest] for case in cases}
 
 
 def default_jobs() -> int:

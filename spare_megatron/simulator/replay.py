@@ -129,6 +129,7 @@ def _scenario(run: RunRecord, num_steps: int, costs: CostModel) -> Scenario:
         num_steps=num_steps,
         granularity="stack" if run.granularity == "stack" else "microbatch",
         placement=run.placement,  # type: ignore[arg-type]
+        groups_per_domain=run.groups_per_domain,
         costs=replace(costs, jitter=0.0),
         save_interval_s=inf,
         last_resort=run.last_resort,

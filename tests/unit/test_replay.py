@@ -84,6 +84,16 @@ def test_two_losses_in_one_step_are_replayed_at_their_moments() -> None:
         assert predicted_s == pytest.approx(measured_s, rel=1e-9)
 
 
+def test_hosts_in_different_domains_are_replayed_where_they_were() -> None:
+    """With the placement that knows of no domains neighbours share a shard, and the loss of both is a wipe-out."""
+    journal = journal_of((2500.0, 1), (4500.0, 2), num_groups=8, redundancy=2, groups_per_domain=4)
+    assert {"restart"}.isdisjoint(record.entry["entry"] for record in journal.of(EntryRecord))
+    found = replay(journal, COSTS)
+    assert [step.num_alive for step in found.steps] == [8, 7, 6]
+    for measured_s, predicted_s in times_of(found):
+        assert predicted_s == pytest.approx(measured_s, rel=1e-9)
+
+
 def test_slower_processors_are_predicted_to_be_slower() -> None:
     journal = journal_of((615.0, 1))
     found = replay(journal, dataclasses.replace(COSTS, compute_s=2 * COSTS.compute_s))

@@ -26,19 +26,8 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
     """List checkpoints, the newest first, by what their manifests say."""
-    from spare_megatron.runtime.checkpoint.refusals import refusal_of
-    from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, read_manifest
-
-    entries: list[dict[str, Any]] = []
-    for checkpoint in _checkpoints("list", path):
-        entry: dict[str, Any] = {"path": str(checkpoint), "step": None, "num_bytes": None, "damage": ""}
-        entry["refused"] = refusal_of(checkpoint)
-        try:
-            manifest = read_manifest(checkpoint)
-            entry |= {"step": manifest.step, "num_bytes": manifest.num_bytes}
-        except DamagedCheckpoint as error:
-            entry["damage"] = str(error)
-        entries.append(entry)
+    with explained_errors("checkpoint list"):
+        entries = [_entry(checkpoint) for checkpoint in _checkpoints(path)]
     if as_json:
         typer.echo(json.dumps(entries))
         return
@@ -47,21 +36,37 @@ def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
         typer.echo(f"{entry['path']}  {what}" + (f"  refused: {entry['refused']}" if entry["refused"] else ""))
 
 
+def _entry(checkpoint: Path) -> dict[str, Any]:
+    from spare_megatron.runtime.checkpoint.refusals import refusal_of
+    from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, read_manifest
+
+    entry: dict[str, Any] = {"path": str(checkpoint), "step": None, "num_bytes": None, "damage": ""}
+    entry["refused"] = refusal_of(checkpoint)
+    try:
+        manifest = read_manifest(checkpoint)
+        entry |= {"step": manifest.step, "num_bytes": manifest.num_bytes}
+    except DamagedCheckpoint as error:
+        entry["damage"] = str(error)
+    return entry
+
+
 @app.command()
 def verify(path: _PATH, as_json: _JSON = False) -> None:
     """Read every file of checkpoints against its SHA-256.
 
-    Exit codes: 0 all are whole, 1 one is damaged or was refused by the run that saved it, 2 there is none.
+    Exit codes: 0 all are whole, 1 one is damaged or was refused by the run that saved it, 2 there is none,
+    130 interrupted.
     """
     from spare_megatron.runtime.checkpoint import verification
 
     damage: dict[str, str] = {}
-    for checkpoint in _checkpoints("verify", path):
-        try:
-            verification.verify(checkpoint)
-            damage[str(checkpoint)] = ""
-        except verification.DamagedCheckpoint as error:
-            damage[str(checkpoint)] = str(error)
+    with explained_errors("checkpoint verify"):
+        for checkpoint in _checkpoints(path):
+            try:
+                verification.verify(checkpoint)
+                damage[str(checkpoint)] = ""
+            except verification.DamagedCheckpoint as error:
+                damage[str(checkpoint)] = str(error)
     if as_json:
         typer.echo(json.dumps(damage))
     else:
@@ -76,8 +81,8 @@ def show(path: _PATH, as_json: _JSON = False) -> None:
     from spare_megatron.runtime.checkpoint.refusals import refusal_of
     from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, read_manifest
 
-    newest = _checkpoints("show", path)[0]
     with explained_errors("checkpoint show"):
+        newest = _checkpoints(path)[0]
         try:
             manifest = read_manifest(newest)
         except DamagedCheckpoint as error:
@@ -114,12 +119,17 @@ def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
     ]
 
 
-def _checkpoints(command: str, path: Path) -> list[Path]:
-    """The checkpoint at the path, or all below it, the newest first; at least one."""
+def _checkpoints(path: Path) -> list[Path]:
+    """The checkpoint at the path, or all below it, the newest first; at least one.
+
+    Raises:
+        ValueError: There is none.
+        OSError: The folder cannot be read.
+    """
     from spare_megatron.runtime.checkpoint.checkpoints import checkpoints_at
 
     found = checkpoints_at(path)
-    with explained_errors(f"checkpoint {command}"):
-        if not found:
-            raise ValueError(f"{path} holds no checkpoint (step-NNNNNNNN)")
+    if not found:
+        what = "holds no checkpoint (step-NNNNNNNN)" if path.is_dir() else "is no directory"
+        raise ValueError(f"{path} {what}; name a checkpoint, checkpoint.folder, or the directory of a run")
     return found

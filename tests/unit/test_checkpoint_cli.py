@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
@@ -38,6 +39,35 @@ def test_damage_is_named_and_is_an_exit_code(tmp_path: Path) -> None:
     reasons = json.loads(output)
     assert reasons[str(path)] == "step-00000010: 0.distcp has 1999 bytes, and 2000 were written"
     assert reasons[str(tmp_path / "step-00000020")] == ""
+
+
+def test_an_interrupted_verification_has_found_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 1 would say that a checkpoint is damaged."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    save(tmp_path, 10)
+    monkeypatch.setattr("spare_megatron.runtime.checkpoint.verification.verify", interrupt)
+    assert invoke("verify", tmp_path) == (130, "spare checkpoint verify: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "show"])
+def test_a_folder_that_cannot_be_read_is_told_in_a_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_all(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("spare_megatron.runtime.checkpoint.checkpoints.os.listdir", refuse_all)
+    code, output = invoke(command, tmp_path)
+    assert (code, output) == (2, f"spare checkpoint {command}: [Errno 13] Permission denied: '{tmp_path}'\n")
+
+
+def test_what_is_not_there_is_not_called_empty(tmp_path: Path) -> None:
+    code, output = invoke("list", tmp_path / "missing")
+    assert code == 2
+    assert f"{tmp_path}/missing is no directory; name a checkpoint, checkpoint.folder, or" in output
 
 
 def test_the_newest_is_shown(tmp_path: Path) -> None:

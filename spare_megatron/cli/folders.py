@@ -58,12 +58,16 @@ def check_output_file(option: str, path: Path) -> None:
     """Refuses a file that cannot be made, before the work whose result it is to hold.
 
     Raises:
-        ValueError: It has no folder, or is one.
+        ValueError: It has no folder, or is one, or cannot be written.
     """
+    folder = path.absolute().parent
     if path.is_dir():
         raise ValueError(f"{option} {path} is a directory; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no directory {path.absolute().parent}; make it")
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: there is no directory {folder}; make it")
+    there, mode = (path, os.W_OK) if path.exists() else (folder, os.W_OK | os.X_OK)
+    if not os.access(there, mode):
+        raise ValueError(f"{option} {path} cannot be written: {there} is not yours to write; choose another")
 
 
 def check_plot_file(path: Path) -> None:

@@ -36,8 +36,9 @@ def report(
     with explained_errors("report"):
         if len(run_dirs) > 2:
             raise ValueError(f"{len(run_dirs)} directories: a page holds one run, or two to compare")
-        if out is not None:
-            check_output_file("--out", out)
+        target = out or run_dirs[0] / DEFAULT_NAME
+        if out is not None or run_dirs[0].is_dir():  # else that is what is wrong
+            check_output_file("--out", target)
         standings = [(folder, read_standing(folder)) for folder in run_dirs]
         now_s = time.time()
         histories = [history_of(standing, verdict_of(folder, standing), now_s) for folder, standing in standings]
@@ -45,7 +46,6 @@ def report(
             page = page_of(histories[0], config_of(run_dirs[0]))
         else:
             page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
-        target = out or run_dirs[0] / DEFAULT_NAME
         target.write_text(page)
     typer.echo(str(target))
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from spare_megatron.cli.errors import INTERRUPTED, explained_errors
-from spare_megatron.cli.folders import check_output_file, check_plot_file
+from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.quantities import parse_duration_s
 from spare_megatron.journal.quantities import format_bytes
 
@@ -313,6 +313,7 @@ def _check_journal(folder: Path, scenario: "Scenario") -> None:
         raise ValueError(f"--journal {folder} holds a journal already; name another directory")
     if scenario.policy == "replication":
         raise ValueError(f"--journal {folder}: the policy replication keeps no decision log to journal")
+    check_writable("--journal", folder.absolute())
     _check_journal_size(folder, scenario, scenario.num_steps)
 
 

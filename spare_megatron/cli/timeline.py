@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.folders import check_output_file
+from spare_megatron.cli.folders import check_output_file, is_run_dir
 
 DEFAULT_NAME = "timeline.json"
 
@@ -31,10 +31,11 @@ def timeline(
     with explained_errors("timeline"):
         if margin < 0:
             raise ValueError(f"--margin {margin} must be at least 0")
-        if out is not None:
-            check_output_file("--out", out)
+        if not is_run_dir(run_dir):
+            raise ValueError(f"{run_dir} is the folder of a job; name one of its runs, attempt-NNN in it")
+        target = out or run_dir / DEFAULT_NAME
+        check_output_file("--out", target)
         steps = None if step is None else range(step - margin, step + margin + 1)
         trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
-        target = out or run_dir / DEFAULT_NAME
         target.write_text(json.dumps(trace))
     typer.echo(str(target))

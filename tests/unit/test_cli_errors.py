@@ -105,6 +105,36 @@ def test_a_file_that_cannot_be_made_is_refused_at_once(command: str, run_dir: Pa
     )
 
 
+@pytest.mark.parametrize("command", ["report", "timeline"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_file_in_a_folder_of_somebody_else_is_refused_at_once(
+    command: str, is_named: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is not named: those who may read a run may not all write into its directory."""
+    target = run_dir / (f"{command}.html" if command == "report" else f"{command}.json")
+    not_mine = run_dir
+    # Root may write anywhere.
+    monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK or Path(path) != not_mine)
+    words = ("--out", target) if is_named else ()
+    told = spare(command, run_dir, *words, expected=2)
+    assert f"--out {target} cannot be written: {run_dir} is not yours to write; choose another" in told
+    target.touch()
+    not_mine = target
+    assert f"--out {target} cannot be written: {target} is not" in spare(command, run_dir, *words, expected=2)
+
+
+def test_a_timeline_of_what_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
+    assert f"there is no directory {tmp_path}/rum" in spare("timeline", tmp_path / "rum", expected=2)
+
+
+def test_a_note_beside_the_corpus_that_is_not_ours_is_named(train: list[str], tmp_path: Path) -> None:
+    """Text of such a name is what Megatron's own preprocessing reads."""
+    for text in ('{"text": "a document"}\n{"text": "another"}\n', '{"tokenizer": "byte"}', "[]", ""):
+        (tmp_path / "corpus.json").write_text(text)
+        told = spare(*train, expected=2)
+        assert f"{tmp_path}/corpus.json does not say with which vocabulary data.corpus={tmp_path}/corpus was" in told
+
+
 def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(
     train: list[str], tmp_path: Path
 ) -> None:

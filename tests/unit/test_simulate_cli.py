@@ -257,6 +257,23 @@ def test_a_run_that_is_given_up_is_told_in_one_line(small: str) -> None:
     assert not result.stdout
 
 
+def test_what_another_sweep_gave_up_is_not_told_of_this_one(small: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "results.jsonl")
+    options = ["--preset", small, "--seeds", "1", "--steps", "2", "--out", out]
+    hopeless = spare_simulate(*options, "--policy", "checkpoint_only", "--set", "failures.mean_s=1")
+    assert "checkpoint-only, r = 1: small: after" in hopeless.stderr
+    result = spare_simulate(*options)
+    assert result.exit_code == 0
+    assert "given up" not in result.stderr
+
+
+def test_a_journal_that_cannot_be_made_is_refused_before_anything_is_simulated(small: str, tmp_path: Path) -> None:
+    result = spare_simulate("--preset", small, "--journal", f"{small}/run")
+    assert result.exit_code == 2
+    assert f"--journal {small}/run cannot be made: {small} is a file" in result.stderr
+    assert "case" not in result.stderr
+
+
 def test_foreign_files_are_not_overwritten(small: str, tmp_path: Path) -> None:
     other = tmp_path / "notes.txt"
     other.write_text("mine\n")

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 from spare_megatron.config.schema import RunConfig
 
+MOST_SEED = 2**32 - 1
+"""Megatron shuffles with NumPy's RandomState, which takes no larger one."""
+
 
 def data_problems(config: RunConfig, *, has_corpus: bool, corpus_vocab_size: int | None) -> Iterator[str]:
     """Every reason why no samples could be read.
@@ -13,8 +16,10 @@ def data_problems(config: RunConfig, *, has_corpus: bool, corpus_vocab_size: int
         has_corpus: Both files of `data.corpus` exist.
         corpus_vocab_size: The vocabulary it was written with, where that is known.
     """
-    corpus = config.data.corpus
+    corpus, seed = config.data.corpus, config.train.seed
     prefix = corpus.removesuffix(".bin").removesuffix(".idx")
+    if seed > MOST_SEED:
+        yield f"train.seed={seed} exceeds {MOST_SEED}, beyond which no order of the samples can be drawn; lower it"
     if not corpus:
         yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
     elif not has_corpus and prefix != corpus:

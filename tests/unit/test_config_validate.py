@@ -174,6 +174,7 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["reduce.bucket_mib=inf"], "reduce.bucket_mib=inf must be finite"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be finite"),
         (["data.corpus="], "data.corpus is empty"),
+        (["train.seed=4294967296"], "train.seed=4294967296 exceeds 4294967295"),
     ],
 )
 def test_a_problem_names_the_value_and_the_setting(overrides: list[str], expected: str) -> None:

@@ -168,6 +168,9 @@ def _loss_interval_s(losses: LossRate, num_groups: int) -> float:
             f"--mtbf {losses.mtbf} and --failures-per-node-day {rate} both say how often groups are lost; give one"
         )
     if losses.mtbf is not None:
+        for option, count in (("--gpus-per-node", losses.gpus_per_node), ("--gpus-per-group", losses.gpus_per_group)):
+            if count is not None:
+                raise ValueError(f"{option} {count} belongs to --failures-per-node-day, not to --mtbf; leave it out")
         return parse_duration_s("--mtbf", losses.mtbf)
     if rate is None:
         raise ValueError("how often are groups lost? give --mtbf, as in 300s, or --failures-per-node-day")

@@ -155,6 +155,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
         ("--mtbf 300s --save 0s", "--save 0s: a duration here has to be above 0"),
         ("", "give --mtbf, as in 300s, or --failures-per-node-day"),
         ("--mtbf 300s --failures-per-node-day 1", "both say how often groups are lost; give one"),
+        ("--mtbf 300s --gpus-per-node 8", "--gpus-per-node 8 belongs to --failures-per-node-day, not to --mtbf"),
         ("--failures-per-node-day 0", "--failures-per-node-day 0.0 has to be above 0"),
         ("--failures-per-node-day 1", "--gpus-per-node is missing"),
         ("--failures-per-node-day 1 --gpus-per-node 8 --gpus-per-group 0", "--gpus-per-group 0 is below 1"),

@@ -53,13 +53,14 @@ def preprocess(
             raise ValueError(f"--tokenizer {tokenizer} is unknown; the only one is byte")
         check_output(output_prefix, overwrite=overwrite)
         paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
+        check_apart(paths, output_prefix)
         from spare_megatron.mcore.corpus_writer import write_corpus
 
         skipped = SkippedFiles()
         with _progress(len(paths)) as advance:
             documents = read_documents(paths, skipped, advance)
             counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
-        Path(f"{output_prefix}.json").write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE}) + "\n")
+        outputs_of(output_prefix)[-1].write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE}) + "\n")
         num_bytes = counts.num_tokens - counts.num_documents
         figures = {
             "documents": counts.num_documents,
@@ -74,9 +75,11 @@ def check_output(prefix: Path, *, overwrite: bool) -> None:
     """Makes the folder of the output.
 
     Raises:
-        ValueError: The dataset exists and may not be replaced, or its folder cannot be written.
+        ValueError: The dataset exists and may not be replaced, it is a folder, or its folder cannot be written.
     """
-    existing = [f"{prefix}{ending}" for ending in (".bin", ".idx") if Path(f"{prefix}{ending}").exists()]
+    if prefix.is_dir():
+        raise ValueError(f"--output-prefix {prefix} is a folder; name the files in it, as in {prefix / 'corpus'}")
+    existing = [file for file in outputs_of(prefix) if file.exists()]
     if existing and not overwrite:
         raise ValueError(f"{existing[0]} exists; choose another --output-prefix or give --overwrite")
     try:
@@ -85,6 +88,23 @@ def check_output(prefix: Path, *, overwrite: bool) -> None:
         raise ValueError(f"the folder of --output-prefix {prefix} cannot be made: {error.strerror}") from error
     if not os.access(prefix.parent, os.W_OK | os.X_OK):
         raise ValueError(f"the folder of --output-prefix {prefix} cannot be written; choose another")
+
+
+def outputs_of(prefix: Path) -> list[Path]:
+    """The files of a dataset: tokens, index, and the note of what the tokens are."""
+    return [Path(f"{prefix}{ending}") for ending in (".bin", ".idx", ".json")]
+
+
+def check_apart(paths: Sequence[Path], prefix: Path) -> None:
+    """Refuses to write over what is read.
+
+    Raises:
+        ValueError: A file is both, as corpus.json may be, the usual name of text for Megatron's own preprocessing.
+    """
+    outputs = [file for file in outputs_of(prefix) if file.exists()]
+    for path in paths:
+        if any(path.samefile(file) for file in outputs):
+            raise ValueError(f"--input has {path}, which --output-prefix {prefix} would write over; choose another")
 
 
 def find_files(

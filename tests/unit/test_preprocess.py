@@ -51,6 +51,25 @@ def test_suffixes_and_excluded_folders_choose_the_files(texts: Path, tmp_path: P
     assert "skipped 3 files: 1 empty, 1 not UTF-8, 1 with byte 0, 0 unreadable" in done.stdout
 
 
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_what_is_read_is_never_written_over(tmp_path: Path, overwrite: list[str]) -> None:
+    """The note beside the dataset took the place of corpus.json, the text that it was made of."""
+    text = tmp_path / "corpus.json"
+    text.write_text("a document")
+    done = spare("--input", text, "--output-prefix", tmp_path / "corpus", *overwrite)
+    assert done.exit_code == 2
+    assert f"{text}" in done.output
+    assert text.read_text() == "a document"
+    assert [file.name for file in tmp_path.iterdir()] == ["corpus.json"]
+
+
+def test_a_folder_is_no_prefix(texts: Path, tmp_path: Path) -> None:
+    done = spare("--input", texts, "--output-prefix", f"{texts}/")
+    assert done.exit_code == 2
+    assert f"--output-prefix {texts} is a folder; name the files in it, as in {texts}/corpus" in done.output
+    assert not list(tmp_path.glob("texts.*"))
+
+
 def test_a_file_named_twice_is_read_once(texts: Path) -> None:
     assert preprocess.find_files([texts / "b.py", texts / "b.py", texts], suffixes=[".py"]) == [
         texts / "b.py",

@@ -17,6 +17,9 @@ def explained_errors(command: str) -> Iterator[None]:
     """Turns what a user can fix into one message on stderr and exit code 2, without a traceback; Ctrl-C into 130."""
     try:
         yield
+    except MemoryError as error:
+        typer.echo(f"spare {command}: this machine has too little memory for it: {error}", err=True)
+        raise typer.Exit(2) from error
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
             raise  # click ends the program without a word

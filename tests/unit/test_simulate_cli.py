@@ -274,6 +274,13 @@ def test_a_journal_that_cannot_be_made_is_refused_before_anything_is_simulated(s
     assert "case" not in result.stderr
 
 
+def test_more_steps_than_memory_has_room_for_get_one_line(small: str) -> None:
+    result = spare_simulate("--preset", small, "--seeds", "1", "--steps", "1000000000000000")
+    assert result.exit_code == 2
+    assert "this machine has too little memory for it: Unable to allocate" in result.stderr
+    assert "1000000000000000" in result.stderr
+
+
 def test_foreign_files_are_not_overwritten(small: str, tmp_path: Path) -> None:
     other = tmp_path / "notes.txt"
     other.write_text("mine\n")

@@ -1,6 +1,7 @@
 """What every control store does, with real servers, and what the embedded one's server does."""
 
 import contextlib
+import gc
 import os
 import secrets
 import socket
@@ -218,6 +219,33 @@ def test_what_communicators_leave_in_the_embedded_store_does_not_add_up() -> Non
         at_once(rebuild_again_and_again, 3)
     grown = [later - num_keys[0] for later in num_keys]
     assert grown == [0, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_communicators_that_could_not_be_built_leave_no_descriptors(spec: StoreSpec) -> None:
+    """Each left its connections, and with etcd a server of its own, to the next collection of cyclic garbage."""
+    probe: Any = _Probe()
+    communicator = CrossGroupCommunicator(
+        group=GroupId(0),
+        position=0,
+        device=torch.device("cpu"),
+        store=open_store(spec),
+        timeout_s=0.2,
+        probe=probe,
+    )
+    held: list[int] = []
+    gc.disable()
+    try:
+        for key in range(6):
+            communicator.begin_build(key, [GroupId(0), GroupId(1)])  # the second one never comes
+            assert communicator._build is not None
+            communicator._build.thread.join(30.0)
+            assert not communicator.connect(lambda: False)
+            assert communicator.evidence.startswith("rebuild: ")
+            communicator.begin()
+            held.append(psutil.Process().num_fds())
+    finally:
+        gc.enable()
+    assert held == [held[0]] * len(held)
 
 
 def at_once(function: Callable[[int], None], number: int) -> None:

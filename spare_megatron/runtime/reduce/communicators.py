@@ -289,7 +289,9 @@ class CrossGroupCommunicator:
                 )
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
         except Exception as error:  # noqa: BLE001  (raised where it can be handled: in the rank's thread)
-            return error
+            # Without its frames: this one holds the build, which holds the error, so that they and the store would stay
+            # open until cyclic garbage is collected.
+            return error.with_traceback(None)
 
     def _finish_build(self, is_decided: Callable[[], bool]) -> bool:
         """Whether there is a communicator to use, after waiting for the one being built."""

@@ -27,6 +27,10 @@ _START_S = 60.0
 _END_S = 5.0
 _POLL_S = 0.2
 _ANSWER_S = 2.0
+_QUOTA_BYTES = 8 << 30
+"""Of the database, the most that etcd advises. Its own default, 2 GiB, may end a run of months."""
+_RETENTION = "10m"
+"""For how long old versions of keys are kept: votes and beats have a new one all the time."""
 _ALL_INTERFACES = "0.0.0.0"
 """Where a member listens whose node is known by a name: etcd takes addresses alone. Certificates keep others out."""
 
@@ -71,7 +75,8 @@ def member_commands(
             f"--initial-cluster={cluster}",
             f"--initial-cluster-token={token}",
             *_tls_options(certificates),
-            "--auto-compaction-retention=10m",
+            f"--quota-backend-bytes={_QUOTA_BYTES}",
+            f"--auto-compaction-retention={_RETENTION}",
             "--logger=zap",
             "--log-level=warn",
         )

@@ -32,6 +32,12 @@ def test_a_member_listens_at_an_address_and_is_known_by_what_slurm_knows_its_nod
     assert urls(command, "initial-advertise-peer-urls") == [f"https://{address}:2380"]
 
 
+def test_a_member_may_grow_to_what_etcd_advises_at_most_and_forgets_old_versions(tmp_path: Path) -> None:
+    """Of 2 GiB, etcd's default, or without compaction a run of months would find it full."""
+    (command,) = member_commands(["n1"], ["10.0.0.7"], 2379, "job-7", issue(tmp_path / "etcd", ["10.0.0.7"]))
+    assert {"--quota-backend-bytes=8589934592", "--auto-compaction-retention=10m"} <= set(command)
+
+
 WAIT_S = 60.0
 
 

@@ -43,6 +43,8 @@ class EtcdDirectory:
         began_s = time.monotonic()
         if value is None and began_s >= self._check_at_s:
             value = values_of(self._read_one(key)).get(key)
+            if value is None:
+                self._gateway.check_space()
             self._checked(began_s)
             if value is not None:
                 self.close()  # it should have said so: its member may be cut off

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from spare_megatron.config.sizes import gib
+from spare_megatron.config.store_space import FULL, REMEDY
 from spare_megatron.control.addresses import address_towards, hosts_of, is_loopback
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreLost
@@ -31,9 +33,12 @@ _PAUSE_S = 0.02
 _SILENCE_S = 600.0
 """A stream that says nothing for so long is opened again."""
 
-_INVALID, _MISSING, _DENIED, _FAILED, _UNAUTHENTICATED = 3, 5, 7, 9, 16
+_INVALID, _MISSING, _DENIED, _EXHAUSTED, _FAILED, _UNAUTHENTICATED = 3, 5, 7, 8, 9, 16
 """gRPC's codes that say something about the request. All others may be a member that stops, or a cluster without a
 leader: etcd has no code of its own for much of that."""
+
+_NO_SPACE, _NO_SPACE_ALARM = "database space exceeded", "NOSPACE"
+"""What a write is answered when the database has reached its quota, and a member's status has from then on."""
 
 Message = dict[str, Any]
 
@@ -44,6 +49,10 @@ class StoreRefused(StoreLost):
 
 class StoreLacks(StoreLost):
     """etcd answers that it does not have what the request names: a lease that has run out."""
+
+
+class StoreFull(StoreLost):
+    """etcd's database has reached its quota: nothing can be written until somebody sees to it."""
 
 
 @dataclass(slots=True)
@@ -78,6 +87,7 @@ class EtcdGateway:
         Raises:
             StoreRefused: The credentials or the permissions do not suffice.
             StoreLacks: The request names a lease that is not there.
+            StoreFull: etcd takes no writes any more.
             StoreLost: No member answered within `timeout_s` of the spec.
         """
         began_s = time.monotonic()
@@ -141,6 +151,29 @@ class EtcdGateway:
             return address_towards([self._host, *hosts_of(self._spec.endpoints)])
         return self._host
 
+    def check_space(self) -> None:
+        """Returns if writes are taken, as far as a member knows: whoever only reads would wait for one in vain.
+
+        Raises:
+            StoreFull: They are not.
+            StoreLost: No member answers.
+        """
+        status = self.call("/v3/maintenance/status", {})
+        if is_full(status):
+            raise _full(status)
+
+    def metrics(self) -> str:
+        """What the member of the last answer tells whoever watches it; empty where it does not tell it here."""
+        try:
+            connection = self._connect(_FIRST_TRY_S)
+            connection.request("GET", "/metrics", headers=self._headers())
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+            return text if response.status == http.HTTPStatus.OK else ""
+        except (OSError, http.client.HTTPException):
+            self.close()
+            return ""
+
     def close(self) -> None:
         """Drops the connection; the next one is to the next member."""
         if self._connection is not None:
@@ -180,11 +213,13 @@ class EtcdGateway:
             raise _Again(f"etcd answered {response.status} with {answer!r}")
         if response.status == http.HTTPStatus.OK and "error" not in answer:
             return answer
-        return self._refused(*_error_in(answer))
+        return self._refused(*_error_in(answer), timeout_s)
 
-    def _refused(self, code: int, text: str) -> Message:
+    def _refused(self, code: int, text: str, timeout_s: float) -> Message:
         if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
             self._session.token = ""  # it has expired, or the users have changed since
+        elif code == _EXHAUSTED and _NO_SPACE in text:
+            raise _full(self._send("/v3/maintenance/status", {}, timeout_s))
         elif code == _MISSING:
             raise StoreLacks(f"etcd does not have what is asked for: {text}")
         elif code in (_INVALID, _DENIED, _FAILED):
@@ -211,6 +246,16 @@ class _Again(Exception):
 def try_timeout_s(num_timeouts: int) -> float:
     """How long the next try may last after so many that timed out."""
     return float(_FIRST_TRY_S * 2 ** min(max(num_timeouts - _NUM_SHORT_TRIES, 0), _NUM_DOUBLINGS))
+
+
+def is_full(status: Message) -> bool:
+    """Whether a member's status says that no writes are taken."""
+    return any(_NO_SPACE_ALARM in error for error in status.get("errors", ()))
+
+
+def _full(status: Message) -> StoreFull:
+    """With the size of the database, which is its limit."""
+    return StoreFull(f"{FULL}: its database has {gib(int(status['dbSize']))}, its quota; {REMEDY}")
 
 
 def _error_in(answer: Message) -> tuple[int, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.control.etcd_gateway import EtcdGateway, StoreRefused
+from spare_megatron.control.etcd_gateway import EtcdGateway, StoreFull, StoreRefused
 from spare_megatron.control.etcd_store import EtcdControlStore
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreLost
@@ -120,6 +120,23 @@ def test_a_request_that_etcd_does_not_take_is_not_sent_again(code: int, shape: s
         with pytest.raises(StoreRefused, match=f"etcd refuses: {text}"):
             gateway.call("/v3/kv/put", {})
         assert server.num_requests == 1
+
+
+def test_a_full_etcd_is_not_asked_again_and_the_error_has_its_size_and_the_remedy() -> None:
+    full = (429, {"error": "etcdserver: mvcc: database space exceeded", "code": 8})
+    status = (200, {"dbSize": str(3 << 20), "errors": ["memberID:1 alarm:NOSPACE "]})
+    with member(full, status, FINE) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
+        with pytest.raises(StoreFull, match=r"its database has 3 MiB, its quota; remove .* `etcdctl alarm disarm`"):
+            gateway.call("/v3/kv/put", {})
+        assert server.num_requests == 2
+
+
+def test_an_etcd_with_too_much_to_do_is_asked_again() -> None:
+    """By the same code as one that is full."""
+    busy = (429, {"error": "etcdserver: too many requests", "code": 8})
+    with member(busy, FINE) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
+        assert gateway.call("/v3/kv/put", {}) == FINE[1]
+        assert server.num_requests == 2
 
 
 def test_a_stream_that_ends_with_an_error_breaks_like_its_connection() -> None:

@@ -1,0 +1,52 @@
+"""How much of etcd's quota a run takes, and whether there is so much. Pure."""
+
+from dataclasses import dataclass
+
+from spare_megatron.config.sizes import gib
+
+STEP_BYTES = 400
+"""What a step leaves in etcd's database for good, its entry of the log: docs/control_store.md has the measurement."""
+_WELL_FILLED = 0.8
+"""Of the quota. Beyond it whoever looks after etcd is told: what is left has to last until somebody does something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSpace:
+    """How large the database of an etcd is.
+
+    Attributes:
+        used_bytes: What its keys take with all versions that are not compacted; free pages, which are taken again, do
+            not count.
+        limit_bytes: Its quota: a database of this size takes no more writes. None where it does not tell.
+        is_full: It takes no more.
+    """
+
+    used_bytes: int
+    limit_bytes: int | None
+    is_full: bool
+
+
+def shortage(space: StoreSpace, num_steps: int) -> str:
+    """Why etcd may refuse writes before so many further steps are committed, and what to do; empty if it will not."""
+    if space.is_full:
+        return f"{FULL}, at {gib(space.used_bytes)}{_of(space)}; {REMEDY}"
+    needed_bytes = num_steps * STEP_BYTES
+    if space.limit_bytes is None or space.used_bytes + needed_bytes <= _WELL_FILLED * space.limit_bytes:
+        return ""
+    return (
+        f"etcd holds {gib(space.used_bytes)}{_of(space)}, {num_steps} steps take {gib(needed_bytes)} more, and it "
+        f"refuses all writes when it is full; {REMEDY}"
+    )
+
+
+def _of(space: StoreSpace) -> str:
+    return "" if space.limit_bytes is None else f" of the {gib(space.limit_bytes)} of its --quota-backend-bytes"
+
+
+FULL = "etcd is full and refuses all writes"
+REMEDY = (
+    "remove the keys of runs that failed (etcdctl del --prefix /spare/NAME-RANDOM/), have it compacted "
+    "(--auto-compaction-retention) and defragmented, raise --quota-backend-bytes, to 8 GiB at most, then run `etcdctl "
+    "alarm disarm`"
+)
+"""As docs/control_store.md has it in order."""

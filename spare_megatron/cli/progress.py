@@ -34,6 +34,7 @@ from spare_megatron.runtime.process.reports import (
     StepCommitted,
     StoreAway,
     StoreBack,
+    StoreMeasured,
 )
 
 _PLAIN_INTERVAL_S = 2.0
@@ -49,7 +50,7 @@ class RunProgress:
         self._follower = Follower(run_dir)
         self._absent: dict[int, str] = {}  # groups that take no part, and what is known of them
         self._last: StepCommitted | None = None
-        self._is_store_away = False
+        self._is_store_away = self._is_store_short = False
         self._last_event = "starting"
         self._next_line_at_s = 0.0
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
@@ -107,6 +108,10 @@ class RunProgress:
             case StoreBack(away_s=away_s) if self._is_store_away:
                 self._is_store_away = False
                 self._tell(f"the control store answers again after {away_s:.1f} s")
+            case StoreMeasured(shortage=shortage):
+                if shortage and not self._is_store_short:
+                    self._tell(f"warning: {shortage}")
+                self._is_store_short = bool(shortage)
             case RunStopped(step=step, reason=reason):
                 self._tell(f"stopped after {step} committed steps: {reason}", is_repeatable=False)
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 from spare_megatron.config.implications import implications
 from spare_megatron.config.node_facts import NodeFacts, NodeReport
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.sizes import gib
+from spare_megatron.config.store_space import shortage
 from spare_megatron.config.validate_slurm import num_etcd_members
 
 T = TypeVar("T", bound=Hashable)
@@ -59,6 +61,8 @@ def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> lis
         found += _clock(config, node)
         found += _limits(config, node.name, facts)
         found += _store(config, node.name, facts, own_etcd_ports(config, index, len(nodes)))
+        if index == 0:  # it is the same one that all see
+            found += _store_room(config, node.name, facts)
         found += _corpus(config, node.name, facts)
         found += _folder(config, folder, node, facts)
     found += _links(config, nodes)
@@ -159,15 +163,15 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
             yield Finding(
                 node=name,
                 check="gpus",
-                text=f"GPU {index} has {_gib(gpu.memory_bytes)}, and the fullest rank needs {_gib(needed)}; see "
+                text=f"GPU {index} has {gib(gpu.memory_bytes)}, and the fullest rank needs {gib(needed)}; see "
                 f"`spare config show`, and raise layout.tensor_parallel or layout.pipeline_parallel",
             )
         elif gpu.free_bytes < needed:
             yield Finding(
                 node=name,
                 check="gpus",
-                text=f"GPU {index} has {_gib(gpu.free_bytes)} of {_gib(gpu.memory_bytes)} free, and the fullest rank "
-                f"needs {_gib(needed)}: others use it; `nvidia-smi` there names them",
+                text=f"GPU {index} has {gib(gpu.free_bytes)} of {gib(gpu.memory_bytes)} free, and the fullest rank "
+                f"needs {gib(needed)}: others use it; `nvidia-smi` there names them",
             )
 
 
@@ -202,7 +206,7 @@ def _limits(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]
             is_problem=False,
             node=name,
             check="limits",
-            text=f"a process may lock {_gib(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand wants no "
+            text=f"a process may lock {gib(facts.locked_memory_bytes)} of memory, and NCCL over InfiniBand wants no "
             f"limit; `ulimit -l unlimited` there, in a job by slurm.setup",
         )
 
@@ -223,6 +227,16 @@ def _store(config: RunConfig, name: str, facts: NodeFacts, ports: Collection[int
             check="store",
             text=f"{endpoint} of control.endpoints does not answer from here: {failure}",
         )
+    if facts.store_refusal:
+        yield Finding(
+            node=name, check="store", text=f"control.endpoints can be connected to, but {facts.store_refusal}"
+        )
+
+
+def _store_room(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
+    space = facts.store_space
+    if space is not None and (text := shortage(space, config.train.steps)):
+        yield Finding(is_problem=space.is_full, node=name, check="store", text=text)
 
 
 def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
@@ -256,13 +270,13 @@ def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) 
     room = (checkpoint.keep_last + 1) * size
     if facts.folder_free_bytes < size:
         yield finding(
-            f"{folder} has {_gib(facts.folder_free_bytes)} free, and a checkpoint takes {_gib(size)}; make room or "
+            f"{folder} has {gib(facts.folder_free_bytes)} free, and a checkpoint takes {gib(size)}; make room or "
             f"change checkpoint.folder"
         )
     elif facts.folder_free_bytes < room:
         yield finding(
-            f"{folder} has {_gib(facts.folder_free_bytes)} free, and checkpoint.keep_last={checkpoint.keep_last} and "
-            f"one that is being written take {_gib(room)}; make room or lower checkpoint.keep_last",
+            f"{folder} has {gib(facts.folder_free_bytes)} free, and checkpoint.keep_last={checkpoint.keep_last} and "
+            f"one that is being written take {gib(room)}; make room or lower checkpoint.keep_last",
             is_problem=False,
         )
     if node.write is not None:
@@ -275,7 +289,7 @@ def _write_time(
     """A node's share of a checkpoint, against the times that the configuration gives it."""
     write_s = share / max(bytes_per_s, 1.0)
     told = (
-        f"{folder} takes {_gib(bytes_per_s)} a second, which makes {write_s:.3g} s for this node's part of a checkpoint"
+        f"{folder} takes {gib(bytes_per_s)} a second, which makes {write_s:.3g} s for this node's part of a checkpoint"
     )
     timeout_s, interval_s = config.checkpoint.timeout_s, config.checkpoint.interval_s
     if write_s > timeout_s:
@@ -300,7 +314,7 @@ def _links(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[Finding]:
             yield Finding(
                 node=node.name,
                 check="network",
-                text=f"{_gib(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take "
+                text=f"{gib(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take "
                 f"{bucket / max(link.bytes_per_s, 1.0):.3g} s, and reduce.timeout_s={config.reduce.timeout_s:g}; "
                 f"lower reduce.bucket_mib or raise reduce.timeout_s",
             )
@@ -309,18 +323,6 @@ def _links(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[Finding]:
                 is_problem=False,
                 node=node.name,
                 check="network",
-                text=f"{_gib(link.bytes_per_s)} a second to {node.link_to} over TCP, and {_gib(usual)} between most "
+                text=f"{gib(link.bytes_per_s)} a second to {node.link_to} over TCP, and {gib(usual)} between most "
                 f"nodes; one of the two has a bad link, or another interface (GLOO_SOCKET_IFNAME)",
             )
-
-
-def _gib(num_bytes: float) -> str:
-    """A size with three digits.
-
-    >>> [_gib(size) for size in (100, 5e5, 3 * 2**30)]
-    ['100 B', '488 KiB', '3 GiB']
-    """
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"

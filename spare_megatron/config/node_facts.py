@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spare_megatron.config.store_space import StoreSpace
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -35,6 +37,8 @@ class NodeFacts:
         has_infiniband: There are adapters that want memory locked.
         busy_ports: Those of the ports asked about that somebody listens on.
         store_failures: Endpoint of etcd -> why it does not answer here.
+        store_refusal: What etcd answers instead of how large it is; empty if it tells, or cannot be connected to.
+        store_space: How large it is; None where it does not tell.
         corpus_bytes: Sizes of the corpus's two files; None for one that cannot be read.
         sees_folder: The file that the driver has put into the folder of the checkpoints is there.
         folder_free_bytes: Free space in that folder.
@@ -51,6 +55,8 @@ class NodeFacts:
     has_infiniband: bool
     busy_ports: tuple[int, ...]
     store_failures: Mapping[str, str]
+    store_refusal: str
+    store_space: StoreSpace | None
     corpus_bytes: tuple[int | None, int | None]
     sees_folder: bool
     folder_free_bytes: int

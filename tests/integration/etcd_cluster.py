@@ -94,14 +94,17 @@ class EtcdCluster:
 
 
 @contextlib.contextmanager
-def running_cluster(binary: Path, folder: Path, tls: ServerTls | None = None) -> Iterator[EtcdCluster]:
-    """A cluster; without TLS it has a leader already."""
+def running_cluster(
+    binary: Path, folder: Path, tls: ServerTls | None = None, options: Sequence[str] = ()
+) -> Iterator[EtcdCluster]:
+    """A cluster; without TLS it has a leader already. Its members are started with these further options."""
     scheme = "https" if tls else "http"
     ports = _free_ports(2 * NUM_MEMBERS)
     endpoints = tuple(f"{scheme}://127.0.0.1:{port}" for port in ports[:NUM_MEMBERS])
     peers = [f"http://127.0.0.1:{port}" for port in ports[NUM_MEMBERS:]]
     cluster = EtcdCluster(
-        endpoints=endpoints, launch=lambda number: _start(binary, folder, number, endpoints[number], peers, tls)
+        endpoints=endpoints,
+        launch=lambda number: _start(binary, folder, number, endpoints[number], peers, tls, options),
     )
     try:
         for number in range(NUM_MEMBERS):
@@ -117,7 +120,13 @@ def running_cluster(binary: Path, folder: Path, tls: ServerTls | None = None) ->
 
 
 def _start(
-    binary: Path, folder: Path, number: int, endpoint: str, peers: Sequence[str], tls: ServerTls | None
+    binary: Path,
+    folder: Path,
+    number: int,
+    endpoint: str,
+    peers: Sequence[str],
+    tls: ServerTls | None,
+    options: Sequence[str],
 ) -> subprocess.Popen[bytes]:
     command = [
         str(binary),
@@ -129,6 +138,7 @@ def _start(
         f"--initial-advertise-peer-urls={peers[number]}",
         f"--initial-cluster={','.join(f'member-{i}={peer}' for i, peer in enumerate(peers))}",
         "--logger=zap",
+        *options,
     ]
     if tls is not None:
         command += [

@@ -11,6 +11,7 @@ from spare_megatron.config.implications import implications
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.node_facts import Clock, Gpu, NodeFacts, NodeReport, Rate
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.store_space import STEP_BYTES, StoreSpace
 
 H100 = Path(__file__).parents[2] / "configs/run/gpt_7b_h100.toml"
 GIB = 2**30
@@ -38,6 +39,8 @@ FACTS = NodeFacts(
     has_infiniband=True,
     busy_ports=(),
     store_failures={},
+    store_refusal="",
+    store_space=None,
     corpus_bytes=(1000, 100),
     sees_folder=True,
     folder_free_bytes=4 * CHECKPOINT,
@@ -155,6 +158,42 @@ def test_one_member_of_etcd_that_does_not_answer_is_doubtful_and_all_are_a_probl
     assert [found.is_problem for found in findings(there, store_failures={"https://a:1": "refused"})] == [False]
     both = {"https://a:1": "refused", "https://b:1": "refused"}
     assert [found.is_problem for found in findings(there, store_failures=both)] == [True, True]
+
+
+def space(used_bytes: int, limit_bytes: int | None = 2 * GIB, *, is_full: bool = False) -> StoreSpace:
+    return StoreSpace(used_bytes=used_bytes, limit_bytes=limit_bytes, is_full=is_full)
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [
+        (space(GIB), []),
+        (space(2 * GIB), ["etcd holds 2 GiB of the 2 GiB of its --quota-backend-bytes"]),
+        (space(1 << 40, None), []),
+        (space(GIB, is_full=True), ["etcd is full and refuses all writes, at 1 GiB of the 2 GiB of its"]),
+        (space(GIB, None, is_full=True), ["etcd is full and refuses all writes, at 1 GiB; remove"]),
+    ],
+)
+def test_an_etcd_that_is_all_but_full_is_named_once_for_all_nodes(space: StoreSpace, expected: list[str]) -> None:
+    there = configured('control.endpoints=["https://a:1"]')
+    told = [replace(node, facts=replace(FACTS, store_space=space)) for node in nodes()]
+    found = diagnose(there, "/ck", told)
+    assert [(one.node, one.check, one.is_problem) for one in found] == [("n0", "store", space.is_full)] * len(expected)
+    assert all(text in one.text and "alarm disarm" in one.text for text, one in zip(expected, found, strict=True))
+
+
+def test_the_log_of_all_steps_has_to_find_room_in_etcd() -> None:
+    most = (8 * GIB // 10 - GIB // 2) // STEP_BYTES
+    for num_steps, num_found in ((most, 0), (most + 1, 1)):
+        there = configured('control.endpoints=["https://a:1"]', f"train.steps={num_steps}")
+        told = [replace(node, facts=replace(FACTS, store_space=space(GIB // 2, GIB))) for node in nodes()]
+        assert len(diagnose(there, "/ck", told)) == num_found
+
+
+def test_an_etcd_that_can_be_connected_to_and_refuses_is_a_problem_of_the_node() -> None:
+    (found,) = findings(store_refusal="etcd refuses user alice: authentication failed")
+    assert found.is_problem
+    assert "can be connected to, but etcd refuses user alice" in found.text
 
 
 def test_on_cpus_gpus_and_locked_memory_do_not_matter_and_tcp_carries_the_reduction() -> None:

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig, SpareConfig
+from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
@@ -34,6 +35,7 @@ from spare_megatron.runtime.process.reports import (
     GroupRestarted,
     MetricsLost,
     StepCommitted,
+    StoreMeasured,
 )
 
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=4), spare=SpareConfig(redundancy=3, microbatches_per_shard=4))
@@ -193,6 +195,7 @@ def test_the_page_has_every_key_and_no_other() -> None:
     recovery = RecoveryRecord(group=0, step=1, lost=[1], num_patched=1, **times)
     saved = CheckpointRecord(group=0, step=3, outcome="saved", reason="", num_bytes=1, stall_s=0.0, write_s=0.0)
     events = [
+        StoreMeasured(space=StoreSpace(used_bytes=1, limit_bytes=2, is_full=False), shortage=""),
         committed(0),
         lost(1),
         replace(committed(1, num_alive=3), recoveries=(recovery,)),

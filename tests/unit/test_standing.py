@@ -19,6 +19,7 @@ from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.cli.standing_view import view_of
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.store_space import StoreSpace, shortage
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import read_journal
@@ -38,7 +39,7 @@ from spare_megatron.journal.records import (
 )
 from spare_megatron.journal.standing import SavePlan, Standing
 from spare_megatron.journal.summary import summarize
-from spare_megatron.runtime.process.reports import GroupLost, RanksReady, Starting
+from spare_megatron.runtime.process.reports import GroupLost, RanksReady, Starting, StoreMeasured
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
@@ -310,6 +311,16 @@ def test_that_a_group_is_up_again_is_told_once_though_each_of_its_nodes_says_so(
                 progress.take(RanksReady(group=GroupId(1)))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("group 1 is up again") == 2
+
+
+def test_that_etcd_fills_up_is_told_once_though_it_is_measured_again_and_again(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=1000)
+    full, wide = (StoreSpace(used_bytes=9, limit_bytes=limit, is_full=False) for limit in (10, 1 << 30))
+    with RunProgress(RunConfig(), console, tmp_path) as progress:
+        for space in (wide, full, full, wide, full):
+            progress.take(StoreMeasured(space=space, shortage=shortage(space, 0)))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("warning: etcd holds 9 B of the 10 B") == 2
 
 
 def test_status_tells_of_a_run_directory_without_slurm(tmp_path: Path) -> None:

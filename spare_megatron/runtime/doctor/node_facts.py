@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,6 +18,10 @@ from spare_megatron import __version__
 from spare_megatron.config.node_facts import Gpu, NodeFacts, Rate
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import ControlConfig, DataConfig
+from spare_megatron.config.store_space import StoreSpace
+from spare_megatron.control.etcd_space import etcd_space
+from spare_megatron.control.open_store import etcd_spec
+from spare_megatron.control.store import StoreLost
 
 _PACKAGES = ("megatron-core", "transformer-engine")
 _ANSWER_S = 5.0
@@ -44,6 +49,10 @@ def look_at_node(
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     infiniband = Path("/sys/class/infiniband")
+    store_failures = _store_failures(control)
+    store_space, store_refusal = None, ""
+    if len(store_failures) < len(control.endpoints):
+        store_space, store_refusal = _store_space(control)
     return NodeFacts(
         host=socket.gethostname(),
         versions={**versions, **{package: _version(package) for package in _PACKAGES}, **_own_versions()},
@@ -55,7 +64,9 @@ def look_at_node(
         locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
         busy_ports=tuple(port for port in ports if _is_busy(port)),
-        store_failures=_store_failures(control),
+        store_failures=store_failures,
+        store_refusal=store_refusal,
+        store_space=store_space,
         corpus_bytes=(_size(f"{data.corpus}.bin"), _size(f"{data.corpus}.idx")),
         sees_folder=_appears(folder / token),
         folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
@@ -140,6 +151,14 @@ def _store_failures(control: ControlConfig) -> Mapping[str, str]:
         except OSError as error:
             failures[endpoint] = error.strerror or str(error)
     return failures
+
+
+def _store_space(control: ControlConfig) -> tuple[StoreSpace | None, str]:
+    """How large etcd is, or what it says instead."""
+    try:
+        return etcd_space(replace(etcd_spec(control, "doctor", os.environ), timeout_s=_ANSWER_S)), ""
+    except (StoreLost, ValueError) as error:
+        return None, str(error)
 
 
 def _size(file: str) -> int | None:

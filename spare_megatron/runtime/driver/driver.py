@@ -4,15 +4,18 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.store_space import shortage
 from spare_megatron.control.addresses import hosts_of, refuse_loopback
 from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.etcd_space import etcd_space
 from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import StoreSpec
+from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec
 from spare_megatron.control.store import StoreLost
 from spare_megatron.core.messages import StopHalted
 from spare_megatron.core.topology import GroupId
@@ -53,7 +56,9 @@ from spare_megatron.runtime.process.reports import (
     RunEvent,
     RunStopped,
     Starting,
+    StepCommitted,
     StoreGone,
+    StoreMeasured,
 )
 from spare_megatron.runtime.process.spec import NodeSpec, RankMain
 from spare_megatron.runtime.supervisor.node import supervise
@@ -62,6 +67,8 @@ from spare_megatron.runtime.vote.fold import LogFollower, controller_setup
 
 STORE_END_TIMEOUT_S = 2.0
 """How long a control store that nobody reaches is given to turn out to be dead."""
+_STORE_LOOK_S, _STORE_ANSWER_S = 600.0, 1.0
+"""How often etcd is asked how large it is, and how long the driver waits for an answer, doing nothing else."""
 
 
 class RunFailed(Exception):
@@ -113,6 +120,8 @@ class Driver:
         self._has_begun = False
         self._store_failure = ""
         self._without_store: set[int] = set()
+        self._num_steps = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
+        """Committed so far."""
 
     def run(self) -> EndRecord:
         """Runs to the end, whatever that is; leaves no process behind.
@@ -136,6 +145,8 @@ class Driver:
             self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
             self._store_process = store
             self._start_nodes(spec, hub)
+            if isinstance(spec, EtcdStoreSpec):
+                self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
             self._watch(store)
             end = self._end()
             with contextlib.suppress(StoreLost):
@@ -251,6 +262,8 @@ class Driver:
                     self._give_store_up(reason)
             case RanksReady():
                 self._has_begun = True
+            case StepCommitted(step=step):
+                self._num_steps = step + 1
             case RunStopped(reason=reason):
                 self._stop_reason = reason
             case RankRaised():
@@ -286,6 +299,14 @@ class Driver:
         self._store_failure = self._store_failure or (
             f"the control store died: {describe_exit(store.process.exitcode)}"
         )
+
+    def _measure_store(self, spec: EtcdStoreSpec) -> None:
+        """Tells how large etcd is, now and again and again: it has to last for the steps that are left."""
+        self._agenda.after(_STORE_LOOK_S, partial(self._measure_store, spec))
+        with contextlib.suppress(StoreLost):  # that is for the supervisors to judge
+            space = etcd_space(spec)
+            text = shortage(space, self._config.train.steps - self._num_steps)
+            self._on_event(StoreMeasured(space=space, shortage=text))
 
     def _inflict(self, wanted: FaultWanted) -> None:
         """A fault of the trace that strikes a node or the control store from outside."""

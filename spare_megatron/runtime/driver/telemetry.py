@@ -24,6 +24,7 @@ from spare_megatron.runtime.process.reports import (
     GroupRestarted,
     MetricsLost,
     StepCommitted,
+    StoreMeasured,
 )
 
 _UNTOLD = ("slurm", "control")
@@ -68,6 +69,7 @@ class Telemetry:
         self._absent: set[GroupId] = set()
         self._lost: set[Member] = set()
         self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
+        self._store: dict[str, Value] = {}
         self._next_step = 0
         self._goodput = LiveGoodput(groups, time.monotonic())
         self._last_recovery = (0, -1)  # restarts before it, and its step
@@ -94,6 +96,10 @@ class Telemetry:
                     self._counts["fault/restarts"] += 1
                     self._goodput.restarted(self._next_step - step)
                 self._next_step = min(step, self._next_step)
+            case StoreMeasured(space=space):
+                self._store = {"spare/store_bytes": space.used_bytes}
+                if space.limit_bytes is not None:
+                    self._store["spare/store_limit_bytes"] = space.limit_bytes
             case StepCommitted(step=step):
                 self._take_recoveries(event.recoveries)
                 if step >= self._next_step:
@@ -126,6 +132,7 @@ class Telemetry:
             "perf/goodput": round(self._goodput.goodput, 6),
             **{f"perf/lost_{name}_s": round(spent_s, 6) for name, spent_s in self._goodput.lost_s.items()},
             **self._counts,
+            **self._store,
             **self._of_recoveries(),
         }
         if self._config.data.access == "stacked":

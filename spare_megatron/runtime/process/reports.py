@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.faults.trace import Fault
@@ -285,4 +286,12 @@ class MetricsLost:
     reason: str
 
 
-RunEvent = NodeReport | Starting | CheckpointRejected | MetricsLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreMeasured:
+    """How large etcd is; `shortage` is why it may not do for the steps that are left, and empty if it does."""
+
+    space: StoreSpace
+    shortage: str
+
+
+RunEvent = NodeReport | Starting | CheckpointRejected | MetricsLost | StoreMeasured

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.control_plane_groups import TIMEOUT_S, Load, measure, quantiles
 from benchmarks.control_plane_log import measure_log
+from benchmarks.control_plane_steps import measure_steps
 from benchmarks.origin import origin
 from spare_megatron.control.decision_log import entry_key
 from spare_megatron.control.open_store import open_store
@@ -92,6 +93,10 @@ def print_table(result: dict) -> None:
         times = f"read in {row['read_s']:.2f} s, read and folded in {row['read_and_folded_s']:.2f} s"
         held = f"{row['server_bytes_per_entry']:.0f} bytes of a server's memory each"
         print(f"{row['store']}: a log of {row['entries']} entries: {times}, {held}")
+    for row in result.get("kept", ()):
+        names = ("server_bytes_per_step", "database_bytes_per_step", "compacted_bytes_per_step")
+        kept = ", ".join(f"{name[:-15]} {row[name]:.0f}" for name in names if name in row)
+        print(f"{row['store']}: a step of {row['groups']} groups leaves, in bytes: {kept}")
     if "failover" in result:
         writes, gaps = result["failover"]["compare_and_set_ms"], result["failover"]["leader_killed_to_next_write_s"]
         print(f"etcd, one client: compare-and-set p50 {writes['p50']:.2f} ms, p99 {writes['p99']:.2f} ms")
@@ -125,6 +130,7 @@ def main() -> None:
         "--kills", type=int, default=0, help="kills of etcd's leader under one client, each in a new cluster"
     )
     parser.add_argument("--log", type=int, default=0, help="entries of a log that somebody reads who has no part in it")
+    parser.add_argument("--kept", type=int, default=0, help="steps of a few groups, of which something is left")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
@@ -145,6 +151,11 @@ def main() -> None:
         for store in options.stores:
             with running(store, options.etcd) as (spec, servers):
                 logs.append({"store": store, **measure_log(spec, options.log, servers)})
+    if options.kept:
+        result["kept"] = kept = []
+        for store in options.stores:
+            with running(store, options.etcd) as (spec, servers):
+                kept.append({"store": store, **measure_steps(spec, options.kept, servers)})
     if options.kills:
         result["failover"] = measure_failover(options.etcd, options.kills)
     print(json.dumps(result)) if options.json else print_table(result)

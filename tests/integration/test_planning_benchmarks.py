@@ -14,7 +14,10 @@ pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 
 NOT_TRAINING: dict[str, tuple[str, set[str]]] = {
-    "control_plane": ("--stores embedded --groups 6 --fan-in 2 --steps 2 --processes 2 --log 600", {"rows", "logs"}),
+    "control_plane": (
+        "--stores embedded --groups 6 --fan-in 2 --steps 2 --processes 2 --log 600 --kept 20",
+        {"rows", "logs", "kept"},
+    ),
     "paper_assumptions": ("--steps 3", {"ratio", "rows"}),
     "paper_table": ("--seeds 1 --steps 3 --jobs 1", {"ratio", "rows"}),
     "planner_formulas": ("--samples 20 --most-groups 200", {"endurance", "overhead"}),
@@ -56,4 +59,5 @@ def test_a_command_that_does_not_train(name: str) -> None:
         assert (loops["clients"], threads["clients"]) == ("loops", "threads")
         assert 0 < loops["commit_ms"]["p50"] <= loops["commit_ms"]["p99"]
         assert [log["entries"] for log in result["logs"]] == [600]
+        assert [kept["steps"] for kept in result["kept"]] == [20]
         assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]

@@ -61,11 +61,11 @@ class _TimedExecutor(GroupExecutor):
 
 def run_timed_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs in a rank's process."""
-    rank.GroupExecutor = partial(_TimedExecutor, spec)
+    vars(rank)["GroupExecutor"] = partial(_TimedExecutor, spec)
     rank.run_rank(spec, reports)
 
 
-def measure(config: RunConfig) -> dict[str, object]:
+def measure(config: RunConfig) -> dict[str, Any]:
     """Medians over all steps of all ranks."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"

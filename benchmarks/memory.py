@@ -10,7 +10,7 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,30 +55,36 @@ def plain_rank(config: RunConfig, is_sharded: bool, rank: int, spec: StoreSpec, 
 
 def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
     """Trains as one rank of ours and writes down its memory."""
+    from spare_megatron.mcore import trainer
     from spare_megatron.runtime.rank import rank
+    from spare_megatron.runtime.rank.train import train
+    from spare_megatron.runtime.reduce import staging
 
     before = _process_bytes("VmRSS")
-    trainers: list[rank.GroupTrainer] = []
+    trainers: list[trainer.GroupTrainer] = []
     stagings: list[Tensor] = []
-    train = rank.train
 
-    class Trainer(rank.GroupTrainer):
+    class Trainer(trainer.GroupTrainer):
         def __init__(self, *parts: Any, **settings: Any) -> None:
             super().__init__(*parts, **settings)
             trainers.append(self)
 
-    class Staging(rank.Staging):
-        def __init__(self, make: Any) -> None:
-            super().__init__(lambda: stagings.append(make()) or stagings[-1])
+    class Staging(staging.Staging):
+        def __init__(self, make: Callable[[], Tensor]) -> None:
+            super().__init__(lambda: kept(make()))
+
+    def kept(made: Tensor) -> Tensor:
+        stagings.append(made)
+        return made
 
     def train_and_measure(*parts: Any) -> Any:
         ended = train(*parts)
-        staging = sum(tensor.nbytes for tensor in stagings)
-        memory = _memory(trainers[0].chunks, staging=staging, before=before)
+        num_bytes = sum(tensor.nbytes for tensor in stagings)
+        memory = _memory(trainers[0].chunks, staging=num_bytes, before=before)
         (folder / f"{spec.name}.json").write_text(json.dumps(memory))
         return ended
 
-    rank.GroupTrainer, rank.Staging, rank.train = Trainer, Staging, train_and_measure
+    vars(rank).update(GroupTrainer=Trainer, Staging=Staging, train=train_and_measure)
     rank.run_rank(spec, reports)
 
 

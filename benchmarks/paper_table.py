@@ -23,8 +23,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.cli.errors import explained_errors
-from spare_megatron.cli.simulate import INTERRUPTED, parse_redundancies
+from spare_megatron.cli.errors import INTERRUPTED, explained_errors
+from spare_megatron.cli.simulate import parse_redundancies
 from spare_megatron.cli.simulate_jobs import ResultFile, default_jobs, simulate_all
 from spare_megatron.simulator.ledger import CAUSES
 from spare_megatron.simulator.presets import load_scenario

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from benchmarks.paper_model import paper_redundancy, paper_time_to_train
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.core.placement import make_placement
+from spare_megatron.core.placement import IntArray, make_placement
 from spare_megatron.planner import montecarlo
 from spare_megatron.planner.availability import availability, best_availability
 from spare_megatron.planner.domain_repair import equivalent_domain_repair
@@ -58,7 +57,7 @@ PUBLISHED = {200: (2.92, 9), 600: (2.49, 8), 1000: (2.34, 9)}
 Row = dict[str, Any]
 
 
-def compared(formula: float, samples: FloatArray) -> Row:
+def compared(formula: float, samples: FloatArray | IntArray) -> Row:
     mean = float(np.mean(samples))
     noise = float(np.std(samples) / np.sqrt(len(samples)) / mean)
     return {"formula": formula, "monte_carlo": mean, "error": formula / mean - 1, "noise": noise}
@@ -124,7 +123,7 @@ def overhead_rows(sizes: Sequence[int], num_samples: int, seed: int) -> Iterator
 
 
 def counted(
-    n: int, m: int, endured: npt.NDArray[np.int64], sequences: list[FloatArray], *, is_pooled: bool
+    n: int, m: int, endured: IntArray, sequences: Sequence[IntArray | FloatArray], *, is_pooled: bool
 ) -> FloatArray:
     """Samples of the mean makespan until wipe-out: of the least possible one, plus the mean excess of real reorders.
 

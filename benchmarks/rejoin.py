@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -135,7 +136,7 @@ def rejoins_of(
     return [figures_of(journal, *item) for item in returns], killer.spare_bytes
 
 
-def measure(config_file: Path, overrides: list[str], num_kills: int, num_pairs: int) -> dict[str, object]:
+def measure(config_file: Path, overrides: list[str], num_kills: int, num_pairs: int) -> dict[str, Any]:
     rejoins: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     spare_bytes: list[int] = []
     for _ in range(num_pairs):

@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from spare_megatron.core.placement import IntArray, Placement, PlacementKind, make_placement
-from spare_megatron.core.reorder import Owners, Reorder, initial_owners, least_load, reorder_microbatches
+from spare_megatron.core.reorder import Reorder, initial_owners, least_load, reorder_microbatches
 from spare_megatron.core.stack_reorder import StackReorder, initial_order, reorder_stacks
+from spare_megatron.core.stepplan import Owners
 from spare_megatron.core.topology import GroupId
 
 NUM_MICROBATCHES = 16

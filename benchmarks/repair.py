@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -73,7 +74,7 @@ def figures_of(journal: Journal, bytes_per_s: float) -> dict[str, float]:
     }
 
 
-def measure(config_file: Path, overrides: list[str], num_runs: int) -> dict[str, object]:
+def measure(config_file: Path, overrides: list[str], num_runs: int) -> dict[str, Any]:
     settings = [
         f"train.steps={MOST_STEPS}",
         "spare.rejoins=0",
@@ -96,7 +97,7 @@ def measure(config_file: Path, overrides: list[str], num_runs: int) -> dict[str,
                 if killer.ends_at == MOST_STEPS:
                     raise
             losses.append(figures_of(read_journal(run_dir), config.optimizer.repair_mib_per_s * MIB))
-    figures: dict[str, object] = {"losses": losses}
+    figures: dict[str, Any] = {"losses": losses}
     for name in ("copied_s", "redundancy_s"):
         figures[name] = statistics.median(loss[name] for loss in losses)
         ratios = [loss[name] / loss["expected_s"] for loss in losses]

@@ -110,7 +110,7 @@ def run_gated_rank(spec: RankSpec, reports: Connection) -> None:
         if is_on(recorder.step):
             add(recorder, *arguments)
 
-    spans.SpanRecorder._add = gated  # type: ignore[method-assign]
+    spans.SpanRecorder._add = gated  # type: ignore[assignment,method-assign]
     rank.run_rank(spec, reports)
 
 
@@ -124,7 +124,7 @@ def step_ratios(config: RunConfig, *, hangs: bool) -> dict[str, Any]:
             sinks.append(_LeftBehind("hanging", _Hanging, left_behind.append))
         return [_Gated(sink) for sink in sinks]
 
-    run.open_sinks = open_all
+    vars(run)["open_sinks"] = open_all
     lost: list[object] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
@@ -168,7 +168,8 @@ def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
     It waits for the sinks after each lot, so that nothing is dropped. The processor time is that of all steps but the
     first tenth, of the sinks' own processes, too.
     """
-    process, lost = psutil.Process(), []
+    process = psutil.Process()
+    lost: list[object] = []
     with tempfile.TemporaryDirectory() as scratch:
         sinks = open_sinks(config, Path(scratch), lost.append)
         telemetry = Telemetry(config, sinks)

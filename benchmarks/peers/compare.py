@@ -31,7 +31,7 @@ from spare_megatron.runtime.driver.run import start_run
 FAULTS = {"kill": ("kill", 1), "stop": ("stop", 1), "two_kills": ("kill", 2)}
 """What happens, and to how many groups of the same step."""
 HIT_STEP, NUM_STEPS = 8, 18
-PEERS = {
+PEERS: dict[str, TorchftTimes | NvrxTimes] = {
     "torchft_1s": TorchftTimes(heartbeat_s=1.0, timeout_s=1.0),
     "torchft_5s": TorchftTimes(heartbeat_s=1.0, timeout_s=5.0),
     "torchft_5s_beat": TorchftTimes(heartbeat_s=5.0, timeout_s=5.0),

@@ -86,4 +86,4 @@ def run_groups(config: RunConfig, train: Callable[..., None], folder: Path, *, r
 def _next_to_end(groups: dict[int, int], end_s: float) -> int | None:
     """The group of the first sentinel that is ready; None if none is by then."""
     ready = wait(list(groups), max(0.0, end_s - time.monotonic()))
-    return groups[ready[0]] if ready else None
+    return next((group for sentinel, group in groups.items() if sentinel in ready), None)

@@ -44,4 +44,4 @@ def _fetch(cache: Path, command: tuple[str, ...], names: tuple[str, ...]) -> Non
         for package in sorted((packages / "archives").glob("*.deb")):
             subprocess.run(["dpkg", "-x", package, cache], check=True, capture_output=True, text=True, timeout=60)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"needs {names[0]}: none in PATH, and apt-get could not fetch Debian's: {error.stderr or error}")
+        pytest.skip(f"needs {names[0]}: none in PATH, and apt-get could not fetch Debian's: {error.stderr or error!s}")

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -149,6 +151,49 @@ def test_those_who_take_part_are_asked_first(kept: Kept, server: PieceServer) ->
     assert torch.equal(state, STATE)
     assert kept.num_reads > 0
     assert unasked.num_reads == 0
+
+
+def test_who_does_not_greet_costs_a_short_wait_once_and_the_next_is_asked(
+    kept: Kept, server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a firewall, or a network card that is half dead: connected by the kernel, or not even that."""
+    monkeypatch.setattr(snapshot_loader, "_CONNECT_TIMEOUT_S", 0.05)
+    clock, began_s = Clock(monkeypatch), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address(host="127.0.0.1", port=silent.getsockname()[1], token="00")
+        present = [member(1), member(5)]
+        loading = loader({member(1): address, member(5): server.address}, torch.zeros_like(STATE))
+        for _ in range(3):
+            loading.load(ATTEMPT, (), present)
+        assert time.monotonic() - began_s < TIMEOUT_S
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+    assert kept.num_reads > 0
+    assert clock.num_pauses == 0
+
+
+def test_where_nobody_listens_the_next_is_asked_at_once(server: PieceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, closed = Clock(monkeypatch), PieceServer("127.0.0.1", Kept(), TIMEOUT_S)
+    closed.start()
+    closed.close()
+    state = torch.zeros_like(STATE)
+    loader({member(1): closed.address, member(5): server.address}, state).load(ATTEMPT, (), [member(1), member(5)])
+    assert torch.equal(state, STATE)
+    assert clock.num_pauses == 0
+
+
+def test_who_never_greets_and_is_the_only_one_is_asked_again_for_as_long_as_it_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot_loader, "_CONNECT_TIMEOUT_S", 0.05)
+    clock = Clock(monkeypatch)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address(host="127.0.0.1", port=silent.getsockname()[1], token="00")
+        with pytest.raises(JoinFailed, match=r"32 bytes have not come within 0\.05 s"):
+            loader({member(1): address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(1)])
+    assert clock.num_pauses == 2
 
 
 def test_one_who_is_late_is_asked_where_nobody_else_has_it(kept: Kept, server: PieceServer) -> None:

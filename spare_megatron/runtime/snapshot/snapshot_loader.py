@@ -28,6 +28,8 @@ from spare_megatron.runtime.vote.agreement import GroupAgreement
 from spare_megatron.runtime.wire.keeper_wire import Part
 from spare_megatron.runtime.wire.piece_wire import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
 
+_CONNECT_TIMEOUT_S = 5.0
+"""Longest wait for a keeper that may be cut off: another may have the copy, and this one is asked again."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Before the holders of a copy are asked again: twice as long every time."""
 
@@ -81,6 +83,7 @@ class SnapshotLoader:
         self._timeout_s = timeout_s
         self._progress = progress
         self._own: dict[_Copy, str] = {}  # what the own node has, and its SHA-256
+        self._broken: set[str] = set()  # servers to be asked after the others
 
     def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...], tuple[str, ...]]:
         """Snapshots of the group's rank positions that are whole on its nodes.
@@ -178,13 +181,15 @@ class SnapshotLoader:
         while servers and time.monotonic() - alive_at_s < self._timeout_s:
             for server, sha256 in list(servers.items()):
                 try:
-                    with contextlib.closing(PieceClient(Address.parse(server), self._timeout_s)) as client:
+                    with contextlib.closing(self._connected(server)) as client:
                         self._read(partial(client.fetch, name, copy.attempt), sha256, begin)
+                    self._broken.discard(server)
                     return
                 except TurnedAway as error:
                     failure, alive_at_s = str(error), time.monotonic()
                 except TransferBroken as error:
                     failure = str(error)
+                    self._broken.add(server)
                 except (NotOffered, WrongStep, ForeignState, _Unusable) as error:
                     failure = str(error)
                     del servers[server]
@@ -193,8 +198,11 @@ class SnapshotLoader:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise JoinFailed(f"the snapshot of attempt {copy.attempt} of rank {name} has not come: {failure}")
 
+    def _connected(self, server: str) -> PieceClient:
+        return PieceClient(Address.parse(server), self._timeout_s, connect_timeout_s=_CONNECT_TIMEOUT_S)
+
     def _servers(self, copy: _Copy, waiting: Sequence[Waiting], members: Collection[Member]) -> dict[str, str]:
-        """Who has said to have it, each with its SHA-256, in the order in which to ask."""
+        """Who has said to have it, each with its SHA-256, in the order in which to ask: the broken ones last."""
         holders = []
         for one in waiting:
             of_rank = {(held.attempt, held.position) for held in one.held}
@@ -207,7 +215,7 @@ class SnapshotLoader:
             for attempt, number, sha256 in copies:
                 if (attempt, number) == copy:
                     found[server] = sha256
-        return found
+        return dict(sorted(found.items(), key=lambda one: one[0] in self._broken))
 
     def _read(self, read: Callable[[Piece], memoryview], sha256: str, begin: Callable[[bytes], TensorBytes]) -> None:
         """Reads all of it, which has to be what was copied."""

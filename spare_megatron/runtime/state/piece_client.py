@@ -20,20 +20,23 @@ class PieceClient:
 
     Args:
         address: The server's.
-        timeout_s: Longest wait for the connection, and for each piece.
+        timeout_s: Longest wait for each piece.
+        connect_timeout_s: Longest wait for the connection, and for the greeting, which is sent at once; as long as for
+            a piece if absent.
 
     Raises:
         TurnedAway: The server has too much to do now.
         TransferBroken: Nobody is there.
     """
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    def __init__(self, address: Address, timeout_s: float, *, connect_timeout_s: float | None = None) -> None:
+        greeted_within_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         try:
-            self._connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            self._connection = socket.create_connection((address.host, address.port), timeout=greeted_within_s)
         except OSError as error:
             raise TransferBroken(f"no connection to {address.host}: {error}") from error
         try:
-            nonce = bytes(receive(self._connection, NONCE_BYTES, timeout_s, may_end=True))
+            nonce = bytes(receive(self._connection, NONCE_BYTES, greeted_within_s, may_end=True))
             if not nonce:
                 raise TurnedAway(f"{address.host} serves as many as it may")
         except TransferBroken:

@@ -14,6 +14,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
 from spare_megatron.config.validate_data import data_problems
 from spare_megatron.config.validate_faults import fault_problems
+from spare_megatron.config.validate_megatron import megatron_problems
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
@@ -22,38 +23,6 @@ from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_
 from spare_megatron.config.validate_spares import spare_problems
 from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
-
-OURS_IN_MEGATRON_WORDS = {
-    "num_layers": "model.num_layers",
-    "hidden_size": "model.hidden_size",
-    "ffn_hidden_size": "model.ffn_hidden_size",
-    "num_attention_heads": "model.num_attention_heads",
-    "hidden_dropout": "model.hidden_dropout",
-    "attention_dropout": "model.attention_dropout",
-    "seq_length": "model.seq_length",
-    "bf16": "model.precision",
-    "fp16": "model.precision",
-    "params_dtype": "model.precision",
-    "pipeline_dtype": "model.precision",
-    "autocast_dtype": "model.precision",
-    "transformer_impl": "model.transformer_impl",
-    "tensor_model_parallel_size": "layout.tensor_parallel",
-    "context_parallel_size": "layout.context_parallel",
-    "pipeline_model_parallel_size": "layout.pipeline_parallel",
-    "virtual_pipeline_model_parallel_size": "layout.virtual_pipeline",
-    "micro_batch_size": "train.micro_batch_size",
-}
-"""Megatron's fields that follow from ours, and the setting they follow from."""
-
-FIXED_IN_MEGATRON = {
-    "calculate_per_token_loss": "gradients are always summed over tokens and scaled once, after the reduction",
-    "finalize_model_grads_func": "gradients are finished after the commit, not inside the schedule",
-    "grad_sync_func": "groups reduce after the schedule, not inside it",
-    "no_sync_func": "groups reduce after the schedule, not inside it",
-    "param_sync_func": "parameters are never sharded over groups",
-    "grad_scale_func": "gradients are scaled once, after the reduction",
-}
-"""Megatron's fields that a masked loss depends on, and why they are not to be had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +71,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_timeouts(config),
         *store_problems(config.control, brings_etcd=config.cluster.launcher == "srun", can_listen=machine.can_listen),
         *launcher_problems(config),
-        *_megatron(config),
+        *megatron_problems(config),
         *fault_problems(config),
         *rate_problems(config),
         *checkpoint_problems(config),
@@ -300,14 +269,6 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
             f"control.group_timeout_s = {needed_s}: a decision may have to wait for another group's pipeline and "
             f"reduction to give up first; raise control.decision_timeout_s or lower one of the others"
         )
-
-
-def _megatron(config: RunConfig) -> Iterator[str]:
-    for key in config.megatron:
-        if key in OURS_IN_MEGATRON_WORDS:
-            yield f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead"
-        elif key in FIXED_IN_MEGATRON:
-            yield f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it"
 
 
 # ----------------------------------------------------------------------------------------------------- machine

@@ -10,7 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.suggest import nearest
-from spare_megatron.config.validate import FIXED_IN_MEGATRON, OURS_IN_MEGATRON_WORDS
+from spare_megatron.config.validate_megatron import FIXED_IN_MEGATRON, OURS_IN_MEGATRON_WORDS
+from spare_megatron.mcore.field_types import fits, in_words
 
 _UNSAFE = {
     "num_moe_experts": "balancing terms of experts are reduced inside one group only",
@@ -34,7 +35,8 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
         device: Where the ranks compute.
 
     Raises:
-        ValueError: `[megatron]` has a field that Megatron does not know or that cannot be had.
+        ValueError: `[megatron]` has a field that Megatron does not know or that cannot be had, or a value of a type
+            that is not the field's.
     """
     _refuse(config)
     model, layout = config.model, config.layout
@@ -110,20 +112,26 @@ def _refuse_combinations(config: RunConfig) -> None:
 
 
 def _megatron_value(key: str, value: Any) -> Any:
-    """The value as Megatron's field wants it, for the kinds of values that TOML has no word for.
+    """The value as Megatron's field wants it.
 
     Raises:
         ValueError: There is no such value.
     """
-    if not isinstance(value, str):
-        return value
+    (field,) = (field for field in dataclasses.fields(TransformerConfig) if field.name == key)
+    meant = _named(key, value, field.default) if isinstance(value, str) else value
+    if not fits(meant, field.type):
+        raise ValueError(f"megatron.{key}={value!r} must be {in_words(field.type)}; change it")
+    return meant
+
+
+def _named(key: str, value: str, default: Any) -> Any:
+    """What a name stands for, where Megatron wants what TOML has no word for; else the text itself."""
     if key == "activation_func":
         if not hasattr(F, value):
             raise ValueError(
                 f"megatron.activation_func={value} is no function of torch.nn.functional; try gelu or silu"
             )
         return getattr(F, value)
-    default = next(field.default for field in dataclasses.fields(TransformerConfig) if field.name == key)
     if isinstance(default, Enum):
         names = [member.name for member in type(default)]
         if value not in names:

@@ -1,5 +1,6 @@
 """A run's configuration in Megatron's terms: what is passed on, and what is refused before it trains wrong."""
 
+import dataclasses
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
+from spare_megatron.config.validate_megatron import COUNTED_WITH
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
+from spare_megatron.mcore.field_types import fits
 from spare_megatron.mcore.gradients import fixed_point
 from spare_megatron.mcore.model import layer_spec
 from spare_megatron.mcore.transformer import transformer_config
@@ -99,11 +103,39 @@ def test_names_stand_for_functions_and_enumerations() -> None:
         ({"defer_embedding_wgrad_compute": True}, "a patch is a second one"),
         ({"attention_backend": "flush"}, "did you mean flash"),
         ({"activation_func": "gelo"}, "no function of torch"),
+        ({"activation_func": 3}, r"megatron\.activation_func=3 must be a function"),
+        ({"attention_backend": 1}, r"megatron\.attention_backend=1 must be one of flash, fused, unfused, local, auto"),
+        ({"init_method_std": "0.02"}, r"megatron\.init_method_std='0\.02' must be a number; change it"),
+        ({"add_bias_linear": 0}, r"megatron\.add_bias_linear=0 must be true or false"),
+        ({"kv_channels": 16.0}, r"megatron\.kv_channels=16\.0 must be a whole number"),
+        ({"normalization": "LayerNorn"}, r"megatron\.normalization='LayerNorn' must be one of LayerNorm, RMSNorm"),
+        ({"recompute_modules": "mlp"}, r"megatron\.recompute_modules='mlp' must be a list \(each a string\)"),
+        ({"window_size": [1]}, r"megatron\.window_size=\[1\] must be a list of 2 \(a whole number, a whole number\)"),
+        ({"init_method": "normal"}, r"megatron\.init_method='normal' must be a function"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         transformer_config(with_megatron(**fields), CPU)
+
+
+def test_what_is_counted_with_before_megatron_is_there_has_megatrons_types() -> None:
+    types = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
+    for key, kind in COUNTED_WITH.items():
+        example = {bool: True, int: 1, str: {"recompute_granularity": "full"}.get(key, "RMSNorm")}[kind]
+        assert fits(example, types[key]), key
+        others = [value for value in (True, 1, "text", 1.5) if type(value) is not kind]
+        assert not any(fits(value, types[key]) for value in others), key
+
+
+def test_megatrons_defaults_fit_its_types() -> None:
+    """Else a value that Megatron takes could not be set."""
+    unfit = {
+        field.name
+        for field in dataclasses.fields(TransformerConfig)
+        if field.default not in (None, dataclasses.MISSING) and not fits(field.default, field.type)
+    }
+    assert unfit == set()
 
 
 def test_the_interleaved_schedule_never_batches_its_transfers() -> None:

@@ -97,6 +97,8 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["control.decision_timeout_s=240"], "must exceed reduce.timeout_s + control.group_timeout_s = 240.0"),
         (["megatron.num_layers=3"], "megatron.num_layers follows from model.num_layers"),
         (["megatron.calculate_per_token_loss=false"], "megatron.calculate_per_token_loss cannot be set"),
+        (["megatron.kv_channels=sixteen"], "megatron.kv_channels='sixteen' must be a whole number; change it"),
+        (["megatron.add_bias_linear=0"], "megatron.add_bias_linear=0 must be true or false; change it"),
         (["megatron.sequence_parallel=true"], "megatron.sequence_parallel=true does not work on CPUs"),
         (["megatron.recompute_granularity=full"], "megatron.recompute_granularity=full does not work on CPUs"),
         (["model.transformer_impl=transformer_engine"], "needs cluster.device=gpu"),

@@ -3,7 +3,7 @@
 import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -11,8 +11,8 @@ from spare_megatron.journal.events import Event, event_of_entry, event_of_record
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.lines import Line
+from spare_megatron.journal.losses import Losses
 from spare_megatron.journal.records import (
-    LOST_A_PEER,
     CadenceRecord,
     ContributionRecord,
     EndRecord,
@@ -68,7 +68,7 @@ class Standing:
         self.began_s = self.told_s = 0.0
         self.end: EndRecord | None = None
         self.steps = StepTable(0, 0)
-        self._losses: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by group and life
+        self._losses = Losses()
         self.recoveries = Recoveries()
         self.num_rejoined = self.num_recomputed = 0
         self.num_lines = 0
@@ -138,18 +138,9 @@ class Standing:
         self._note(event_of_record(record, at_s))
 
     def _lost(self, record: LossRecord, at_s: float) -> bool:
-        """Takes what one of several nodes may tell of a loss; returns whether it is more than is known."""
-        life = record.group, record.incarnation
+        """Returns whether it is more than is known."""
         self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
-        if life not in self._losses:
-            self._losses[life] = at_s, record
-            return True
-        found_s, known = self._losses[life]
-        pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
-        is_given_up = known.is_given_up or record.is_given_up
-        culprit = record if known.cause == LOST_A_PEER else known  # the rank at fault may stand on another node
-        self._losses[life] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
-        return is_given_up and not known.is_given_up
+        return self._losses.take(record, at_s)
 
     def _note(self, event: Event | None) -> None:
         if event is not None:
@@ -239,7 +230,7 @@ class Standing:
     @property
     def losses(self) -> list[tuple[float, LossRecord]]:
         """Groups found lost, each with when."""
-        return list(self._losses.values())
+        return self._losses.found
 
     def groups(self) -> list[GroupState]:
         """How each group stands."""
@@ -249,7 +240,7 @@ class Standing:
         return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_groups)]
 
     def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupState:
-        _, loss = self._losses.get((group, self._last_lost.get(group, 0)), (0.0, None))
+        loss = self._losses.of(group, self._last_lost.get(group, 0))
         if group in members and (loss is None or loss.incarnation < members[group]):
             return "slow" if group in slow else "alive"
         if loss is not None and loss.is_given_up:

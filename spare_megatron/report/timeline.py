@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.losses import Losses
 from spare_megatron.journal.records import EntryRecord, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span
 
@@ -146,15 +147,18 @@ def _flows(placed: Sequence[_Placed]) -> Iterator[Event]:
 
 def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[Event]:
     """A mark across all ranks where the loss of a group was written, with what its ranks were about."""
+    losses = Losses()
     for line in journal.lines:
-        record = line.record
-        if isinstance(record, LossRecord) and 0 <= _micro(line.at_s - origin_s) <= end_us:
+        if isinstance(line.record, LossRecord):
+            losses.take(line.record, line.at_s)
+    for found_s, record in losses.found:
+        if 0 <= _micro(found_s - origin_s) <= end_us:
             yield {
                 "name": f"group {record.group} lost: rank {record.rank}: {record.cause}",
                 "ph": "i",
                 "s": "g",
                 **_place(record.group, max(record.rank, 0)),
-                "ts": _micro(line.at_s - origin_s),
+                "ts": _micro(found_s - origin_s),
                 "args": {"pending": record.pending},
             }
 

@@ -16,7 +16,7 @@ from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import GroupId, Member, ShardId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import EntryRecord, LossRecord
+from spare_megatron.journal.records import LOST_A_PEER, EntryRecord, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
 from spare_megatron.report.timeline import clock_offsets, trace_of
 from spare_megatron.runtime.process.beacon import Beacon, Page, new_page
@@ -261,6 +261,21 @@ def test_a_loss_is_marked_with_its_cause_and_what_ranks_were_about() -> None:
     assert mark["name"] == "group 1 lost: rank 1: no heartbeat"
     assert mark["ts"] == pytest.approx(0.5e6)
     assert mark["args"] == {"pending": pending}
+
+
+def test_a_loss_that_two_nodes_tell_of_is_marked_once_where_it_was_found_first() -> None:
+    """The node of the rank at fault is the second; a later life of the group is another loss."""
+    told = [
+        LossRecord(group=1, rank=0, cause=LOST_A_PEER, entry_index=3, pending=[{"rank": 0}]),
+        LossRecord(group=1, rank=1, cause="SIGKILL", entry_index=3, pending=[{"rank": 1}]),
+        LossRecord(group=1, rank=0, cause="SIGSEGV", entry_index=9, incarnation=1),
+    ]
+    lines = [Line(source=f"supervisor-{node}", at_s=1010.5 + node, record=loss) for node, loss in enumerate(told)]
+    journal = Journal(lines=tuple(lines))
+    marks = events(trace_of([part(0, 0, span("reduce", 10.0, 14.0, place=None))], journal), "i")
+    assert [mark["name"] for mark in marks] == ["group 1 lost: rank 1: SIGKILL", "group 1 lost: rank 0: SIGSEGV"]
+    assert [mark["ts"] for mark in marks] == pytest.approx([0.5e6, 2.5e6])
+    assert marks[0]["args"] == {"pending": [{"rank": 0}, {"rank": 1}]}
 
 
 def test_steps_that_were_not_kept_are_refused_with_those_that_were(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ group contributed before it was lost stays counted), Retry otherwise. So a loss 
 middle of a recovery, is just one more entry.
 
 Votes carry digests of the state wherever it is compared (`core.comparison`), those on a step also of what was saved
-before it. The fence that puts out a group for wrong state discards the attempt. Its sums may stand in place of local
-sums by then: the step is computed again from zero. What was saved after the last step is compared by the vote that ends
-the run; if it does not count, it is saved again.
+before it; which checkpoints do not count for it, `core.doubts` says. The fence that puts out a group for wrong state
+discards the attempt. Its sums may stand in place of local sums by then: the step is computed again from zero. What was
+saved after the last step is compared by the vote that ends the run; if it does not count, it is saved again.
 
 Whoever writes the commit also decides by its own clock whether a checkpoint is due and whether the run's time is over,
 and which waiting groups to take in; the entry tells everybody, so that no two groups need the same clock.
@@ -37,6 +37,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from spare_megatron.core.decision import decide
+from spare_megatron.core.doubts import Doubts
 from spare_megatron.core.log_clock import LogClock
 from spare_megatron.core.messages import (
     Action,
@@ -68,7 +69,7 @@ from spare_megatron.core.order import Order, initial_order
 from spare_megatron.core.placement import WipeOut
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
-from spare_megatron.core.saves import Saves
+from spare_megatron.core.saves import SaveCheckpoint, Saves
 from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Ownership, StateWipeOut, first_ownership
@@ -111,6 +112,7 @@ class Controller:
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=last_resort)
+        self._doubts = Doubts()
         self._num_admitted = 0
         self._clock = LogClock()
         self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
@@ -143,6 +145,11 @@ class Controller:
     # ------------------------------------------------------------------------------------------- folding the log
 
     def _fold(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
+        refused = self._doubts.fold(entry)
+        self._saves.refused(refused)
+        return (*refused, *self._follow(entry, now_s))
+
+    def _follow(self, entry: Entry, now_s: float) -> tuple[Action, ...]:
         match entry:
             case Fence():
                 self._is_discarded |= entry.discard
@@ -163,8 +170,7 @@ class Controller:
             case GiveUp(step=step, reason=reason):
                 return self.restarts.wiped_out(replace(self.restarts.wipe_out or StopWipeOut(step=step), reason=reason))
             case Halt(step=step, reason=reason):
-                refused = self._saves.doubted(step, reason) if entry.discard else ()
-                return (*refused, StopHalted(step=step, reason=reason))
+                return (StopHalted(step=step, reason=reason),)
 
     def _expect(self, entry: Entry, step: int, attempt: int) -> None:
         if (step, attempt) != (self.step, self.attempt):
@@ -174,30 +180,30 @@ class Controller:
         group = fence.group
         self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
         left = tuple(voter for voter in self.voters if not fence.hits(voter))
-        wrong = fence.reason if fence.discard else ""
-        refused = self._saves.lost(filter(fence.hits, self._attempted_by), self.step, wrong)
+        self._saves.lost(filter(fence.hits, self._attempted_by))
         self.restarts.snapshots.lost(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
             # Two who saw it both wrote it, or nobody took part who is lost. It may stand where a decision was to stand.
-            return (*refused, ReadVotes(attempt=self.attempt, voters=self._attempted_by), ReadEntry(index=self.head))
+            return (ReadVotes(attempt=self.attempt, voters=self._attempted_by), ReadEntry(index=self.head))
         if fence.error and fence.error == self._last_error:
             # Whoever computes that microbatch next would meet it too, until no group is left.
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
-            return (*refused, StopHalted(step=self.step, reason=reason))
+            return (StopHalted(step=self.step, reason=reason),)
         self._last_error = fence.error or self._last_error
         self._change_voters(left)
         self._retries_without_loss = 0
         self._orphans += [item for plan in self._plans for item in plan.work.of(group)]
         if not left:
             shards = tuple(ShardId(int(group)) for group in self._everybody)
-            return (*refused, *self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards)))
+            return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=shards))
         try:
-            actions = (*refused, *self._own(self.ownership and self.ownership.for_members(left), self.step + 1))
+            own = self._own(self.ownership and self.ownership.for_members(left), self.step + 1)
         except StateWipeOut as lost:
-            return (*refused, *self.restarts.wiped_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong)))
+            wrong = fence.reason if fence.discard else ""
+            return self.restarts.wiped_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong))
         return (
             self._build_communicator(),
-            *actions,
+            *own,
             ReadVotes(attempt=self.attempt, voters=self._attempted_by),
             ReadEntry(index=self.head),
         )
@@ -216,8 +222,7 @@ class Controller:
             self._num_steps = self.step
         is_last = self._is_over = self.step == self._num_steps
         if commit.save:
-            now = (self.step, commit.at_s, self.voters, self.epoch)
-            actions.append(self._saves.take(*now, self.ownership, is_last=is_last))
+            actions.append(self._save(commit.at_s, is_last=is_last))
         if is_last and self.ownership is None and not commit.save:
             return (*actions, FinishRun(step=self.step))
         if is_last:
@@ -266,22 +271,20 @@ class Controller:
 
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
-        refused: tuple[Action, ...] = ()
-        if retry.recompute and not self._is_discarded:  # else whoever is put out has said which state is wrong
-            refused = self._saves.doubted(self.step, "groups hold different parameters, and nobody knows who is right")
         self._is_discarded = False
         # A loss during the attempt has brought a new communicator already. Without one, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build)
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
             reason = f"{MAX_RETRIES_WITHOUT_LOSS} reductions in a row failed though no group was lost"
-            return (*refused, StopHalted(step=self.step, reason=reason))
+            return (StopHalted(step=self.step, reason=reason),)
         gather = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         if self._is_over:
-            again = self._save_again()
-            return (*refused, *build, *gather, *again, self._attempt_finish(), ReadEntry(index=self.head))
+            # What was saved of the last step may be refused.
+            again = (self._save(self._clock.at_s, is_last=True),) if self._saves.lacks_last(self.step) else ()
+            return (*build, *gather, *again, self._attempt_finish(), ReadEntry(index=self.head))
         if retry.recompute:
-            return (*refused, *build, *gather, *self._begin_step())
+            return (*build, *gather, *self._begin_step())
         try:
             patch = self._plan_patch()
         except WipeOut as wipe_out:
@@ -350,12 +353,10 @@ class Controller:
 
     # --------------------------------------------------------------------------------------------------- actions
 
-    def _save_again(self) -> tuple[Action, ...]:
-        """After the last step, where what was saved of it is refused."""
-        if not self._saves.lacks_last(self.step):
-            return ()
-        now = (self.step, self._clock.at_s, self.voters, self.epoch)
-        return (self._saves.take(*now, self.ownership, is_last=True),)
+    def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
+        action = self._saves.take(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
+        self._doubts.begun(action)
+        return action
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         """The slices are held like this from here on."""

@@ -113,10 +113,8 @@ class Saves:
         self._under_way: tuple[int, Member] | None = None
         self._gone: set[Member] = set()  # since the last save was begun
         self._lost_since_commit: set[Member] = set()
-        self._doubt = ""  # what was found wrong since the last commit
         self._first_step = first_step
         self._taken: dict[int, SaveCheckpoint] = {}  # but for those that are refused, or undone
-        self._uncompared: int | None = None  # the last of these, until all groups have voted on what it holds
         self._refused: Member | None = None  # who has saved what was refused last
         life_s = self._policy.group_life_s
         self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
@@ -147,7 +145,7 @@ class Saves:
 
     def committed(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
         """A step is committed, and with it saves are told to have ended."""
-        self._lost_since_commit, self._doubt, self._uncompared = set(), "", None
+        self._lost_since_commit = set()
         if self._experience is not None:
             self._experience.committed(at_s, num_members)
         for end in ends:
@@ -168,38 +166,19 @@ class Saves:
         self._last_at_s = at_s
         self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
 
-    def lost(self, members: Iterable[Member], step: int, wrong: str = "") -> tuple[()] | tuple[RefuseCheckpoint]:
-        """These are lost. What one of them was saving is due again at once, but where steps are stated.
-
-        Once state is found wrong, what any group that is lost in the same step wrote of it into a checkpoint counts as
-        wrong, too: nobody can compare it any more. Earlier checkpoints were compared when they were saved.
-
-        Args:
-            members: Who is lost; again if more is known of it.
-            step: Committed steps.
-            wrong: What was found to be wrong with their state after as many steps; empty if nothing was.
-        """
-        named = set(members)
-        gone = named - self._lost_since_commit
+    def lost(self, members: Iterable[Member]) -> None:
+        """These are lost. What one of them was saving is due again at once, but where steps are stated."""
+        gone = set(members) - self._lost_since_commit
         self._gone |= gone
         self._lost_since_commit |= gone
         if self._experience is not None:
             self._experience.lost(member.group for member in gone)
-        if wrong and not self._doubt:
-            self._doubt = f"group {min(named).group}: {wrong}" if named else wrong
-        save = self._taken.get(step)
-        if not self._doubt or save is None or not self._lost_since_commit & {save.member}.union(*save.hosts):
-            return ()
-        return self._refuse(save, self._doubt)
 
-    def doubted(self, step: int, reason: str) -> tuple[()] | tuple[RefuseCheckpoint]:
-        """What groups hold after this many steps differs, and nobody knows who is wrong: it may be who has saved it."""
-        return self._refuse(self._taken[step], reason) if self._uncompared == step and step in self._taken else ()
-
-    def _refuse(self, save: SaveCheckpoint, reason: str) -> tuple[RefuseCheckpoint]:
-        del self._taken[save.step]
-        self._refused = save.member
-        return (RefuseCheckpoint(step=save.step, member=save.member, epoch=save.epoch, reason=reason),)
+    def refused(self, refusals: Iterable[RefuseCheckpoint]) -> None:
+        """These checkpoints do not count."""
+        for refusal in refusals:
+            del self._taken[refusal.step]
+            self._refused = refusal.member
 
     def lacks_last(self, step: int) -> bool:
         """Whether the run ends after this many steps, and nothing that was saved of them counts."""
@@ -214,8 +193,8 @@ class Saves:
         """Training begins again after this many committed steps: later ones are undone."""
         self._taken = {saved: action for saved, action in self._taken.items() if saved <= step}
         self._begin(step, at_s)
-        self._under_way = self._uncompared = None
-        self._lost_since_commit, self._doubt = set(), ""
+        self._under_way = None
+        self._lost_since_commit = set()
         if self._experience is not None:
             self._experience.restarted()
 
@@ -240,7 +219,7 @@ class Saves:
         able = [voter for voter in voters if voter != self._refused] or voters
         member = able[self._num_saves % len(able)]
         self._num_saves += 1
-        self._refused, self._uncompared = None, step
+        self._refused = None
         self._under_way = (step, member)
         action = SaveCheckpoint(
             step=step,

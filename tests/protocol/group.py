@@ -7,10 +7,8 @@ elsewhere, or the process may die.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
-from spare_megatron.control.store import ControlStore
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.messages import (
     Action,
@@ -30,31 +28,26 @@ from spare_megatron.core.messages import (
     StopHalted,
     StopWipeOut,
     UpdateModel,
-    VotesRead,
 )
 from spare_megatron.core.restart_messages import LoadCheckpoint, Offer, Waiting, WaitingRead
 from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
 from spare_megatron.core.slices import Repair
 from spare_megatron.core.stepplan import StepPlan
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.topology import Member
 from spare_megatron.core.votes import Vote
 from spare_megatron.runtime.vote.detect import fence
 from tests.protocol.buckets import Buckets, recipients_of
 from tests.protocol.communicators import Reduction
 from tests.protocol.links import Fenced, Links
 from tests.protocol.relaying import Relaying
-from tests.protocol.saved import AT_FIRST
+from tests.protocol.saved import AT_FIRST, Content
+from tests.protocol.saving import Saving
 from tests.protocol.slices import NUM_PIECES, WRONG, SliceStates, marked
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until
 from tests.protocol.telling import Telling, majority
 from tests.protocol.violation import Violation
-
-
-def _waiting_key(group: GroupId) -> str:
-    """Where the latest incarnation of a group says that it waits."""
-    return f"waiting/{group}"
 
 
 class Group:
@@ -78,8 +71,10 @@ class Group:
         self._buckets = Buckets(self.name, world.num_buckets, world.window_type)
         self._computed: list[str] = []  # digests of this step's plans
         self._params = AT_FIRST
+        self._is_spoiled = False  # what belongs to the parameters, and shows in them one update later
         self._lacks_params = False
         self._telling = Telling()
+        self._saving = Saving(member, world)
         self._links = Links(member, self.name, controller, world)
         self._relaying = Relaying(member, self._links, world)
         self._is_replacing = is_replacing
@@ -94,6 +89,7 @@ class Group:
             while pending:
                 action = pending.popleft()
                 if isinstance(action, FinishRun | StopWipeOut | StopHalted):
+                    yield from self._saving.finish()
                     self._world.invariants.stopped(self.name, action)
                     if isinstance(action, FinishRun):
                         self._has_params(action.step)
@@ -105,10 +101,14 @@ class Group:
                     pending.extendleft(reversed(self._handle(event)))
         except Fenced:
             self._world.invariants.counts["fenced while alive"] += 1
+            yield from self._saving.go_on_for_a_while()
 
     def corrupt(self, random: Random) -> None:
         """Its parameters, or its state of a slice, change behind its back, to others than anybody has."""
-        if self.held is None or not self.held.corrupt(random, len(self._world.groups), self.name):
+        if self.held is not None and self.held.corrupt(random, len(self._world.groups), self.name):
+            return
+        self._is_spoiled = self.held is None and random.random() < 0.5
+        if not self._is_spoiled:
             self._params = f"{WRONG} in {self.name}"
 
     def _handle(self, event: Event) -> tuple[Action, ...]:
@@ -134,7 +134,7 @@ class Group:
                 return (yield from self._attempt(action))
             case ReadVotes(attempt=attempt, voters=voters):
                 votes = yield from self._relaying.read_votes(attempt, voters)
-                return [(yield from self._with_waiting(votes))]
+                return [(yield from self._links.with_waiting(votes))]
             case AppendEntry(index=index, entry=entry):
                 self._world.invariants.counts["decisions"] += 1
                 yield from self._links.speak(lambda voice: voice.append(index, entry))
@@ -158,11 +158,11 @@ class Group:
                 self._world.states.setdefault((self._generation, step), {})[self.member] = given
             case SaveCheckpoint(step=step, member=member):
                 yield None
-                self._telling.save(lacks_params=self._lacks_params)
+                self._telling.save(step, lacks_params=self._lacks_params)
                 if not self._lacks_params:
                     self._has_params(step)
                     if member == self.member:
-                        self._world.invariants.saves.saved(self.member, step, self._params)
+                        self._saving.begin(action, self._links.head, Content(self._params, self._is_spoiled))
             case RefuseCheckpoint(step=step, member=member):
                 self._world.invariants.refused(self.name, step, member)
             case LoadCheckpoint(step=step, hosts=hosts):
@@ -173,7 +173,7 @@ class Group:
         return ()
 
     def _load(self, step: int, hosted: Sequence[int]) -> None:
-        self._params = self._world.invariants.saves.params[step]
+        self._params, self._is_spoiled = self._world.invariants.saves.params[step], False
         self._telling.is_due = True
         if self.held is not None:
             self.held.load(step, self._world.invariants.slices.saved(self._generation, step, hosted))
@@ -197,7 +197,8 @@ class Group:
         change = self._world.invariants.updated(self.name, step, attempt, self._buckets.sums())
         self._telling.changed()
         if self.held is None:
-            self._params = marked([self._params], f"{self._params}|{change}")
+            spoiled_by = f"{WRONG} in {self.name}" * self._is_spoiled
+            self._params = marked([self._params, spoiled_by], f"{self._params}|{change}{spoiled_by}")
             self._has_params(step + 1)
             self._telling.hold(step + 1)
         else:
@@ -279,19 +280,18 @@ class Group:
                     yield from self._await_restart()
             else:
                 # Again after every entry: an earlier incarnation may have written the key since.
-                yield from conversation(self._announce)
+                yield from self._links.announce()
             [event] = yield from self._links.read_entry(self._links.head)
             actions = self._handle(event)
             for index, action in enumerate(actions):
                 if isinstance(action, FinishRun | StopHalted) or self._is_given_up(action):
                     return ()
+                if isinstance(action, RefuseCheckpoint):
+                    yield from self._execute(action)
                 if isinstance(action, LoadCheckpoint) and self.member in self._controller.voters:
                     return actions[index:]
                 if isinstance(action, AdmitGroups) and self.member in action.members:
                     return actions[index + 1 :] if (yield from self._take_state(action)) else ()
-
-    def _announce(self, store: ControlStore) -> None:
-        store.put(_waiting_key(self.group), str(self.member.incarnation))
 
     def _is_given_up(self, action: Action) -> bool:
         return isinstance(action, StopWipeOut) and (bool(action.reason) or not self._world.may_restart)
@@ -332,21 +332,12 @@ class Group:
             self._world.invariants.counts["admission without a state"] += 1
             self._world.observe(self.member)
             return False
-        self._params = given[donor]
+        self._params, self._is_spoiled = given[donor], False
         self._telling.is_due = True
         if self.held is not None:
             self.held.num_updates = admission.step
         self._world.invariants.took_state(self.name, donor)
         return True
-
-    def _with_waiting(self, event: VotesRead) -> Steps:
-        """The votes, with those who wait to be taken in."""
-        groups = [group for group in self._world.groups if group not in self._controller.members]
-        if not groups:
-            return event
-        found = yield from conversation(lambda store: store.get([_waiting_key(group) for group in groups]))
-        waiting = [Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
-        return replace(event, waiting=tuple(waiting))
 
     # --------------------------------------------------------------------------------------------------- an attempt
 
@@ -375,7 +366,7 @@ class Group:
         yield None
         self._world.invariants.voted(self.name, action.attempt, vote)
         last_votes = yield from self._relaying.vote(action, vote)
-        return [] if last_votes is None else [(yield from self._with_waiting(last_votes))]
+        return [] if last_votes is None else [(yield from self._links.with_waiting(last_votes))]
 
     def _reduce(self, action: AttemptReduce) -> Steps:
         """All buckets that are not kept, or as many as can be had before nobody needs them."""

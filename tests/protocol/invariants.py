@@ -12,7 +12,7 @@
    slices, hosts go that are right where not more than half of them are known to be, by copies compared before.
 6. After a wipe-out training starts again only in lives that have not taken part, from what was saved, and with a host
    for every shard; or a group says why not.
-7. A run does not end with a checkpoint of its last step that is wrong, where anybody has right parameters (`saved`).
+7. No run ends with a checkpoint that is wrong, if it is the last, or by who was put out for wrong state (`saved`).
 8. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 
@@ -316,7 +316,6 @@ class Invariants:
     def refused(self, process: str, step: int, member: Member) -> None:
         """What the member has saved after so many steps is not to be used."""
         self.counts["refused checkpoint"] += 1
-        self.counts["refused last checkpoint"] += step == self._num_steps
         is_anybodys = self.slices.exist or self._is_halted or self._was_lost_uncompared(member, step)
         self.saves.refused(process, step, member, None if is_anybodys else self._corrupted)
 
@@ -374,7 +373,8 @@ class Invariants:
         if not self._is_done and not self._is_wiped_out() and not self._is_halted:
             raise Violation(f"only {self.step} steps are committed, and every shard has a host")
         if self._is_done:
-            self.saves.ended(self._num_steps)
+            fences = (entry for entry in self.entries if isinstance(entry, Fence) and entry.discard)
+            self.saves.ended(self._num_steps, {f"{fence.group}.{fence.incarnation}" for fence in fences})
 
     def _is_wiped_out(self) -> bool:
         groups = {group for group, _ in self.members}

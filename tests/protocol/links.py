@@ -1,12 +1,13 @@
 """How a simulated group reaches others: sums over its communicator, and its voice in the log."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import EntryRead, Fence, decode_entry
-from spare_megatron.core.topology import Member
+from spare_megatron.core.messages import EntryRead, Fence, VotesRead, decode_entry
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.vote.agreement import GroupAgreement
 from tests.protocol.communicators import Communicator, Reduction
 from tests.protocol.store import conversation
@@ -114,6 +115,22 @@ class Links:
             self.communicator.leave(self._name)
         self.communicator = None
 
+    # ------------------------------------------------------------------------------------------------- coming back
+
+    def announce(self) -> Steps:
+        """Says that this incarnation waits to be taken in."""
+        member = self._member
+        yield from conversation(lambda store: store.put(_waiting_key(member.group), str(member.incarnation)))
+
+    def with_waiting(self, event: VotesRead) -> Steps:
+        """The votes, with those who wait to be taken in."""
+        groups = [group for group in self._world.groups if group not in self._controller.members]
+        if not groups:
+            return event
+        found = yield from conversation(lambda store: store.get([_waiting_key(group) for group in groups]))
+        waiting = [Member(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
+        return replace(event, waiting=tuple(waiting))
+
     # ------------------------------------------------------------------------------------------------------ the log
 
     def speak(self, call: Callable[[GroupAgreement], Any]) -> Steps:
@@ -152,3 +169,8 @@ class Links:
 
     def _voice(self, log: DecisionLog) -> GroupAgreement:
         return self._world.voice_type(self._member, _LoneRank(), log, 1.0, fan_in=self._world.fan_in)
+
+
+def _waiting_key(group: GroupId) -> str:
+    """Where the latest incarnation of a group says that it waits."""
+    return f"waiting/{group}"

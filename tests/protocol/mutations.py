@@ -1,11 +1,12 @@
 """Protocols with a planted bug each: what the invariants must find."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.control.decision_log import DecisionLog, Voter
 from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.controller import Controller
+from spare_megatron.core.doubts import Doubts
 from spare_megatron.core.messages import (
     Action,
     AppendEntry,
@@ -22,11 +23,13 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.relays import BlockVotes
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import WaitingRead
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
 from spare_megatron.core.slices import Ownership, Repair, SliceCopy
 from spare_megatron.core.stepplan import StepPlan
 from spare_megatron.core.topology import Member, SliceId
+from spare_megatron.runtime.checkpoint.refusals import refusal_in_log
 from spare_megatron.runtime.vote.agreement import GroupAgreement
 from tests.protocol.slices import SliceStates
 
@@ -219,6 +222,20 @@ class TakesAnybodysWord(Controller):
         )
 
 
+class _DoubtsOfOneStep(Doubts):
+    def _committed(self) -> None:
+        super()._committed()
+        super()._committed()
+
+
+class DoubtsOnce(Controller):
+    """Takes what one commit has compared for right."""
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        super().__init__(setup)
+        self._doubts = _DoubtsOfOneStep()
+
+
 class KeepsWhatSomebodyHolds(Controller):
     """Keeps the buckets that any survivor holds."""
 
@@ -298,6 +315,7 @@ class Protocol:
     window_type: type[BucketWindow] = BucketWindow
     votes_type: type[BlockVotes] = BlockVotes
     voice_type: type[GroupAgreement] = GroupAgreement
+    refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str] = refusal_in_log
 
 
 CORRECT = Protocol()
@@ -327,6 +345,8 @@ MUTATIONS = {
     "says nothing of a gathering that broke": Protocol(voice_type=KeepsBreaksToItself),
     "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
     "copies slices in the step of the loss": Protocol(slices_type=CopiesAtOnce),
+    "makes checkpoints visible without a look at the log": Protocol(refusal_in_log=lambda log, head, action: ""),
+    "compares what it has saved in one step alone": Protocol(controller_type=DoubtsOnce),
 }
 MUTATIONS_OF_COMPARISONS = {
     "compares parameters alone": Protocol(controller_type=ComparesParamsAlone),

@@ -1,6 +1,7 @@
 """What the groups of a history have saved, and whether it is right."""
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from spare_megatron.core.topology import Member
 from tests.protocol.slices import WRONG
@@ -8,6 +9,22 @@ from tests.protocol.violation import Violation
 
 AT_FIRST = "at first"
 """The parameters with which a run begins."""
+
+
+class Content(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+        params: The parameters.
+        is_spoiled: What belongs to them and is not compared is wrong.
+    """
+
+    params: str
+    is_spoiled: bool
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.is_spoiled or self.params.startswith(WRONG)
 
 
 class Saved:
@@ -19,14 +36,22 @@ class Saved:
 
     def __init__(self) -> None:
         self.params = {0: AT_FIRST}
-        self._visible: dict[int, tuple[Member, str]] = {}
+        self._aside: dict[tuple[int, Member], Content] = {}
+        self._visible: dict[int, tuple[Member, Content]] = {}
         self._is_right_at_end = False
 
-    def saved(self, member: Member, step: int, params: str) -> None:
-        """A member has saved its parameters, in the place of what was saved of as many steps before."""
-        self._visible[step] = member, params
-        if not params.startswith(WRONG):
-            self.params[step] = params
+    def begun(self, member: Member, step: int, content: Content) -> None:
+        """A member writes what it holds after so many steps, where nobody sees it."""
+        self._aside[step, member] = content
+
+    def published(self, member: Member, step: int) -> None:
+        """What it has written takes the place of what was saved of as many steps before, unless it is gone."""
+        content = self._aside.pop((step, member), None)
+        if content is None:
+            return
+        self._visible[step] = member, content
+        if not content.is_wrong:
+            self.params[step] = content.params
 
     def refused(self, process: str, step: int, member: Member, doubtful: Collection[str] | None) -> None:
         """What the member has saved after so many steps is not to be used.
@@ -37,20 +62,29 @@ class Saved:
             member: The member.
             doubtful: Processes that may have wrong parameters; None for all.
         """
-        saved_by, params = self._visible.get(step, (None, ""))
-        if saved_by != member:
-            return
+        saved_by, content = self._visible.get(step, (None, None))
+        if saved_by == member:
+            del self._visible[step]
+        else:
+            content = self._aside.pop((step, member), None)
         is_doubtful = doubtful is None or f"{member.group}.{member.incarnation}" in doubtful
-        if not is_doubtful and not params.startswith(WRONG):
+        if content is not None and not is_doubtful and not content.is_wrong:
             raise Violation(f"{process} refuses what {member} has saved after {step} steps, and it is right")
-        del self._visible[step]
 
     def finished(self, params: str) -> None:
         """A process has these parameters at the end of the run."""
         self._is_right_at_end |= not params.startswith(WRONG)
 
-    def ended(self, num_steps: int) -> None:
-        """The run is over."""
-        member, params = self._visible.get(num_steps, (None, ""))
-        if params.startswith(WRONG) and self._is_right_at_end:
+    def ended(self, num_steps: int, put_out: Collection[str]) -> None:
+        """The run is over.
+
+        Args:
+            num_steps: The steps that it has committed.
+            put_out: Processes whose state was found to be wrong.
+        """
+        for step, (member, content) in self._visible.items():
+            if content.is_wrong and f"{member.group}.{member.incarnation}" in put_out:
+                raise Violation(f"what {member} saved after {step} steps before it was put out is wrong, and is used")
+        member, content = self._visible.get(num_steps, (None, Content("", is_spoiled=False)))
+        if content.params.startswith(WRONG) and self._is_right_at_end:
             raise Violation(f"what {member} has saved after the last step is wrong, and nobody says so")

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.buckets import BucketWindow
 from spare_megatron.core.relays import BlockVotes
+from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.vote.agreement import GroupAgreement
 from tests.protocol.communicators import Communicators
@@ -39,10 +40,13 @@ class Surroundings(Protocol):
     groups: tuple[GroupId, ...]
     num_buckets: int
     window_type: type[BucketWindow]
+    refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
     states: dict[tuple[int, int], dict[Member, str]]
     may_restart: bool
     num_waiting: int
     is_patience_over: bool
+
+    def is_there(self, member: Member) -> bool: ...
 
     def wiped_out(self, member: Member) -> None: ...
 

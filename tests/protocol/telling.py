@@ -16,6 +16,7 @@ class Telling:
     def __init__(self) -> None:
         self.is_wanted = False
         self.is_due = True
+        self._after_save = -1
 
     def changed(self) -> None:
         """The state is another one."""
@@ -23,11 +24,12 @@ class Telling:
 
     def hold(self, step: int) -> None:
         """The parameters are those after so many steps: every other time they are compared."""
-        self.is_due = self.is_wanted or not step % 2
+        self.is_due = self.is_wanted or not step % 2 or step == self._after_save
         self.is_wanted = False
 
-    def save(self, *, lacks_params: bool) -> None:
-        """What is saved is compared."""
+    def save(self, step: int, *, lacks_params: bool) -> None:
+        """What is saved after so many steps is compared, and what comes of it one update later."""
+        self._after_save = step + 1
         if lacks_params:
             self.is_wanted = True
         else:

@@ -34,6 +34,7 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "vote of a fenced group": 100,
         "commit with the sum of a fenced group": 25,
         "discard": 20,
+        "refused checkpoint": 10,
         "vote of a block": 60,
         "vote without its relay": 100,
         "retry that keeps buckets": 25,

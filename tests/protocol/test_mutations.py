@@ -45,6 +45,8 @@ FOUND_AS = {
     "says nothing of a gathering that broke": "no progress|no end",
     "installs pieces of an earlier step": "counts as a host of slice|other parameters",
     "copies slices in the step of the loss": "whose sums have not come to it",
+    "makes checkpoints visible without a look at the log": "before it was put out is wrong, and is used",
+    "compares what it has saved in one step alone": "before it was put out is wrong, and is used",
 }
 
 
@@ -95,6 +97,22 @@ def draw_last_saves(random: Random) -> Scene:
     )
 
 
+def draw_saves(random: Random) -> Scene:
+    """One in which every step is saved, and state changes."""
+    scene = Scene.draw(random)
+    num_groups, num_steps = 3, random.randint(3, 4)
+    return replace(
+        scene,
+        num_groups=num_groups,
+        redundancy=2,
+        num_steps=num_steps,
+        save_interval_s=1.0,
+        slice_redundancy=0,
+        fault_moves=20 * num_groups * num_steps,
+        fault_budget={**dict.fromkeys(scene.fault_budget, 0), "corrupt": 1, "pause": 1},
+    )
+
+
 RARE = {
     "compares nothing of its last checkpoint": draw_last_saves,
     "takes anybody's word for a copy": draw_late_copies,
@@ -102,6 +120,8 @@ RARE = {
     "patches a step that was discarded": draw_discards,
     "installs pieces of an earlier step": draw_copies,
     "copies slices in the step of the loss": draw_copies,
+    "makes checkpoints visible without a look at the log": draw_saves,
+    "compares what it has saved in one step alone": draw_saves,
 }
 
 

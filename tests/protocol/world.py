@@ -69,6 +69,7 @@ class World:
         self.log_type = protocol.log_type
         self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
         self.window_type = protocol.window_type
+        self.refusal_in_log = protocol.refusal_in_log
         self.fan_in = scene.fan_in
         self.post = Post(random)
         self.num_buckets = scene.num_buckets
@@ -163,6 +164,10 @@ class World:
         """What a member holds, if it lives."""
         name = f"{member.group}.{member.incarnation}"
         return self._groups[name].held if any(process.name == name for process in self._processes) else None
+
+    def is_there(self, member: Member) -> bool:
+        """Whether the member lives."""
+        return any(process.member == member for process in self._processes)
 
     def has_more(self, donors: Sequence[Member], given: Collection[Member]) -> bool:
         """Whether a donor lives that has given no state yet."""

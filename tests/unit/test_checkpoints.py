@@ -11,6 +11,8 @@ import pytest
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences, terms_of
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.messages import Fence, Retry, encode_entry
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.retention import superseded
 from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
@@ -29,9 +31,10 @@ from spare_megatron.runtime.checkpoint.checkpoints import (
     visible_steps,
 )
 from spare_megatron.runtime.checkpoint.loading import resolve_load, resumed
-from spare_megatron.runtime.checkpoint.refusals import REFUSAL, refusal_of, refuse
+from spare_megatron.runtime.checkpoint.refusals import REFUSAL, refusal_in_log, refusal_of, refuse
 from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, newest_valid, read_manifest, verify
 from spare_megatron.runtime.process.lock import locked
+from tests.unit.test_slice_saves import DictStore
 
 CONFIG = RunConfig()
 STACKED = replace(CONFIG, optimizer=replace(CONFIG.optimizer, sharding="stacked", redundancy=1))
@@ -270,6 +273,19 @@ def test_what_is_refused_before_it_is_visible_never_becomes_so(tmp_path: Path) -
     refuse(tmp_path, WRONG)
     assert list(tmp_path.iterdir()) == []
     refuse(tmp_path / "gone", WRONG)
+
+
+def test_what_the_log_refuses_since_the_save_began_is_not_to_become_visible() -> None:
+    """Also where much has been written since, and nothing for what was written before."""
+    log, head = DecisionLog(DictStore()), 3  # type: ignore[arg-type]
+    action = SaveCheckpoint(step=10, member=MEMBERS[0], voters=MEMBERS, epoch=1)
+    wrong = Fence(group=GroupId(0), reason="its parameters differ", discard=True)
+    retries = [Retry(step=10, attempt=attempt) for attempt in range(100)]
+    for index, entry in enumerate((wrong, *retries)):
+        log.append(index, encode_entry(entry))
+    assert refusal_in_log(log, head, action) == ""
+    log.append(1 + len(retries), encode_entry(wrong))
+    assert refusal_in_log(log, head, action) == WRONG.reason
 
 
 def test_a_mark_that_cannot_be_read_still_refuses(tmp_path: Path) -> None:

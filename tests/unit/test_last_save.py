@@ -136,10 +136,15 @@ def test_a_run_that_halts_for_another_reason_keeps_its_checkpoint() -> None:
     ]
 
 
-def test_what_was_compared_when_it_was_saved_counts_whatever_is_found_later() -> None:
+@pytest.mark.parametrize(("later", "is_refused"), [(1, True), (2, False)])
+def test_what_two_commits_have_compared_counts_whatever_is_found_later(later: int, *, is_refused: bool) -> None:
     controller = make_controller(2)
-    fold(controller, Commit(step=0, attempt=0, save=True), Commit(step=1, attempt=1))
-    assert not refusals_in(fold(controller, decided(controller, "ab")))
+    fold(controller, Commit(step=0, attempt=0, save=True))
+    fold(controller, *(Commit(step=step, attempt=step) for step in range(1, 1 + later)))
+    assert bool(refusals_in(fold(controller, decided(controller, "ab")))) == is_refused
+
+
+def test_what_was_saved_before_a_restart_counts_whatever_is_found_later() -> None:
     controller = make_controller(2)
     lives = tuple(Member(GroupId(group), 1) for group in range(2))
     fold(controller, Commit(step=0, attempt=0, save=True), Restart(step=1, members=lives))

@@ -8,8 +8,7 @@ import pytest
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.experience import PRIOR_SAVE_S, Experience
 from spare_megatron.core.placement import make_placement
-from spare_megatron.core.saves import RefuseCheckpoint, SaveEnd, SavePolicy, Saves
-from spare_megatron.core.slices import Slicing, first_ownership
+from spare_megatron.core.saves import SaveEnd, SavePolicy, Saves
 from spare_megatron.core.survival import time_to_wipe_out_s
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
@@ -57,10 +56,10 @@ def test_a_save_that_failed_is_due_again_soon_and_later_with_each_failure() -> N
 def test_what_a_lost_group_was_saving_is_due_at_once() -> None:
     saves = saves_of(interval_s=50.0)
     action = saves.take(50, 1.0, EVERYBODY, 0)
-    saves.lost([EVERYBODY[3]], 50)
+    saves.lost([EVERYBODY[3]])
     saves.committed(1.0, 3, [])
     assert not is_due(saves, 51, 1.0)
-    saves.lost([action.member], 50)
+    saves.lost([action.member])
     saves.committed(1.0, 2, [])
     assert is_due(saves, 51, 1.0)
     assert saves.take(51, 1.0, EVERYBODY, 0).member != action.member
@@ -75,37 +74,6 @@ def test_a_restart_undoes_the_saves_of_later_steps() -> None:
     assert saves.saved == {0, 4}
     saves.take(8, 12.0, EVERYBODY, 0)
     assert saves.saved == {0, 4, 8}
-
-
-def test_a_checkpoint_by_a_group_whose_state_is_found_wrong_is_not_used() -> None:
-    saves = saves_of(interval_s=80.0)
-    writers = [saves.take(step, float(step), EVERYBODY, 0).member for step in (4, 8)]
-    assert saves.lost([writers[0]], 8, "it differs") == ()
-    assert saves.saved == {0, 4, 8}, "another wrote it, and its own of before was compared then"
-    saves.committed(9.0, 3, [])
-    saves.lost([writers[1]], 9)
-    assert saves.saved == {0, 4, 8}, "it was killed, and what it had written was compared"
-
-
-@pytest.mark.parametrize("is_killed_first", [True, False])
-def test_nor_is_one_by_a_group_that_was_lost_before_it_could_be_compared(*, is_killed_first: bool) -> None:
-    saves = saves_of(interval_s=80.0)
-    writer = saves.take(8, 8.0, EVERYBODY, 0).member
-    other = next(member for member in EVERYBODY if member != writer)
-    losses = [([writer], False), ([other], True)]
-    for lost, is_wrong in losses if is_killed_first else reversed(losses):
-        assert saves.saved == {0, 8}
-        refused = saves.lost(lost, 8, "it differs" if is_wrong else "")
-    assert saves.saved == {0}
-    assert refused == (RefuseCheckpoint(step=8, member=writer, epoch=0, reason=f"group {other.group}: it differs"),)
-    assert saves.lost([writer], 8, "it differs") == (), "that is said once"
-
-
-def test_with_slices_any_of_their_hosts_may_have_written_what_is_wrong() -> None:
-    saves = saves_of(interval_s=80.0)
-    saves.take(4, 4.0, EVERYBODY, 0, first_ownership(Slicing(num_groups=4, redundancy=2), EVERYBODY))
-    saves.lost([EVERYBODY[3]], 4, "it differs")
-    assert saves.saved == {0}
 
 
 def test_a_late_word_of_an_earlier_save_says_nothing_of_the_present_one() -> None:

@@ -7,13 +7,39 @@ the place of what is refused. Loads without torch.
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from spare_megatron.core.saves import RefuseCheckpoint
+from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.core.doubts import why_refused
+from spare_megatron.core.messages import Entry, decode_entry
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.runtime.checkpoint.checkpoints import MANIFEST, checkpoint_path, forestall, sync_folder
 from spare_megatron.runtime.process.processes import say
 
 REFUSAL = "refused.json"
+_ENTRIES = 16
+"""Read from the log at once: few have been written since a save was begun."""
+
+
+def refusal_in_log(log: DecisionLog, head: int, action: SaveCheckpoint) -> str:
+    """Why a checkpoint is not to become visible, by what has been written since it was begun; empty if it may.
+
+    To be asked when its folder is there. Whoever folds a later entry for which the checkpoint does not count finds that
+    folder, or the checkpoint; and whoever has folded an earlier one may have found neither.
+
+    Args:
+        log: The log.
+        head: Entries that had been folded when it was begun.
+        action: What was saved, and by whom.
+    """
+    return why_refused(action, _entries(log, head))
+
+
+def _entries(log: DecisionLog, head: int) -> Iterator[Entry]:
+    while texts := log.read(head, _ENTRIES):
+        yield from map(decode_entry, texts)
+        head += len(texts)
 
 
 def refuse(folder: Path, action: RefuseCheckpoint) -> None:

@@ -299,13 +299,11 @@ class GroupExecutor:
     def save_checkpoint(self, action: SaveCheckpoint) -> None:
         """Begins a checkpoint of the present state, where it is this group's turn.
 
-        The next vote compares that state, so that what is wrong with it is known before it is started again from.
+        State is compared then and after the next update, so that what is wrong with it is soon known.
         """
-        if self.lacks_params:
-            self._digests.is_wanted = True
-        elif not self._digests.value.params:
-            self._digests.check(action.step, self.num_restarts)
-        self.saves.save(action, self._head, has_params=not self.lacks_params)
+        has_params = not self.lacks_params
+        self._digests.check_saved(action.step, self.num_restarts, has_params=has_params)
+        self.saves.save(action, self._head, has_params=has_params)
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
         """Begins a snapshot of the present state, where this rank is to keep it."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import ControlStore, StoreLost
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
@@ -42,7 +43,7 @@ from spare_megatron.runtime.checkpoint.checkpoints import (
     require_folder,
     visible_steps,
 )
-from spare_megatron.runtime.checkpoint.refusals import refusal_of, refuse
+from spare_megatron.runtime.checkpoint.refusals import refusal_in_log, refusal_of, refuse
 from spare_megatron.runtime.checkpoint.save_board import SaveBoard, SaveFailed, WrittenShare
 from spare_megatron.runtime.checkpoint.slice_saver import SliceSaver
 from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, verify_file
@@ -293,6 +294,9 @@ class Saver:
             everything |= _stored(join_slices(aside, [share.folder for share in shares]))
         writers = {share.member for share in shares}
         manifest = manifest_of(self._config, save.action, save.head, everything, writers)
+        reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)
+        if reason:
+            raise SaveFailed(f"what was to be saved does not count: {reason}")
         publish(aside, manifest, self._probe)
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
         self._probe(Phase.SAVE_DROP)
@@ -314,8 +318,12 @@ class Saver:
     def _open_board(self, save: _Save) -> None:
         """On the first rank, what groups tell each other of the save; in the writing thread."""
         if self._is_first:
-            self._store = self._store or self._connect()
-            save.board = SaveBoard(self._store, save.head, save.action.voters)
+            save.board = SaveBoard(self._own_store(), save.head, save.action.voters)
+
+    def _own_store(self) -> ControlStore:
+        """The writing thread's connection."""
+        self._store = self._store or self._connect()
+        return self._store
 
     def _tell_end(self, save: _Save) -> None:
         """On the first rank, tells the other groups how a save of slices has ended here."""

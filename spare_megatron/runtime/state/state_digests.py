@@ -49,6 +49,7 @@ class StateDigests:
         """What the next vote says of the state; empty where it is not compared."""
         self.is_wanted = False
         """Whether state is compared in any case as soon as it is held: after a loss, to save, before hosts let go."""
+        self._after_save = 0  # steps after which what comes of saved state is compared
 
     def host(self, action: StartRepairs) -> None:
         """The group hosts other slices from now on."""
@@ -65,6 +66,25 @@ class StateDigests:
         member = self._agreement.member
         self._unproven -= {copy.slice for copy in copies if copy.member == member}
 
+    def check_saved(self, step: int, num_restarts: int, *, has_params: bool) -> None:
+        """The next vote compares the state that is saved after this many steps, and one compares what comes of it.
+
+        What is wrong in the optimizer's moments shows in the parameters one update later, and so does what changes in
+        this state while it is copied.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            step: The steps.
+            num_restarts: Of the run.
+            has_params: Whether the group has all parameters; else they are compared when they are together.
+        """
+        self._after_save = step + 1
+        if not has_params:
+            self.is_wanted = True
+        elif not self.value.params:
+            self.check(step, num_restarts)
+
     def forget(self) -> None:
         """The state has changed."""
         self.value = Digests()
@@ -75,7 +95,8 @@ class StateDigests:
         Collective over: all ranks of the group.
         """
         self.forget()
-        if self.is_wanted or (self._every_steps and step % self._every_steps == 0):
+        is_due = step == self._after_save or (self._every_steps and step % self._every_steps == 0)
+        if self.is_wanted or is_due:
             self.check(step, num_restarts)
         self.is_wanted = False
 

@@ -1,0 +1,161 @@
+"""Checkpoints of groups whose state is wrong are never used, however late that is found and they are written."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spare_megatron.config.schema import LayoutConfig, RunConfig
+from spare_megatron.core.messages import Event
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
+from spare_megatron.runtime.checkpoint.refusals import refusal_of
+from spare_megatron.runtime.checkpoint.verification import newest_valid
+from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.runtime.process.reports import RunEvent
+from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.runtime.rank import rank
+from spare_megatron.runtime.rank.executor import GroupExecutor
+from spare_megatron.runtime.state import saver
+from spare_megatron.runtime.vote.agreement import Fenced
+from tests.integration.whole_run import Run, entries_of, read_run, tiny_config
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_GROUPS = 4
+WRONG_GROUP = GroupId(0)
+EVERY = 2
+PATIENCE_S = 60.0
+
+
+def finished_with(main: Callable[[RankSpec, Connection], None], corpus: Path, run_dir: Path, *, steps: int) -> Run:
+    """A run that saves every two steps, first by the group whose state is wrong, and puts that group out."""
+    config: RunConfig = tiny_config(corpus, LayoutConfig(num_groups=NUM_GROUPS), steps=steps)
+    config = replace(
+        config,
+        train=replace(config.train, params_check_every_steps=0),
+        checkpoint=replace(config.checkpoint, interval_steps=EVERY, keep_last=9),
+    )
+    events: list[RunEvent] = []
+    start_run(config, run_dir, events.append, rank_main=main)
+    run = read_run(config, run_dir, events)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
+    [fence] = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence"]
+    assert (fence["group"], fence["discard"]) == (WRONG_GROUP, True)
+    assert {record.group for record in run.journal.of(CheckpointRecord) if record.step == EVERY} <= {WRONG_GROUP}
+    return run
+
+
+# ------------------------------------------------------------------------------------------- found one update later
+
+
+class _WrongMoments(GroupExecutor):
+    """Its first moment of one parameter changes before it is saved."""
+
+    def save_checkpoint(self, action: SaveCheckpoint) -> None:
+        if action.step == EVERY:
+            assert action.member.group == WRONG_GROUP, "it is the first to save"
+            adam = first_moments(self._trainer)
+            adam["exp_avg"].view(-1)[0] += 0.01
+        super().save_checkpoint(action)
+
+
+def first_moments(trainer: GroupTrainer) -> dict[str, Any]:
+    """What torch's Adam keeps of a parameter, the tensors themselves."""
+    state = trainer._optimizer.state_dict()["megatron"]  # type: ignore[union-attr]
+    each: dict[str, Any] = next(iter(state.get("optimizer", state)["state"].values()))
+    return each
+
+
+def with_wrong_moments(spec: RankSpec, reports: Connection) -> None:
+    if spec.group == WRONG_GROUP:
+        rank.GroupExecutor = _WrongMoments
+    rank.run_rank(spec, reports)
+
+
+def test_what_shows_in_the_parameters_one_update_after_it_was_saved_refuses_the_checkpoint(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    """The parameters are right when they are saved, and compared then; the moments beside them are not."""
+    run = finished_with(with_wrong_moments, text_corpus, tmp_path / "run", steps=3 * EVERY)
+    [reason] = [entry["reason"] for entry in entries_of(run.journal) if entry["entry"] == "fence"]
+    assert reason == f"its parameters before step {EVERY + 1} differ from those of 3 groups"
+    folder = tmp_path / "run" / "checkpoints"
+    if EVERY in visible_steps(folder):  # else it was not written by then, and never is
+        assert refusal_of(checkpoint_path(folder, EVERY)) == f"group 0: {reason}"
+    assert not [record for record in run.journal.of(CheckpointRecord) if record.outcome == "failed"]
+    found = newest_valid(folder).found
+    assert found is not None
+    assert found.manifest.step == 3 * EVERY
+
+
+# ----------------------------------------------------------------------------------------------- written after that
+
+
+class _Late(GroupExecutor):
+    """A parameter changes before it is saved. It looks at its fence when it has come to the end of its save."""
+
+    def __init__(self, run_dir: Path, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._run_dir = run_dir
+
+    def save_checkpoint(self, action: SaveCheckpoint) -> None:
+        named = next(iter(self._trainer.parameters_named()))
+        named.parameter.data.view(-1)[0] += 1.0
+        super().save_checkpoint(action)
+
+    def read_entry(self, index: int) -> list[Event]:
+        try:
+            return super().read_entry(index)
+        except Fenced:
+            assert self.saves._saver is not None
+            [(save, writing)] = self.saves._saver._under_way
+            wait([writing], PATIENCE_S)
+            (self._run_dir / "ended").write_text(f"{save.outcome}: {save.reason}")
+            raise
+
+
+def save_late(spec: RankSpec, reports: Connection) -> None:
+    """The wrong group makes no folder for its save before all others have refused it.
+
+    The next save, which would remove that folder as left behind, waits for the end of it.
+    """
+    refuse, prepare = saver.refuse, saver.Saver._prepare
+
+    def tell(folder: Path, action: RefuseCheckpoint) -> None:
+        refuse(folder, action)
+        (spec.run_dir / f"refused-by-{spec.group}").touch()
+
+    def prepare_late(*arguments: Any) -> None:
+        pattern, number = ("refused-by-*", NUM_GROUPS - 1) if spec.group == WRONG_GROUP else ("ended", 1)
+        end_s = time.monotonic() + PATIENCE_S
+        while len(list(spec.run_dir.glob(pattern))) < number:
+            assert time.monotonic() < end_s, f"there are not {number} of {pattern}"
+            time.sleep(0.01)
+        prepare(*arguments)
+
+    saver.refuse = tell
+    saver.Saver._prepare = prepare_late  # type: ignore[method-assign]
+    if spec.group == WRONG_GROUP:
+        rank.GroupExecutor = partial(_Late, spec.run_dir)  # type: ignore[misc,assignment]
+    rank.run_rank(spec, reports)
+
+
+def test_a_group_that_was_put_out_does_not_publish_what_it_begins_to_write_after_that(
+    text_corpus: Path, tmp_path: Path
+) -> None:
+    finished_with(save_late, text_corpus, tmp_path / "run", steps=2 * EVERY)
+    assert (tmp_path / "run" / "ended").read_text() == (
+        "failed: rank 0: what was to be saved does not count: "
+        f"group 0: its parameters before step {EVERY} differ from those of 3 groups"
+    )
+    assert visible_steps(tmp_path / "run" / "checkpoints") == [2 * EVERY]

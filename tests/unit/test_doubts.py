@@ -1,0 +1,96 @@
+"""Which checkpoints hold wrong state, or may, by what the log says after they were begun."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from spare_megatron.core.doubts import Doubts, why_refused
+from spare_megatron.core.messages import Commit, Entry, Fence, Halt, Restart, Retry
+from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.slices import Slicing, first_ownership
+from spare_megatron.core.topology import GroupId, Member
+
+MEMBERS = tuple(Member(GroupId(group)) for group in range(4))
+SAVE = SaveCheckpoint(step=8, member=MEMBERS[0], voters=MEMBERS, epoch=3)
+OWNERSHIP = first_ownership(Slicing(num_groups=4, redundancy=2), MEMBERS)
+SAVE_OF_SLICES = replace(SAVE, hosts=OWNERSHIP.hosts, owners=OWNERSHIP.owners)
+COMMIT = Commit(step=8, attempt=8)
+ANEW = Retry(step=8, attempt=8, recompute=True)
+
+
+def wrong(group: int, incarnation: int = 0) -> Fence:
+    return Fence(group=GroupId(group), incarnation=incarnation, reason="it differs", discard=True)
+
+
+def killed(group: int) -> Fence:
+    return Fence(group=GroupId(group), reason="SIGKILL")
+
+
+def raised(group: int) -> Fence:
+    return Fence(group=GroupId(group), reason="it raised", error="the gradient of step 8 is not finite")
+
+
+REFUSED: dict[str, tuple[Sequence[Entry], str]] = {
+    "its writer is put out": ([wrong(0)], "group 0: it differs"),
+    "what is wrong shows one update later": ([COMMIT, wrong(0)], "group 0: it differs"),
+    "its writer is lost before another is put out": ([killed(0), wrong(2)], "group 2: it differs"),
+    "its writer is lost after another was put out": ([wrong(2), ANEW, killed(0)], "group 2: it differs"),
+    "its writer is put out after it was lost": ([killed(0), wrong(0)], "group 0: it differs"),
+    "its writer raises": ([raised(0)], "group 0: the gradient of step 8 is not finite"),
+    "its writer raises one update later": ([COMMIT, raised(0)], "group 0: the gradient of step 8 is not finite"),
+    "nobody knows who is wrong": ([Halt(step=8, reason="all differ", discard=True)], "all differ"),
+    "that shows one update later": ([COMMIT, Halt(step=9, reason="all differ", discard=True)], "all differ"),
+    "all gather anew": ([ANEW], "groups hold different parameters, and nobody knows who is right"),
+}
+COUNTED: dict[str, Sequence[Entry]] = {
+    "two commits have come after it": [COMMIT, COMMIT, wrong(0), ANEW, raised(0)],
+    "another is put out": [wrong(2), ANEW, COMMIT, wrong(1)],
+    "its writer is killed": [killed(0), COMMIT, wrong(2)],
+    "its writer is killed when it was compared, and another is put out": [COMMIT, killed(0), wrong(2)],
+    "another raises": [raised(2), COMMIT, raised(1)],
+    "a later life of its writer is put out": [killed(0), COMMIT, wrong(0, 1)],
+    "the run halts for something else": [Halt(step=8, reason="groups have different plans")],
+    "an attempt fails": [Retry(step=8, attempt=8)],
+    "it was loaded": [Restart(step=8, members=MEMBERS), wrong(0)],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_checkpoint_does_not_count_where(case: str) -> None:
+    entries, reason = REFUSED[case]
+    doubts = Doubts()
+    doubts.begun(SAVE)
+    *before, found = map(doubts.fold, entries)
+    assert found == (RefuseCheckpoint(step=8, member=SAVE.member, epoch=3, reason=reason),)
+    assert not any(before)
+    assert doubts.fold(wrong(0)) == (), "that is said once"
+    assert why_refused(SAVE, iter(entries)) == reason
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_a_checkpoint_counts_where(case: str) -> None:
+    assert why_refused(SAVE, iter(COUNTED[case])) == ""
+
+
+@pytest.mark.parametrize("loss", [wrong(3), raised(3)])
+def test_with_slices_any_of_their_hosts_may_have_written_what_is_wrong(loss: Fence) -> None:
+    assert why_refused(SAVE, iter([loss])) == ""
+    assert why_refused(SAVE_OF_SLICES, iter([COMMIT, loss])).startswith("group 3: ")
+
+
+def test_two_checkpoints_may_be_compared_at_a_time() -> None:
+    doubts = Doubts()
+    doubts.begun(SAVE)
+    doubts.fold(COMMIT)
+    doubts.begun(replace(SAVE, step=9, member=MEMBERS[1]))
+    assert [refused.step for refused in doubts.fold(wrong(1))] == [9]
+    assert [refused.step for refused in doubts.fold(wrong(0))] == [8]
+
+
+def test_no_more_of_the_log_is_read_than_may_say_something() -> None:
+    def entries() -> Iterator[Entry]:
+        yield from (COMMIT, COMMIT)
+        raise AssertionError("it is read on")
+
+    assert why_refused(SAVE, entries()) == ""

@@ -1,6 +1,7 @@
 """`spare checkpoint`: what checkpoints there are, whether they are whole, and what they hold."""
 
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,24 +55,33 @@ def _entry(checkpoint: Path) -> dict[str, Any]:
 def verify(path: _PATH, as_json: _JSON = False) -> None:
     """Read every file of checkpoints against its SHA-256.
 
+    Saves that were interrupted are named, too: nothing uses them, and they are no damage.
+
     Exit codes: 0 all are whole, 1 one is damaged or was refused by the run that saved it, 2 there is none,
     130 interrupted.
     """
     from spare_megatron.runtime.checkpoint import verification
+    from spare_megatron.runtime.checkpoint.checkpoints import checkpoints_at, leftovers
 
     damage: dict[str, str] = {}
     with explained_errors("checkpoint verify"):
-        for checkpoint in _checkpoints(path):
+        unfinished = {str(aside): _unfinished(aside) for aside in leftovers(path)}
+        for checkpoint in checkpoints_at(path) if unfinished else _checkpoints(path):
             try:
                 verification.verify(checkpoint)
                 damage[str(checkpoint)] = ""
+            except verification.UnfinishedSave as error:
+                unfinished[str(checkpoint)] = f"{error}: {_unfinished(checkpoint)}"
             except verification.DamagedCheckpoint as error:
                 damage[str(checkpoint)] = str(error)
     if as_json:
-        typer.echo(json.dumps(damage))
+        typer.echo(json.dumps(damage | unfinished))
     else:
-        for name, reason in damage.items():
+        for name, reason in (damage | unfinished).items():
             typer.echo(f"{name}  {reason or 'whole'}")
+    if not damage:
+        typer.echo(f"spare checkpoint verify: {path} holds no checkpoint but for unfinished saves", err=True)
+        raise typer.Exit(2)
     raise typer.Exit(1 if any(damage.values()) else 0)
 
 
@@ -117,6 +127,15 @@ def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
         *((f"spare.{name}", str(value)) for name, value in manifest.placement.items()),
         *((name, str(value)) for name, value in manifest.terms.items()),
     ]
+
+
+def _unfinished(path: Path) -> str:
+    """What is to be done with a save that is no checkpoint: nothing, while a run may be at it."""
+    from spare_megatron.runtime.process.lock import is_held
+
+    if is_held(path.parent) or is_held(path.parent.parent):  # a folder of checkpoints, or the run's directory
+        return "an unfinished save, which a run that goes on may be writing"
+    return f"an unfinished save, which nothing uses; to remove it: rm -r {shlex.quote(str(path))}"
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.runtime.checkpoint.refusals import refuse
+from spare_megatron.runtime.process.lock import locked
 from tests.unit.test_checkpoints import MEMBERS, REFUSED, STACKED, WRONG, cut_short, save
 
 
@@ -68,6 +69,25 @@ def test_what_is_not_there_is_not_called_empty(tmp_path: Path) -> None:
     code, output = invoke("list", tmp_path / "missing")
     assert code == 2
     assert f"{tmp_path}/missing is no directory; name a checkpoint, checkpoint.folder, or" in output
+
+
+def test_a_save_that_was_interrupted_is_no_damage(tmp_path: Path) -> None:
+    aside = tmp_path / "checkpoints" / "step-00000020.group-0001-life-0.tmp"
+    aside.mkdir(parents=True)
+    code, output = invoke("verify", tmp_path)
+    assert code == 2
+    assert "holds no checkpoint but for unfinished saves" in output
+    path = save(tmp_path / "checkpoints", 10)
+    code, output = invoke("verify", tmp_path)
+    assert (code, output.splitlines()) == (
+        0,
+        [f"{path}  whole", f"{aside}  an unfinished save, which nothing uses; to remove it: rm -r {aside}"],
+    )
+    assert invoke("verify", path) == (0, f"{path}  whole\n")
+    with locked(aside.parent):
+        assert "which a run that goes on may be writing" in invoke("verify", tmp_path)[1]
+    cut_short(path / "0.distcp")
+    assert invoke("verify", tmp_path)[0] == 1
 
 
 def test_the_newest_is_shown(tmp_path: Path) -> None:

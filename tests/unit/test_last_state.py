@@ -128,6 +128,18 @@ def test_ranks_that_are_missing_leave_none(tmp_path: Path) -> None:
     assert refused(path) == "step-00000007.state: no group has saved the state of all of its ranks"
 
 
+def test_ranks_that_were_ended_while_they_saved_leave_what_is_no_damage(tmp_path: Path) -> None:
+    """The checkpoint before is whole, and it was told to be damaged."""
+    path = saved(tmp_path, 1)
+    (path / "group-0001-rank-1.json").unlink()
+    code, output = invoke("verify", tmp_path)
+    whole, unfinished = output.splitlines()
+    assert (code, whole) == (0, f"{path.with_name('step-00000005')}  whole")
+    assert "no group has saved the state of all of its ranks: an unfinished save, which nothing uses" in unfinished
+    assert unfinished.endswith(f"to remove it: rm -r {path}")
+    assert invoke("verify", path)[0] == 2, "it is no checkpoint"
+
+
 def test_groups_that_have_saved_different_state_leave_none(tmp_path: Path) -> None:
     path = saved(tmp_path, 0, 1)
     save_rank(path, tmp_path, 1, 1, content=b"other")

@@ -33,6 +33,7 @@ LAST_STATE = ".state"
 """Ends the name of a folder where ranks have saved their state by themselves; `last_state` has more of it."""
 _NAME = re.compile(r"step-(\d{8,})")
 _LAST_STATE = re.compile(r"step-(\d{8,})\.state")
+_UNFINISHED = re.compile(r"step-\d{8,}\..+\.tmp$")
 _ASIDE = re.compile(r"step-\d{8,}\.group-(\d+)-life-(\d+)\.tmp")
 
 
@@ -200,6 +201,12 @@ def checkpoints_at(path: Path) -> list[Path]:
     if path.is_dir() and (_NAME.fullmatch(path.name) or _LAST_STATE.fullmatch(path.name)):
         return [path]
     return all_checkpoints(below(path))
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What saves that were interrupted have left in the folder that the path stands for, or what they write now."""
+    folder = below(path)
+    return sorted(folder / name for name in (os.listdir(folder) if folder.is_dir() else ()) if _UNFINISHED.match(name))
 
 
 # ----------------------------------------------------------------------------------------------------------- write

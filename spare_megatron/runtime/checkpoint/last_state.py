@@ -39,6 +39,10 @@ class NotACheckpoint(Exception):
     """Nobody can begin with what was saved; the text says why."""
 
 
+class NotFinished(NotACheckpoint):
+    """Ranks were ended before they had saved all that is needed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRank:
     """What one rank has saved.
@@ -142,7 +146,7 @@ def assemble(path: Path) -> Manifest:
         by_group.setdefault(saved.group, {})[saved.rank] = saved
     whole = {group: ranks for group, ranks in by_group.items() if len(ranks) == next(iter(ranks.values())).num_ranks}
     if not whole:
-        raise NotACheckpoint(f"{path.name}: no group has saved the state of all of its ranks")
+        raise NotFinished(f"{path.name}: no group has saved the state of all of its ranks")
     first = whole[min(whole)][0]
     _require_alike(path, list(whole.values()))
     is_stacked = "num_slices" in first.manifest["optimizer"]
@@ -183,7 +187,7 @@ def _require_all_slices(path: Path, groups: Collection[Mapping[int, SavedRank]],
     on_all_ranks = [set.intersection(*(set(saved.slices) for saved in ranks.values())) for ranks in groups]
     missing = sorted({str(number) for number in range(num_slices)}.difference(*on_all_ranks), key=int)
     if missing:
-        raise NotACheckpoint(f"{path.name}: no group has saved slices [{', '.join(missing)}] of the optimizer state")
+        raise NotFinished(f"{path.name}: no group has saved slices [{', '.join(missing)}] of the optimizer state")
 
 
 def _require_commit(path: Path, run_dir: Path) -> None:

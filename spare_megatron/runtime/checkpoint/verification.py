@@ -18,7 +18,7 @@ from spare_megatron.runtime.checkpoint.checkpoints import (
     checkpoint_path,
     digest_of,
 )
-from spare_megatron.runtime.checkpoint.last_state import NotACheckpoint, assemble, is_last_state
+from spare_megatron.runtime.checkpoint.last_state import NotACheckpoint, NotFinished, assemble, is_last_state
 from spare_megatron.runtime.checkpoint.refusals import refusal_of
 
 _CHUNK_BYTES = 1 << 20
@@ -26,6 +26,10 @@ _CHUNK_BYTES = 1 << 20
 
 class DamagedCheckpoint(Exception):
     """A checkpoint is not what was written, and the text names the file; or it is refused."""
+
+
+class UnfinishedSave(DamagedCheckpoint):
+    """It never was a checkpoint: those who saved by themselves were ended meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +54,13 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         DamagedCheckpoint: There is no manifest, or it is not what was written; or what ranks have saved by themselves
             makes no checkpoint.
+        UnfinishedSave: Of these, when they had no time to save everything.
     """
     if is_last_state(path):
         try:
             return assemble(path)
+        except NotFinished as error:
+            raise UnfinishedSave(str(error)) from error
         except NotACheckpoint as error:
             raise DamagedCheckpoint(str(error)) from error
     file = path / MANIFEST

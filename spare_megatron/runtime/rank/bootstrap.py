@@ -58,18 +58,22 @@ def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float
 def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:
     """Makes the group's ranks a torch.distributed world of their own.
 
-    Collective over: all ranks of the group.
+    Only loads of checkpoints use the world itself: it is as patient as the start. What training waits for has process
+    groups of its own.
+
+    Collective over: all ranks of the group, which may come to it as far apart as the start may take.
 
     Returns:
         A process group of the same ranks for CPU tensors, whose timeout outlasts what the leader waits for.
     """
     control = spec.config.control
+    timeout_s = control.startup_timeout_s
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=store.rendezvous(f"world/{spec.group}/{spec.incarnation}", spec.rank, control.group_timeout_s),
+        store=store.rendezvous(f"world/{spec.group}/{spec.incarnation}", spec.rank, timeout_s),
         rank=spec.rank,
         world_size=spec.config.parallel.ranks_per_group,
-        timeout=timedelta(seconds=control.group_timeout_s),
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s(control)))

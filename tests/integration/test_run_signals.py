@@ -77,6 +77,8 @@ def assert_interrupted(process: subprocess.Popen[str], descendants: Sequence[psu
     assert 0 < summary["steps_committed"] < NUM_STEPS
     (end,) = read_journal(run_dir).of(EndRecord)
     assert end.outcome == "interrupted"
+    # Ranks that found the control store gone began to save their state by themselves, and were killed in it.
+    assert list((run_dir / "checkpoints").glob("*.state")) == []
     assert check_journal(read_journal(run_dir)).verdict != "invalid"
 
 

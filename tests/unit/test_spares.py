@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import Pipe, active_children, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from spare_megatron.runtime.supervisor.spares import Spares
 
 TIMEOUT_S = 60.0
 INTERVAL_S = 1.0
+STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 ONE = GroupId(1)
 
 
@@ -250,6 +252,24 @@ def test_a_spare_that_dies_as_it_is_told_shows_by_its_end(node: RankProcesses) -
     node._start((ONE, 0), process)
     assert node.reap([process.child.process.sentinel]) == [(ONE, 0)]
     assert node.exits[ONE, 0] == -signal.SIGKILL
+
+
+def test_ranks_stand_still_before_the_first_of_them_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was ended last had its group fenced, and the journal told of a loss that was none."""
+    ranks = node_of(tmp_path, 0)
+    ranks.start_all()
+    processes = [psutil.Process(pid) for pid in ranks.pids.values()]
+    kill = BaseProcess.kill
+
+    def kill_stopped(process: BaseProcess) -> None:
+        end_s = time.monotonic() + TIMEOUT_S
+        while any(one.is_running() and one.status() not in STANDING for one in processes):
+            assert time.monotonic() < end_s
+        kill(process)
+
+    monkeypatch.setattr(BaseProcess, "kill", kill_stopped)
+    ranks.end()
+    assert not any(process.is_running() for process in processes)
 
 
 def test_the_end_of_a_node_leaves_no_spare(tmp_path: Path) -> None:

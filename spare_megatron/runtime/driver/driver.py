@@ -24,6 +24,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.runtime.checkpoint.checkpoints import FOLDER, all_checkpoints, folder_of, step_of
 from spare_megatron.runtime.checkpoint.last_state import NotACheckpoint, assemble, is_last_state
+from spare_megatron.runtime.driver.shutdown import end_processes, interrupts_call, kill
 from spare_megatron.runtime.driver.stand_in import Launcher, stand_in
 from spare_megatron.runtime.process import end_signal
 from spare_megatron.runtime.process.agenda import Agenda
@@ -31,12 +32,10 @@ from spare_megatron.runtime.process.network import network_of
 from spare_megatron.runtime.process.processes import (
     Child,
     describe_exit,
-    end_child,
     fork_server,
     start_child,
     start_hub,
     start_store,
-    stop_children,
 )
 from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY
 from spare_megatron.runtime.process.reports import (
@@ -154,16 +153,17 @@ class Driver:
         except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
-            # The embedded store first: without it, ranks that see others being ended can fence nobody.
-            if store is not None:
-                end_child(store)
-            lost = {node for node in self._nodes if self._are_lost([node]) and self._main_of(node) is supervise}
-            for node in lost:
-                end_child(self._nodes[node])  # it may be stopped
-            stop_children([child for node, child in self._nodes.items() if node not in lost])
-            if hub is not None:
-                end_child(hub)
-            self._journal.write(end)
+            # What stands for supervisors elsewhere has to tell them, and is not killed by the impatient.
+            here = {node for node in self._nodes if self._main_of(node) is supervise}
+            lost = {node for node in here if self._are_lost([node])}
+            with interrupts_call(lambda: kill([self._nodes[node] for node in here])):
+                end_processes(
+                    supervisors=[child for node, child in self._nodes.items() if node not in lost],
+                    lost=[self._nodes[node] for node in lost],
+                    store=store,
+                    hub=hub,
+                )
+                self._journal.write(end)
         return end
 
     def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:

@@ -1,5 +1,7 @@
 """The rank processes of one node: started, told apart by their lives, reaped."""
 
+import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -199,11 +201,15 @@ class RankProcesses:
             self.keeper.look()
 
     def end(self) -> None:
-        """Kills and reaps all that are left."""
+        """Kills and reaps all that are left. They stand still first: who saw a peer end would have the group fenced."""
+        children = [process.child for process in self._processes.values()]
+        for child in children:
+            if child.process.is_alive():
+                os.kill(child.pid, signal.SIGSTOP)
         if self.keeper is not None:
             self.keeper.end()
         self._spares.end()
-        _end_all([process.child for process in self._processes.values()])
+        _end_all(children)
 
 
 def _end_all(children: Sequence[Child]) -> None:

@@ -1,0 +1,84 @@
+"""How a run's processes are ended: who goes first, and what a second Ctrl-C does."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from spare_megatron.runtime.driver.shutdown import end_processes, interrupts_call, kill
+from spare_megatron.runtime.process.processes import Child, start_child
+
+pytestmark = pytest.mark.timeout(60)
+
+IS_THERE = "the store is there"
+PATIENT_S = 10.0
+"""For so long a process that has been told to end is waited for."""
+
+
+def _serve(parent: Connection) -> None:
+    parent.recv()
+
+
+def _note_the_store(file: Path, store_pid: int, driver: Connection) -> None:
+    """A supervisor that looks for the control store when it is to end."""
+    assert driver.recv() == "stop"
+    if psutil.Process(store_pid).status() != psutil.STATUS_ZOMBIE:
+        file.write_text(IS_THERE)
+
+
+def _press_again(driver: Connection) -> None:
+    """A supervisor that does not end, before a user who loses patience."""
+    assert driver.recv() == "stop"
+    os.kill(os.getppid(), signal.SIGINT)
+    signal.pause()
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started: list[Child] = []
+    yield started
+    for child in started:
+        if child.process.is_alive():
+            child.process.kill()
+            child.process.join()
+
+
+def child(children: list[Child], target: Any, *args: Any) -> Child:
+    children.append(start_child(multiprocessing.get_context("fork"), "child", target, *args))
+    return children[-1]
+
+
+def test_the_store_goes_when_the_ranks_are_gone(tmp_path: Path, children: list[Child]) -> None:
+    """It went first, and ranks that took it for gone for good were killed while they saved their state."""
+    store = child(children, _serve)
+    supervisor = child(children, _note_the_store, tmp_path / "status", store.pid)
+    end_processes(supervisors=[supervisor], lost=[], store=store, hub=None)
+    assert (tmp_path / "status").read_text() == IS_THERE
+    assert (supervisor.process.exitcode, store.process.exitcode) == (0, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_ctrl_c_while_a_run_ends_kills_what_is_left_of_it(children: list[Child], *, is_first: bool) -> None:
+    """After the first one the command ignores it elsewhere. One that is the first takes effect in the end."""
+    store, supervisor = child(children, _serve), child(children, _press_again)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler if is_first else signal.SIG_IGN)
+    began_s, ends = time.monotonic(), []
+    try:
+        with interrupts_call(lambda: kill([supervisor])):
+            end_processes(supervisors=[supervisor], lost=[], store=store, hub=None)
+            ends.append("in order")
+        ends.append("goes on")
+    except KeyboardInterrupt:
+        ends.append("interrupted")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ends == ["in order", "interrupted" if is_first else "goes on"]
+    assert time.monotonic() - began_s < PATIENT_S
+    assert [ended.process.exitcode for ended in (supervisor, store)] == [-signal.SIGKILL] * 2

@@ -28,6 +28,7 @@ from spare_megatron.runtime.process.reports import (
     GroupRestarted,
     MetricsLost,
     RanksReady,
+    RecordsLost,
     RunEvent,
     RunStopped,
     Starting,
@@ -96,6 +97,8 @@ class RunProgress:
                 self._tell(f"checkpoint rejected: {reason}; trying the one before")
             case MetricsLost(reason=reason):
                 self._tell(f"{reason}; metrics.jsonl has all of them, and training goes on")
+            case RecordsLost(reason=reason):
+                self._tell(f"{reason}; what the run has written down is incomplete, what it has trained is not")
             case GroupLost(group=group, rank=rank, cause=cause, traceback=text, is_given_up=is_given_up):
                 self._absent[group] = "given up" if is_given_up else "lost"
                 end = f"; given up after spare.rejoins={self._config.spare.rejoins}" if is_given_up else ""

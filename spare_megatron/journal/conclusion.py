@@ -11,7 +11,7 @@ from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import EndRecord, EntryRecord, Record, RunRecord
-from spare_megatron.journal.summary import NOT_RUN, Summary, sum_up
+from spare_megatron.journal.summary import NOT_RUN, UNKNOWN, Summary, sum_up
 
 PROOF_S = 60.0
 """For which a journal is looked at when the run ends. A job whose time is over has no more before it is to be queued
@@ -21,15 +21,27 @@ _MOST_TAILS = 8
 _TAIL_BYTES = 1 << 20
 
 
-def conclude(run_dir: Path) -> Summary:
-    """Sums the run up and writes `summary.json`. Several nodes may do so at once."""
+def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
+    """Sums the run up and writes `summary.json`. Several nodes may do so at once.
+
+    Args:
+        run_dir: The run's directory. A full disk may lack the end of the journal, and not take the summary.
+        end: How the run ended, where that is known without the journal.
+    """
     try:
         summary = sum_up(FiledEvidence(run_dir, until_s=time.monotonic() + PROOF_S))
     except TimeoutError:
         summary = _told(run_dir)
+    if summary.outcome == UNKNOWN and end is not None:
+        summary = dataclasses.replace(summary, outcome=end.outcome, outcome_reason=end.reason)
     new = run_dir / f"summary.json.{os.uname().nodename}-{os.getpid()}"
-    new.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
-    new.rename(run_dir / "summary.json")
+    try:
+        new.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        new.rename(run_dir / "summary.json")
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        reason = f"summary.json was not written: {error}"
+        summary = dataclasses.replace(summary, reasons=(*summary.reasons, reason))
     return summary
 
 
@@ -52,7 +64,7 @@ def _told(run_dir: Path) -> Summary:
         reasons=(
             f"{format_bytes(num_bytes)} of journal take more than {PROOF_S:.0f} s to prove: spare check {run_dir}",
         ),
-        outcome=ends[0].outcome if ends else "unknown",
+        outcome=ends[0].outcome if ends else UNKNOWN,
         outcome_reason=ends[0].reason if ends else "the journal has no end",
         steps_committed=num_steps - run.first_step,
         steps_left=run.num_steps - num_steps,

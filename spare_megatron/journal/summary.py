@@ -11,6 +11,8 @@ from spare_megatron.journal.redundancy import full_redundancy_s
 
 NOT_RUN = "not run"
 """The verdict on a journal that nobody has proven yet."""
+UNKNOWN = "unknown"
+"""The outcome of a run whose journal has no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ def sum_up(evidence: Evidence) -> Summary:
     return Summary(
         verdict=verdict.verdict,
         reasons=verdict.reasons,
-        outcome=ends[0].outcome if ends else "unknown",
+        outcome=ends[0].outcome if ends else UNKNOWN,
         outcome_reason=ends[0].reason if ends else "the journal has no end",
         steps_committed=verdict.steps_committed,
         steps_lost=sum(entry["entry"] == "commit" for entry in entries) - verdict.steps_committed,

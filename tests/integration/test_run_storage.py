@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.schema import LayoutConfig
+from spare_megatron.cli.train import exit_code, unsaved_end
+from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.phases import Phase
-from spare_megatron.faults.injection import Injector
+from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.journal.files import AppendingFile
 from spare_megatron.journal.records import CheckpointRecord, LossRecord, RestartRecord
 from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
 from spare_megatron.runtime.checkpoint.verification import verify
 from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import RunEvent
+from spare_megatron.runtime.process.reports import RecordsLost, RunEvent, StepCommitted
 from spare_megatron.runtime.process.spec import RankSpec
 from spare_megatron.runtime.rank import rank
 from tests.integration.whole_run import Run, kill, losses_of, read_run, tiny_config
@@ -122,6 +123,34 @@ def run_of(
     run = read_run(config, run_dir, events)
     assert run.summary.verdict == "valid", run.summary.reasons
     return run
+
+
+def test_a_disk_that_stays_full_costs_the_proof_of_a_run_and_not_the_run(text_corpus: Path, tmp_path: Path) -> None:
+    """It ended as one that could not begin, with exit code 2, and without a summary."""
+    full = FaultConfig(phase=Phase.FORWARD, step=STEPS - 1, group=1, rank=0, kind="disk_full")
+    run_dir = tmp_path / "run"
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=STEPS, faults=[full])
+    config = replace(config, checkpoint=replace(config.checkpoint, interval_steps=STEPS))
+    events: list[RunEvent] = []
+
+    def tell(event: RunEvent) -> None:
+        if not any(isinstance(told, StepCommitted) for told in events) and isinstance(event, StepCommitted):
+            for name in ("journal/driver.jsonl", "metrics.jsonl"):
+                fill_disk(descriptor_of(run_dir / name), None)
+        events.append(event)
+
+    summary = start_run(config, run_dir, tell)
+    assert (summary.outcome, summary.verdict) == ("finished", "unknown"), summary.reasons
+    assert exit_code(summary, is_timed=False) == 1
+    assert unsaved_end(config, run_dir, summary) == ""
+    lost = [event.reason for event in events if isinstance(event, RecordsLost)]
+    for name in ("group-0001-rank-0.jsonl", "driver.jsonl", "metrics.jsonl"):
+        assert any(name in reason and "bytes are lost" in reason for reason in lost), lost
+
+
+def descriptor_of(path: Path) -> int:
+    """That this process has the file open with."""
+    return next(int(fd.name) for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path))
 
 
 def test_a_folder_that_is_lost_for_a_while_costs_the_saves_of_that_while(text_corpus: Path, tmp_path: Path) -> None:

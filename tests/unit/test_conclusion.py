@@ -73,3 +73,17 @@ def test_a_torn_end_of_a_file_is_no_harm(run_dir: Path, monkeypatch: pytest.Monk
         with path.open("a") as file:
             file.write('{"record":"entry","source":"gr')
     assert conclude(run_dir).steps_committed == NUM_STEPS
+
+
+def test_a_disk_that_takes_no_summary_and_lacks_the_end_leaves_what_the_driver_knows(run_dir: Path) -> None:
+    """The run ended with an exit code that says it could not begin."""
+    driver = run_dir / "journal" / "driver.jsonl"
+    driver.write_text("".join(line for line in driver.open() if '"record":"end"' not in line))
+    (run_dir / "summary.json").mkdir()
+    assert conclude(run_dir).outcome == "unknown"
+    summary = conclude(run_dir, EndRecord(outcome="finished", reason=""))
+    assert (summary.outcome, summary.verdict, summary.steps_committed) == ("finished", "unknown", NUM_STEPS)
+    assert any("no end" in reason for reason in summary.reasons)
+    assert any(reason.startswith("summary.json was not written: ") for reason in summary.reasons)
+    assert exit_code(summary, is_timed=False) == 1
+    assert list(run_dir.glob("summary.json.*")) == []

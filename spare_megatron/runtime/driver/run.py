@@ -24,7 +24,7 @@ from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.records import EndRecord, RunRecord
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.checkpoint.checkpoints import folder_of, step_of
 from spare_megatron.runtime.checkpoint.loading import resolve_load
@@ -33,6 +33,7 @@ from spare_megatron.runtime.driver.preflight import preflight
 from spare_megatron.runtime.driver.stand_in import ByHand, Launcher
 from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.runtime.process.lock import LOCK, locked
+from spare_megatron.runtime.process.records_end import close_or_tell
 from spare_megatron.runtime.process.reports import CheckpointRejected, RunEvent, Starting
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 
@@ -124,12 +125,13 @@ def _run(
         on_event(event)
 
     driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
+    end: EndRecord | None = None
     try:
-        driver.run()
+        end = driver.run()
     finally:
-        journal.close()
-        metrics.close()
-        summary = conclude(run_dir)
+        close_or_tell(journal, on_event)
+        close_or_tell(metrics, on_event)
+        summary = conclude(run_dir, end)
     return summary
 
 

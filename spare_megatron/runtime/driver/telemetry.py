@@ -1,5 +1,6 @@
 """The metrics of a run: what happens in it becomes numbers, one set a step, for every sink."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -108,9 +109,14 @@ class Telemetry:
                     self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
-        """Lets the sinks end."""
-        for sink in self._sinks:
-            sink.close()
+        """Lets the sinks end.
+
+        Raises:
+            OSError: The disk has not taken everything.
+        """
+        with contextlib.ExitStack() as closing:
+            for sink in self._sinks:
+                closing.callback(sink.close)
 
     def _write(self, values: Mapping[str, Value]) -> None:
         for sink in self._sinks:

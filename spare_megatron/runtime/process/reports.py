@@ -150,6 +150,13 @@ class CheckpointTold:
     record: CheckpointRecord
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsLost:
+    """The disk has not taken all that a process wrote down of the run."""
+
+    reason: str
+
+
 RankReport = (
     RanksReady
     | GroupRejoined
@@ -161,6 +168,7 @@ RankReport = (
     | RunStopped
     | FaultStruck
     | FaultWanted
+    | RecordsLost
 )
 
 # ----------------------------------------------------------------------------------------------------- from supervisors

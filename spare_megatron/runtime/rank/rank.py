@@ -28,6 +28,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.beacon import Beacon
 from spare_megatron.runtime.process.probe import RankProbe
 from spare_megatron.runtime.process.processes import say
+from spare_megatron.runtime.process.records_end import close_or_tell
 from spare_megatron.runtime.process.reports import (
     ExitCode,
     FaultStruck,
@@ -156,12 +157,9 @@ class _Rank:
             return self._broken(error)
 
     def close(self) -> None:
-        """Closes the journal. What a full disk does not take of it is missing in the verdict, and is no lost group."""
+        """Closes the journal."""
         self._beacon.leave()
-        try:
-            self._journal.close()
-        except OSError as error:
-            say(error)
+        close_or_tell(self._journal, self._reports.send)
 
     def _build_executor(self) -> GroupExecutor:
         spec, config = self._spec, self._spec.config

@@ -11,6 +11,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord, StartRecord
 from spare_megatron.runtime.process.agenda import Agenda
 from spare_megatron.runtime.process.network import NodeNetwork
+from spare_megatron.runtime.process.records_end import close_or_tell
 from spare_megatron.runtime.process.reports import (
     EndEarly,
     ExitCode,
@@ -134,7 +135,7 @@ class Supervisor:
             if not self._driver.is_there and (end := end_without_driver(self._ranks.exits, self._lost)) is not None:
                 self._journal.write(end)
         self._timeline.close()
-        self._journal.close()
+        close_or_tell(self._journal, self._driver.tell)
         self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
         return not (failure or self._driver.is_there)
 

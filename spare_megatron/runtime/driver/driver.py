@@ -18,6 +18,7 @@ from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec
 from spare_megatron.control.store import StoreLost
 from spare_megatron.core.messages import StopHalted
+from spare_megatron.core.start import EarlyLoss, Start
 from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
@@ -37,7 +38,6 @@ from spare_megatron.runtime.process.processes import (
     start_hub,
     start_store,
 )
-from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY
 from spare_megatron.runtime.process.reports import (
     EndEarly,
     ExitCode,
@@ -108,6 +108,7 @@ class Driver:
         self._context = fork_server()
         self._nodes: dict[int, Child] = {}
         self._ended: dict[int, NodeEnded] = {}
+        self._start: Start | None = None  # as soon as something is lost before training begins
         self._last_lost: dict[GroupId, int] = {}  # incarnation
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
@@ -260,8 +261,9 @@ class Driver:
                 self._without_store.add(node)
                 if self._are_lost(set(self._nodes) - self._without_store):
                     self._give_store_up(reason)
-            case RanksReady():
-                self._has_begun = True
+            case RanksReady(group=group):
+                # A group that has come back before the others were ready waits for them.
+                self._has_begun = self._has_begun or group not in self._lost
             case StepCommitted(step=step):
                 self._num_steps = step + 1
             case RunStopped(reason=reason):
@@ -270,19 +272,25 @@ class Driver:
                 self._has_raised = True
             case NodeEnded(node=node):
                 self._ended[node] = report
-            case GroupLost(group=group, rank=rank, cause=cause, incarnation=incarnation):
+            case GroupLost(group=group, cause=cause, incarnation=incarnation):
+                if not self._has_begun:
+                    self._require_start(report)
                 if incarnation <= self._last_lost.get(group, -1) and not report.is_given_up:
                     return  # several watch a node
                 self._last_lost[group] = incarnation
                 self._last_cause = cause
-                # At the start, what is raised by one is likely to be raised by all.
-                may_mask = not report.traceback and not self._are_lost(self._nodes)
-                # Whoever is ready has seen that all are. The store is not asked then: a fault may have stopped it, and
-                # only this process lets it go on.
-                if not (may_mask or self._has_begun or self._store.exists(ALL_GROUPS_READY)):
-                    self._on_event(report)
-                    raise RunFailed(f"group {group} was lost before training began: rank {rank}: {cause}")
         self._on_event(report)
+
+    def _require_start(self, lost: GroupLost) -> None:
+        """Raises RunFailed if training cannot begin without the groups that are lost so far."""
+        self._start = self._start or Start(self._config.parallel, controller_setup(self._config))
+        loss = EarlyLoss(
+            group=lost.group, rank=lost.rank, cause=lost.cause, error=lost.error, concerns_all=lost.concerns_all
+        )
+        reason = self._start.lose(loss)
+        if reason:
+            self._on_event(lost)
+            raise RunFailed(reason)
 
     def _give_store_up(self, reason: str) -> None:
         """No node that is left can reach it. Ranks that wait for it find out when it is gone."""

@@ -7,7 +7,7 @@ ALL_GROUPS_READY = "all_groups_ready"
 """Key of the control store that is there when every group is ready to train, or lost."""
 
 
-class GroupsMissing(Exception):
+class GroupsMissing(ValueError):
     """The run cannot begin, for some groups do not come."""
 
 

@@ -107,11 +107,19 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRaised:
-    """An exception ended the rank."""
+    """An exception ended the rank.
+
+    Attributes:
+        group: The group.
+        rank: The rank inside it.
+        traceback: Of the exception.
+        concerns_all: It was raised for what holds for all groups: a setting, or groups that do not come up.
+    """
 
     group: GroupId
     rank: int
     traceback: str
+    concerns_all: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +201,8 @@ class GroupLost:
         traceback: Of the exception that ended the rank, where there was one.
         incarnation: Which life of the group it was.
         is_given_up: The group has used up its restarts.
+        error: The exception behind it, where other groups may meet the same; else empty.
+        concerns_all: It was raised for what holds for all groups.
     """
 
     group: GroupId
@@ -201,17 +211,21 @@ class GroupLost:
     traceback: str
     incarnation: int = 0
     is_given_up: bool = False
+    error: str = ""
+    concerns_all: bool = False
 
     @classmethod
-    def of(cls, record: LossRecord, traceback: str) -> "GroupLost":
-        """The loss as it is journaled, with what is for people alone."""
+    def of(cls, record: LossRecord, error: str, raised: RankRaised | None) -> "GroupLost":
+        """The loss as it is journaled, with what the rank that showed it has told, and what of that may hit others."""
         return cls(
             group=GroupId(record.group),
             rank=record.rank,
             cause=record.cause,
-            traceback=traceback,
+            traceback=raised.traceback if raised else "",
             incarnation=record.incarnation,
             is_given_up=record.is_given_up,
+            error=error,
+            concerns_all=raised is not None and raised.concerns_all,
         )
 
 

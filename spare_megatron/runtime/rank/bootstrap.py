@@ -9,19 +9,12 @@ import torch.distributed as dist
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.control.store import ControlStore
 from spare_megatron.runtime.process.pass_times import PassTimes
-from spare_megatron.runtime.process.processes import log_to_file
 from spare_megatron.runtime.process.readiness import note_ready, wait_until_ready
 from spare_megatron.runtime.process.spec import RankSpec
 from spare_megatron.runtime.reduce import nccl
 
 _MARGIN_S = 30.0
 """Ranks wait this much longer for their leader than the leader waits for the store."""
-
-
-def prepare_process(spec: RankSpec) -> None:
-    """Makes this process a rank: it logs to a file of its own, and has the threads that are its due."""
-    log_to_file(spec.run_dir, spec.name)
-    torch.set_num_threads(spec.config.cluster.threads_per_rank)
 
 
 def choose_device(spec: RankSpec) -> torch.device:

@@ -1,9 +1,7 @@
 """The main function of a rank's process."""
 
 import os
-import sys
 import time
-import traceback
 from collections import deque
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -27,13 +25,12 @@ from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.beacon import Beacon
 from spare_megatron.runtime.process.probe import RankProbe
-from spare_megatron.runtime.process.processes import say
+from spare_megatron.runtime.process.processes import leave, say
 from spare_megatron.runtime.process.records_end import close_or_tell
 from spare_megatron.runtime.process.reports import (
     ExitCode,
     FaultStruck,
     FaultWanted,
-    RankRaised,
     RanksReady,
     RestartAwaited,
     RunStopped,
@@ -43,7 +40,6 @@ from spare_megatron.runtime.rank.bootstrap import (
     choose_device,
     join_group,
     pass_times_on,
-    prepare_process,
     wait_for_all_groups,
 )
 from spare_megatron.runtime.rank.catch_up import CatchUp
@@ -73,36 +69,17 @@ from spare_megatron.runtime.wire.piece_wire import Address
 
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
-    """Runs one rank to its end and leaves the process with an `ExitCode`.
-
-    The process is left without running destructors: those of communicators that were abandoned would wait for
-    transfers that cannot end.
-    """
-    prepare_process(spec)
-    code = ExitCode.RAISED
-    try:
-        rank = _Rank(spec, reports)  # holds the communicators until the process is left
-        code = rank.run()
-        rank.close()
-    except Exception:  # noqa: BLE001  (whatever it is, it ends this rank and is told)
-        text = traceback.format_exc()
-        sys.stderr.write(text)
-        sys.stderr.flush()
-        reports.send(RankRaised(group=spec.group, rank=spec.rank, traceback=text))
-        # The supervisor ends the whole group for it. A peer that missed this rank first would fence it without a cause.
-        reports.poll(_FAREWELL_S)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    """Runs one rank to its end and leaves the process with an `ExitCode`, unless it raises."""
+    torch.set_num_threads(spec.config.cluster.threads_per_rank)
+    rank = _Rank(spec, reports)  # holds the communicators until the process is left
+    code = rank.run()
+    rank.close()
+    leave(code)
 
 
 def _all_groups(config: RunConfig) -> list[GroupId]:
     return [GroupId(group) for group in range(config.layout.num_groups)]
 
-
-_FAREWELL_S = 5.0
-"""How long a rank that has raised waits to be ended."""
 
 _SAVING_GROUPS = 2
 """Groups that save their state when the store is gone: one may be lost at the same time."""

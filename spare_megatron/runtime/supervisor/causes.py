@@ -1,9 +1,10 @@
 """Why a rank ended, for people and for the fence."""
 
+from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.journal.records import LOST_A_PEER
 from spare_megatron.runtime.process.processes import describe_exit
-from spare_megatron.runtime.process.reports import ExitCode
+from spare_megatron.runtime.process.reports import ExitCode, RankKey, RankRaised
 
 LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
 """Ends that all groups come to by themselves: no reason to fence anybody."""
@@ -34,6 +35,34 @@ def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
     cause = error or _CAUSES.get(code) or describe_exit(code)
     is_its_own = error.startswith(INJECTED) or any(word in error for word in _OF_A_DEVICE)
     return cause, "" if is_its_own else error
+
+
+class Raised:
+    """What ranks of a node have raised, until it is told with the loss of their groups."""
+
+    def __init__(self) -> None:
+        self._reports: dict[RankKey, RankRaised] = {}
+
+    def note(self, report: RankRaised) -> None:
+        """A rank has raised."""
+        self._reports[report.group, report.rank] = report
+
+    def first_rank(self, group: GroupId, ended: int) -> int:
+        """The first rank of the group that has raised; the one that has ended, if none has."""
+        return min((rank for of, rank in self._reports if of == group), default=ended)
+
+    def cause_of_end(self, key: RankKey, code: int) -> tuple[str, str]:
+        """Why the rank ended, as `cause_of_end` has it."""
+        report = self._reports.get(key)
+        return cause_of_end(code, report.traceback if report else "")
+
+    def take(self, group: GroupId, rank: int) -> RankRaised | None:
+        """What the rank has raised, to be told now."""
+        return self._reports.pop((group, rank), None)
+
+    def forget(self, group: GroupId) -> None:
+        """The group begins its next life."""
+        self._reports = {key: report for key, report in self._reports.items() if key[0] != group}
 
 
 def _error_in(traceback: str) -> str:

@@ -3,15 +3,21 @@
 import contextlib
 import os
 import signal
+import traceback
 from collections import deque
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from typing import NoReturn
 
 from spare_megatron.runtime.process.beacon import Page, new_page
-from spare_megatron.runtime.process.processes import Child, die_with, end_child, start_child
+from spare_megatron.runtime.process.processes import Child, die_with, end_child, leave, log_to_file, say, start_child
+from spare_megatron.runtime.process.reports import ExitCode, RankRaised
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 from spare_megatron.runtime.process.starvation import Starvation
+
+_FAREWELL_S = 5.0
+"""How long a rank that has raised waits to be ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,4 +87,26 @@ def _wait_for_place(rank_main: RankMain, page: Page, supervisor_pid: int, report
     die_with(supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's affair
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    rank_main(replace(reports.recv(), page=page), reports)
+    _be_rank(rank_main, replace(reports.recv(), page=page), reports)
+
+
+def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoReturn:
+    """The rank from its first line on: what it imports may fail as well as what it does.
+
+    The process is left without running destructors: those of communicators that were abandoned would wait for
+    transfers that cannot end. Until then the exception holds them.
+    """
+    try:
+        log_to_file(spec.run_dir, spec.name)
+        rank_main(spec, reports)
+    except BaseException as error:  # noqa: BLE001  (whatever it is, it ends this rank and is told)
+        text = traceback.format_exc()
+        try:
+            say(text.rstrip())
+            concerns_all = isinstance(error, ValueError)
+            reports.send(RankRaised(group=spec.group, rank=spec.rank, traceback=text, concerns_all=concerns_all))
+            # The supervisor ends the whole group for it. A peer that missed it first would fence it without a cause.
+            reports.poll(_FAREWELL_S)
+        finally:
+            leave(ExitCode.RAISED)
+    leave(ExitCode.FINISHED)

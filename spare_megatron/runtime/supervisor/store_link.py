@@ -221,7 +221,9 @@ class StoreLink:
         index = self._parts.find_fence(store, member)
         if index is None:
             keep_beating = partial(self._keep_beating, store)
-            index = fence(log, member, wanted.cause, wanted.from_index, error=wanted.error, on_entry=keep_beating)
+            # Before training has begun the driver judges whether others meet the same: whole nodes may be at fault.
+            error = wanted.error if wanted.error and store.exists(ALL_GROUPS_READY) else ""
+            index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
             self._parts.fenced(store, member, index, wanted.rank, wanted.cause)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(ALL_GROUPS_READY):

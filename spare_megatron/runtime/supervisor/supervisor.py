@@ -32,7 +32,7 @@ from spare_megatron.runtime.process.reports import (
     StoreGone,
 )
 from spare_megatron.runtime.process.spec import NodeSpec
-from spare_megatron.runtime.supervisor.causes import LOSSLESS_EXITS, cause_of_end
+from spare_megatron.runtime.supervisor.causes import LOSSLESS_EXITS, Raised, cause_of_end
 from spare_megatron.runtime.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.runtime.supervisor.node_faults import NodeFaults
 from spare_megatron.runtime.supervisor.orphans import end_without_driver
@@ -77,7 +77,7 @@ class Supervisor:
         self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.take)
         load_timeout_s = spec.config.checkpoint.timeout_s
         self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
-        self._tracebacks: dict[RankKey, str] = {}
+        self._raised = Raised()
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # and not written yet
         self._is_following = False  # the log, for want of ranks that do
@@ -185,10 +185,10 @@ class Supervisor:
         match report:
             case StepCommitted(head=head):
                 self._head_hint = max(self._head_hint, head)
-            case RankRaised(group=group, rank=rank, traceback=text):
-                self._tracebacks[group, rank] = text
+            case RankRaised(group=group, rank=rank):
+                self._raised.note(report)
                 if not (group in self._lost or self._restarts.is_over or self._store_failure):
-                    self._lose(group, rank, *cause_of_end(ExitCode.RAISED, text))
+                    self._lose(group, rank, *self._raised.cause_of_end((group, rank), ExitCode.RAISED))
             case RanksReady(group=group):
                 self._restarts.up(group)
                 self._agenda.after(self._interval_s, self._warm_spares)  # the processors are the group's until then
@@ -237,8 +237,8 @@ class Supervisor:
             self._agenda.after(self._interval_s, lambda: self._lose_without_store(member, rank))
             return
         self._hear(group)  # a traceback comes before the end of its rank, and that before those of its peers
-        rank = min((other for of, other in self._tracebacks if of == group), default=rank)
-        self._lose(group, rank, *cause_of_end(code, self._tracebacks.get((group, rank), "")))
+        rank = self._raised.first_rank(group, rank)
+        self._lose(group, rank, *self._raised.cause_of_end((group, rank), code))
 
     def _lose_without_store(self, member: Member, rank: int) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
@@ -372,13 +372,12 @@ class Supervisor:
             is_given_up=is_given_up,
         )
         self._journal.write(record)
-        self._driver.tell(GroupLost.of(record, self._tracebacks.pop((group, wanted.rank), "")))
+        self._driver.tell(GroupLost.of(record, wanted.error, self._raised.take(group, wanted.rank)))
 
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._hear(group)
         num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
-        for key in self._ranks.of(group):  # what its former life may have reported after it was lost
-            self._tracebacks.pop(key, None)
+        self._raised.forget(group)  # what its former life may have reported after it was lost
         self._rank_watch.end(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)

@@ -1,11 +1,14 @@
 """Programs of Debian that tests need, fetched into a cache without any change to the system."""
 
 import fcntl
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+_LIBRARIES = ("usr/lib/*-linux-gnu", "lib/*-linux-gnu", "usr/lib/*-linux-gnu/pulseaudio")
 
 
 def fetch_packages(cache: Path, found: Path, *names: str) -> None:
@@ -19,6 +22,13 @@ def fetch_packages(cache: Path, found: Path, *names: str) -> None:
 def fetch_with_dependencies(cache: Path, found: Path, *names: str) -> None:
     """As `fetch_packages`, with all that they need and this machine has not installed."""
     _fetch_once(cache, found, ("install", "--download-only", "--no-install-recommends", "--yes"), names)
+
+
+def with_libraries(cache: Path) -> dict[str, str]:
+    """The environment in which programs of the cache find the libraries that were fetched with them."""
+    folders = [folder for pattern in _LIBRARIES for folder in cache.glob(pattern)]
+    before = [os.environ["LD_LIBRARY_PATH"]] if os.environ.get("LD_LIBRARY_PATH") else []
+    return {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *before])}
 
 
 def _fetch_once(cache: Path, found: Path, command: tuple[str, ...], names: tuple[str, ...]) -> None:

@@ -1,12 +1,12 @@
 """The page of a run in a real browser: it draws without an error, zooms, and follows a run that goes on."""
 
+import os
 import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import Scenario
-from tests.integration.debian import fetch_packages
+from tests.integration.debian import fetch_with_dependencies, with_libraries
 from tests.unit.long_run import long_history
 
 TIMEOUT_S = 90.0
@@ -39,24 +39,25 @@ SCENARIO = Scenario(
 )
 
 
-def find_chromium(cache: Path) -> Path:
-    """A Chromium that starts: this machine's, or Debian's in the cache."""
+def find_chromium(cache: Path) -> tuple[Path, dict[str, str]]:
+    """A Chromium that starts, and its environment: this machine's, or Debian's in the cache."""
     found = shutil.which("chromium") or shutil.which("google-chrome")
     binary = Path(found) if found else cache / "usr" / "lib" / "chromium" / "chromium"
-    if not binary.exists():
-        if find_library("nss3") is None:
-            pytest.skip("needs chromium: none in PATH, and the libraries that it takes are not installed either")
-        fetch_packages(cache, binary, "chromium", "chromium-common")
-    told = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if found is None:
+        fetch_with_dependencies(cache, binary, "chromium")
+    environment = dict(os.environ) if found else with_libraries(cache)
+    told = subprocess.run(
+        [binary, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
+    )
     if told.returncode:
         pytest.skip(f"needs chromium: {binary} does not start: {told.stderr.strip()[-300:]}")
-    return binary
+    return binary, environment
 
 
 @pytest.fixture(scope="module")
 def browser(pytestconfig: pytest.Config) -> Iterator[Browser]:
     assert pytestconfig.cache is not None
-    binary = find_chromium(pytestconfig.cache.mkdir("chromium"))
+    binary, environment = find_chromium(pytestconfig.cache.mkdir("chromium"))
     with sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(
@@ -64,6 +65,7 @@ def browser(pytestconfig: pytest.Config) -> Iterator[Browser]:
                 args=["--disable-gpu", "--disable-dev-shm-usage"],
                 chromium_sandbox=False,  # it shows nothing but our own page, and containers have no namespaces for one
                 timeout=TIMEOUT_S * 1e3,
+                env=environment,
             )
         except Error as error:
             pytest.skip(f"needs chromium: {binary} does not start: {error}")

@@ -46,6 +46,7 @@ def wait_in_vain(device: torch.device, config: RunConfig) -> tuple[float, str, S
         device=device,
         store=TcpControlStore("127.0.0.1", server.port),
         timeout_s=PATIENCE_S,
+        ask_interval_s=0.01,
         probe=SilentProbe(),
     )
     before = set(threading.enumerate())

@@ -205,6 +205,7 @@ def test_what_communicators_leave_in_the_embedded_store_does_not_add_up() -> Non
                 device=torch.device("cpu"),
                 store=open_store(spec),
                 timeout_s=60.0,
+                ask_interval_s=0.01,
                 probe=probe,
             )
             for key in range(8):
@@ -230,6 +231,7 @@ def test_communicators_that_could_not_be_built_leave_no_descriptors(spec: StoreS
         device=torch.device("cpu"),
         store=open_store(spec),
         timeout_s=0.2,
+        ask_interval_s=0.01,
         probe=probe,
     )
     held: list[int] = []

@@ -120,6 +120,7 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> CrossGroupCommunicator:
         device=GPU,
         store=SimpleNamespace(rendezvous=lambda *_arguments: None),  # type: ignore[arg-type]
         timeout_s=PATIENCE.total_seconds(),
+        ask_interval_s=0.01,
         probe=SilentProbe(),
     )
 

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.decision_log import DecisionLog
+from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.store import StoreLost
 from spare_megatron.core.controller import Controller
@@ -159,6 +159,7 @@ class _Rank:
             device=device,
             store=self._store,
             timeout_s=config.reduce.timeout_s,
+            ask_interval_s=ask_interval_s(config.parallel.num_ranks),
             probe=self._probe,
         )
         if device.type == "cuda":

@@ -31,8 +31,6 @@ _POLL_S = 0.0005
 _NUM_TAGS = 1 << 30
 _MOST_MET = 2
 """Rendezvous at which others may still be: what this rank has left at earlier ones is removed."""
-_LOG_POLL_S = 0.010
-"""How often a waiting rank asks for the log entry. A loss is usually seen on the socket first."""
 
 
 @dataclass(slots=True)
@@ -54,6 +52,7 @@ class CrossGroupCommunicator:
         device: Where the tensors are; decides between gloo and NCCL.
         store: The control store, for the rendezvous.
         timeout_s: Longest wait for a build or a reduction.
+        ask_interval_s: How often it looks at the log while it waits (`control.decision_log.ask_interval_s`).
         probe: Told when the reduction is in flight, and that the rank is there while it waits.
     """
 
@@ -65,6 +64,7 @@ class CrossGroupCommunicator:
         device: torch.device,
         store: ControlStore,
         timeout_s: float,
+        ask_interval_s: float,
         probe: Probe,
     ) -> None:
         self._group = group
@@ -72,6 +72,7 @@ class CrossGroupCommunicator:
         self._device = device
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
+        self._ask_interval_s = ask_interval_s
         self._probe = probe
         self._backend: Any = None
         self._build: _Build | None = None
@@ -119,8 +120,12 @@ class CrossGroupCommunicator:
         return is_there
 
     def connect(self, is_decided: Callable[[], bool]) -> bool:
-        """Waits until sums can be posted. False, with evidence, if they never can."""
-        if not self._is_alone and (is_decided() or not self._finish_build(is_decided)):
+        """Waits until sums can be posted. False, with evidence, if they never can.
+
+        Where they can already, nobody is asked: of thousands of ranks, in every step, that is more than a store serves,
+        and a sum that comes nevertheless counts.
+        """
+        if not self._is_alone and not self._finish_build(is_decided):
             return self.give_up()
         return self.is_ready()
 
@@ -298,7 +303,7 @@ class CrossGroupCommunicator:
         if self._build is None:
             return self._backend is not None
         build = self._build
-        if not self._wait(lambda: not build.thread.is_alive(), is_decided):
+        if is_decided() or not self._wait(lambda: not build.thread.is_alive(), is_decided):
             return False
         return self._take_over(build)
 
@@ -314,7 +319,7 @@ class CrossGroupCommunicator:
 
     def _wait(self, is_done: Callable[[], bool], is_decided: Callable[[], bool]) -> bool:
         """Waits for is_done; False if the log was decided first, or the time is over."""
-        ask_log_at_s = time.monotonic() + _LOG_POLL_S
+        ask_log_at_s = time.monotonic() + self._ask_interval_s
         end_s = time.monotonic() + self._timeout.total_seconds()
         while not is_done():
             time.sleep(_POLL_S)
@@ -325,7 +330,7 @@ class CrossGroupCommunicator:
             if time.monotonic() >= ask_log_at_s:
                 if is_decided():
                     return is_done()
-                ask_log_at_s = time.monotonic() + _LOG_POLL_S
+                ask_log_at_s = time.monotonic() + self._ask_interval_s
         return True
 
     def _let_go(self) -> None:

@@ -1,0 +1,77 @@
+"""Ranks that wait for each other, over gloo."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spare_megatron.core.topology import GroupId
+from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
+
+pytestmark = pytest.mark.timeout(60)
+
+PATIENCE_S = 30.0
+
+
+class _Rank:
+    """One of two ranks, and how often it has asked whether the log has moved on."""
+
+    def __init__(self, store: dist.Store, group: int, ask_interval_s: float, *, ends_at: int = 0) -> None:
+        self.num_asked = 0
+        self._ends_at = ends_at
+        self.communicator = CrossGroupCommunicator(
+            group=GroupId(group),
+            position=0,
+            device=torch.device("cpu"),
+            store=SimpleNamespace(rendezvous=lambda name, *_: dist.PrefixStore(name, store)),  # type: ignore[arg-type]
+            timeout_s=PATIENCE_S,
+            ask_interval_s=ask_interval_s,
+            probe=SilentProbe(),
+        )
+        self.communicator.begin_build(0, [GroupId(0), GroupId(1)])
+
+    def is_decided(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked == self._ends_at
+
+    def reduce(self) -> bool:
+        return self.communicator.reduce(torch.ones(4), self.is_decided)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def connected(pool: ThreadPoolExecutor, *ask_intervals_s: float, ends_at: int = 0) -> list[_Rank]:
+    """Ranks that have a communicator and have asked nothing since."""
+    store = dist.HashStore()
+    ranks = [_Rank(store, group, interval_s, ends_at=ends_at) for group, interval_s in enumerate(ask_intervals_s)]
+    building = [pool.submit(rank.communicator.connect, lambda: False) for rank in ranks]
+    assert all(future.result(PATIENCE_S) for future in building)
+    for rank in ranks:
+        rank.num_asked = 0
+    return ranks
+
+
+def test_nobody_asks_whose_sum_comes_in_time(pool: ThreadPoolExecutor) -> None:
+    ranks = connected(pool, PATIENCE_S, PATIENCE_S)
+    for _ in range(3):
+        assert all(pool.map(_Rank.reduce, ranks, timeout=PATIENCE_S))
+    assert [rank.num_asked for rank in ranks] == [0, 0]
+
+
+def test_whoever_waits_asks_as_often_as_it_may(pool: ThreadPoolExecutor) -> None:
+    interval_s, num_asks = 0.05, 5
+    _, early = connected(pool, PATIENCE_S, interval_s, ends_at=num_asks)
+    began_s = time.monotonic()
+    assert not early.reduce()  # the other never posts
+    assert time.monotonic() - began_s >= num_asks * interval_s
+    assert early.num_asked == num_asks
+    assert early.communicator.evidence == "the log has moved on"

@@ -160,6 +160,10 @@ def _simulate(
         is_retried = number in recoveries and recoveries[number].is_retried
         into_s = _virtual_moment(loss, measured[number], virtual, is_retried=is_retried)
         placed[loss] = Loss(at_s=virtual.began_at_s + into_s, groups=(GroupId(loss.group),))
+        num_lost = scenario.num_groups - len(virtual.loads) + 1
+        if num_lost >= scenario.redundancy and not read_steps(_journal_of(_with(so_far, placed.values()))):
+            # A wipe-out, which the run did not have: of several losses in the step this one struck after the sum.
+            placed[loss] = replace(placed[loss], at_s=virtual.ended_at_s)
     return _journal_of(_with(scenario, placed.values()))
 
 
@@ -170,12 +174,13 @@ def _virtual_moment(loss: LossTime, measured: StepTimes, virtual: StepTimes, *, 
         loss: The loss.
         measured: The step it hit.
         virtual: The same step in virtual time, without it.
-        is_retried: The loss stopped the reduction, so that it has to come before the commit.
+        is_retried: The loss stopped the reduction, so that it has to come before the commit; else after it.
     """
     if loss.into_s <= measured.computed_s:
         return loss.into_s / measured.computed_s * virtual.computed_s
     after_s = loss.into_s - measured.computed_s
-    return virtual.computed_s + (min(after_s, _LATEST * virtual.reduce_s) if is_retried else after_s)
+    reduced_s = virtual.reduce_s
+    return virtual.computed_s + (min(after_s, _LATEST * reduced_s) if is_retried else max(after_s, reduced_s))
 
 
 def _with(scenario: Scenario, losses: Iterable[Loss]) -> Scenario:

@@ -94,6 +94,34 @@ def test_hosts_in_different_domains_are_replayed_where_they_were() -> None:
         assert predicted_s == pytest.approx(measured_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("lost_in_it", [2, 3], ids=["earlier", "one in the same step"])
+def test_a_group_lost_after_the_sum_is_lost_after_it_again(lost_in_it: int) -> None:
+    """With three of five groups away the fourth is one too many, but for a sum that is complete: they are back then."""
+
+    def run(*losses: Loss) -> Journal:
+        scenario = dataclasses.replace(BASE, failures=FailureSpec(kind="trace", trace=losses))
+        lines: list[Line] = []
+        simulate(scenario, 0, journal=lines.append)
+        return in_order(lines)
+
+    def times(number: int) -> tuple[float, float]:
+        steps = read_steps(journal_of(*((loss.at_s, int(loss.groups[0])) for loss in away[:number])))
+        return steps[16].began_at_s, steps[16].ended_at_s
+
+    away: list[Loss] = []
+    for group in (1, 2, 3):
+        began_s, _ = times(len(away))
+        at_s = (began_s if group >= lost_in_it else 600.0) + group
+        away.append(Loss(at_s=at_s, groups=(GroupId(group),)))
+    began_s, ended_s = times(3)
+    back = [dataclasses.replace(loss, repair_s=began_s + 10.0 - loss.at_s) for loss in away]
+    journal = run(*back, Loss(at_s=ended_s - COSTS.update_s / 2, groups=(GroupId(4),)))
+    assert {"restart"}.isdisjoint(record.entry["entry"] for record in journal.of(EntryRecord))
+    found = replay(journal, dataclasses.replace(COSTS, reduce_s=2 * COSTS.reduce_s))
+    assert found.wall.predicted_s is not None
+    assert found.wall.measured_s < found.wall.predicted_s < 1.1 * found.wall.measured_s
+
+
 def test_slower_processors_are_predicted_to_be_slower() -> None:
     journal = journal_of((615.0, 1))
     found = replay(journal, dataclasses.replace(COSTS, compute_s=2 * COSTS.compute_s))

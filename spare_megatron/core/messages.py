@@ -6,7 +6,7 @@ epoch, step and attempt are the fold of the log, done by `core.controller`.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
 from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, ReadFiles, WaitingRead, WithdrawOffers
@@ -143,8 +143,18 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
     return {"entry": type(entry).__name__.lower(), **asdict(entry)}
 
 
-def encode_entry(entry: Entry) -> str:  # one line of JSON, equal for equal entries
-    return json.dumps(entry_fields(entry), sort_keys=True)
+_USUAL = {kind: {field.name: field.default for field in fields(kind)} for kind in _ENTRY_KINDS.values()}
+
+
+def encode_entry(entry: Entry) -> str:
+    """One line of JSON, equal for equal entries. What is as usual is left out: every group reads every entry.
+
+    >>> encode_entry(Commit(step=3, attempt=4))
+    '{"attempt": 4, "entry": "commit", "step": 3}'
+    """
+    usual = _USUAL[type(entry)]
+    said = {name: value for name, value in entry_fields(entry).items() if name not in usual or value != usual[name]}
+    return json.dumps(said, sort_keys=True)
 
 
 def decode_entry(text: str) -> Entry:
@@ -153,19 +163,19 @@ def decode_entry(text: str) -> Entry:
     Raises:
         ValueError: The text is no entry of a kind that this version knows.
     """
-    fields = json.loads(text)
-    kind = fields.pop("entry", None)
+    values = json.loads(text)
+    kind = values.pop("entry", None)
     if kind not in _ENTRY_KINDS:
         raise ValueError(f"log entry of unknown kind {kind!r}; known: {', '.join(_ENTRY_KINDS)}")
     for name, of in (("admit", Member), ("members", Member), ("save_ends", SaveEnd)):  # JSON knows no tuples
-        if name in fields:
-            fields[name] = tuple(of(*values) for values in fields[name])
-    if "kept" in fields:
-        fields["kept"] = tuple(fields["kept"])
+        if name in values:
+            values[name] = tuple(of(*one) for one in values[name])
+    if "kept" in values:
+        values["kept"] = tuple(values["kept"])
     for name in ("restored", "released", "proven"):
-        if name in fields:
-            fields[name] = tuple(SliceCopy(index, Member(*pair)) for index, pair in fields[name])
-    return _ENTRY_KINDS[kind](**fields)
+        if name in values:
+            values[name] = tuple(SliceCopy(index, Member(*pair)) for index, pair in values[name])
+    return _ENTRY_KINDS[kind](**values)
 
 
 # --------------------------------------------------------------------------------- events: driver to controller

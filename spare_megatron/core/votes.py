@@ -63,19 +63,29 @@ class Vote:
     slice_digests: tuple[SliceDigest, ...] = ()
 
 
-_FIELDS = tuple(field.name for field in fields(Vote))
+_USUAL = {field.name: field.default for field in fields(Vote)}
 
 
 def encode_vote(vote: Vote) -> str:
-    return json.dumps({name: getattr(vote, name) for name in _FIELDS})  # `asdict` would take twice as long as all this
+    """One line of JSON. What is as usual is left out.
+
+    >>> encode_vote(Vote(is_complete=True, plan_digest="5d1e"))
+    '{"is_complete": true, "plan_digest": "5d1e"}'
+    """
+    # `asdict` would take twice as long as all this.
+    values = {name: getattr(vote, name) for name in _USUAL}
+    return json.dumps({name: value for name, value in values.items() if value != _USUAL[name]})
 
 
 def decode_vote(text: str) -> Vote:
+    """The vote that `encode_vote` wrote."""
     values = json.loads(text)
-    for name in ("num_complete", "restored"):  # JSON knows no tuples
-        values[name] = tuple(values[name])
-    values["save_ends"] = tuple(SaveEnd(*end) for end in values["save_ends"])
-    values["slice_digests"] = tuple(SliceDigest(*digest) for digest in values["slice_digests"])
+    for name, of in (("save_ends", SaveEnd), ("slice_digests", SliceDigest)):  # JSON knows no tuples
+        if name in values:
+            values[name] = tuple(of(*one) for one in values[name])
+    for name in ("num_complete", "restored"):
+        if name in values:
+            values[name] = tuple(values[name])
     return Vote(**values)
 
 

@@ -5,14 +5,13 @@ beside its address: so nobody is heard who does not read the run's store, and no
 No greeting comes first, for a message that is told again says nothing new: votes and entries are written once.
 """
 
-import contextlib
 import hashlib
 import hmac
 import socket
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 _HEAD = struct.Struct("!BqiiI")
 _MAC_BYTES = 32
@@ -35,8 +34,10 @@ class Kind(IntEnum):
     """From it: the log entry of this number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Message(NamedTuple):
     """One message."""
 
     kind: Kind
@@ -70,11 +71,15 @@ class Inbox:
         Raises:
             RelayBroken: Nothing will come any more, or what has come is not to be believed.
         """
-        with _broken_connection(), contextlib.suppress(BlockingIOError):
+        try:
             some = connection.recv(_READ_BYTES)
-            if not some:
-                raise RelayBroken("the other side has closed the connection")
-            self._bytes += some
+        except BlockingIOError:
+            return  # all that was whole has been taken
+        except OSError as error:
+            raise RelayBroken(str(error)) from error
+        if not some:
+            raise RelayBroken("the other side has closed the connection")
+        self._bytes += some
         while (message := self._take()) is not None:
             yield message
 
@@ -82,7 +87,7 @@ class Inbox:
         if len(self._bytes) < _HEAD.size:
             return None
         kind, number, group, incarnation, num_bytes = _HEAD.unpack_from(self._bytes)
-        if num_bytes > _MOST_TEXT_BYTES or kind not in iter(Kind):
+        if num_bytes > _MOST_TEXT_BYTES or kind not in _KINDS:
             raise RelayBroken("a stranger's message")
         end = _HEAD.size + num_bytes
         if len(self._bytes) < end + _MAC_BYTES:
@@ -91,7 +96,7 @@ class Inbox:
         self._bytes = self._bytes[end + _MAC_BYTES :]
         if not hmac.compare_digest(mac, hmac.digest(self._key, signed, hashlib.sha256)):
             raise RelayBroken("a message is damaged, or a stranger's")
-        return Message(Kind(kind), number, signed[_HEAD.size :].decode(), group, incarnation)
+        return Message(_KINDS[kind], number, signed[_HEAD.size :].decode(), group, incarnation)
 
 
 def send(connection: socket.socket, data: bytes) -> None:
@@ -100,14 +105,9 @@ def send(connection: socket.socket, data: bytes) -> None:
     Raises:
         RelayBroken: The other side is gone, or has taken nothing for long.
     """
-    with _broken_connection():
-        if connection.send(data) < len(data):
-            raise RelayBroken("the other side takes nothing")
-
-
-@contextlib.contextmanager
-def _broken_connection() -> Iterator[None]:
     try:
-        yield
+        num_sent = connection.send(data)
     except OSError as error:
         raise RelayBroken(str(error)) from error
+    if num_sent < len(data):
+        raise RelayBroken("the other side takes nothing")

@@ -28,6 +28,8 @@ from spare_megatron.runtime.reduce import nccl
 from spare_megatron.runtime.reduce.transfers import Exchange, Share, Transfer
 
 _POLL_S = 0.0005
+_PAUSE_S = 0.050
+"""Longest wait without a sign of life, where what is waited for wakes the rank up."""
 _NUM_TAGS = 1 << 30
 _MOST_MET = 2
 """Rendezvous at which others may still be: what this rank has left at earlier ones is removed."""
@@ -232,7 +234,7 @@ class CrossGroupCommunicator:
         """
         if not self._in_flight:
             return False
-        return self._wait(self._has_ended, is_decided) or self.give_up()
+        return self._wait(self._has_ended, self._pause, is_decided) or self.give_up()
 
     def _has_ended(self) -> bool:
         """Whether the first transfer in flight has, in whatever way."""
@@ -241,6 +243,13 @@ class CrossGroupCommunicator:
         except RuntimeError as error:
             self.give_up(error)
             return True
+
+    def _pause(self, longest_s: float) -> None:
+        """Waits a little for the end of the first transfer in flight."""
+        if self._device.type == "cuda" or not self._in_flight:
+            time.sleep(_POLL_S)  # NCCL tells nobody
+        else:
+            self._in_flight[0].pause(longest_s)
 
     def reduce(self, buffer: torch.Tensor, is_decided: Callable[[], bool]) -> bool:
         """Sums one buffer over all members, in place of the buffer.
@@ -303,7 +312,7 @@ class CrossGroupCommunicator:
         if self._build is None:
             return self._backend is not None
         build = self._build
-        if is_decided() or not self._wait(lambda: not build.thread.is_alive(), is_decided):
+        if is_decided() or not self._wait(lambda: not build.thread.is_alive(), build.thread.join, is_decided):
             return False
         return self._take_over(build)
 
@@ -317,12 +326,15 @@ class CrossGroupCommunicator:
         self._backend = result
         return True
 
-    def _wait(self, is_done: Callable[[], bool], is_decided: Callable[[], bool]) -> bool:
-        """Waits for is_done; False if the log was decided first, or the time is over."""
+    def _wait(
+        self, is_done: Callable[[], bool], pause: Callable[[float], object], is_decided: Callable[[], bool]
+    ) -> bool:
+        """Waits for is_done, pause by pause; False if the log was decided first, or the time is over."""
+        longest_s = min(self._ask_interval_s, _PAUSE_S)
         ask_log_at_s = time.monotonic() + self._ask_interval_s
         end_s = time.monotonic() + self._timeout.total_seconds()
         while not is_done():
-            time.sleep(_POLL_S)
+            pause(longest_s)
             self._probe.progress()
             if time.monotonic() >= end_s:  # gloo keeps time by itself, NCCL does not tell a poller
                 self.evidence = f"no end within reduce.timeout_s={self._timeout.total_seconds():g}"

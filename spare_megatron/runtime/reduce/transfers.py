@@ -1,5 +1,6 @@
 """Transfers of a cross-group communicator that are under way, and how a sum comes to some of the members alone."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Transfer:
     tensors: Sequence[torch.Tensor] = ()
     follow: Callable[[], Sequence[Any]] | None = None
     is_over: bool = False
+    _awaited: tuple[Any, threading.Event] | None = None
 
     def advance(self) -> bool:
         """Posts what follows, if it is time. Returns whether all has ended well.
@@ -55,6 +57,22 @@ class Transfer:
                 post, self.follow = self.follow, None
                 self.works = post()
         return self.is_over
+
+    def pause(self, longest_s: float) -> None:
+        """Waits for the end of the first work that has not ended, so long at most; of gloo's alone.
+
+        Looking again and again instead would cost those their processor who compute what is waited for.
+        """
+        work = next((work for work in self.works if not work.is_completed()), None)
+        if work is None:
+            return
+        if self._awaited is None or self._awaited[0] is not work:
+            ends = threading.Event()
+            work.get_future().add_done_callback(lambda _: ends.set())
+            self._awaited = work, ends
+        if self._awaited[1].wait(longest_s):
+            with contextlib.suppress(RuntimeError):  # `advance` tells
+                work.wait()  # it ends in a moment
 
     @property
     def may_write(self) -> bool:
@@ -135,6 +153,7 @@ class _Awaited:
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
         self._error: RuntimeError | None = None
+        self._future: torch.futures.Future[None] = torch.futures.Future()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -144,6 +163,10 @@ class _Awaited:
                 work.wait()
         except RuntimeError as error:
             self._error = error
+        self._future.set_result(None)
+
+    def get_future(self) -> "torch.futures.Future[None]":
+        return self._future
 
     def is_completed(self) -> bool:
         return not self._thread.is_alive()

@@ -302,9 +302,29 @@ def test_a_run_that_is_resumed_begins_with_the_newest_checkpoint_or_as_the_first
     assert resumed(first, tmp_path).checkpoint.load == str(tmp_path)
 
 
-def test_a_folder_without_a_valid_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no valid checkpoint \(step-NNNNNNNN\)"):
-        resolve_load(load_config(tmp_path), tmp_path, pytest.fail)
+def complaint(load: Path) -> str:
+    with pytest.raises(ValueError, match=r"checkpoint\.load=") as error:
+        resolve_load(load_config(load), load / "new", lambda _: None)
+    return str(error.value)
+
+
+def test_a_place_without_a_checkpoint_is_refused_with_what_was_looked_for_and_what_to_set(tmp_path: Path) -> None:
+    to_set = "; set it to a checkpoint (step-NNNNNNNN), to a folder of them, or to the directory of a run that has"
+    gone, run_dir = tmp_path / "step-00000010", tmp_path / "run"
+    assert f"checkpoint.load={gone}: there is no such directory{to_set}" in complaint(gone)
+    run_dir.mkdir()
+    nothing = f"checkpoint.load={run_dir} holds no checkpoint: there is no step-NNNNNNNN in {run_dir}"
+    assert f"{nothing}, and no checkpoints below it{to_set}" in complaint(run_dir)
+    (run_dir / "config.toml").write_text('[checkpoint]\nfolder = "/elsewhere"\n')
+    instead = "; its run has saved in checkpoint.folder=/elsewhere: set checkpoint.load=/elsewhere"
+    assert complaint(run_dir) == f"{nothing}, and no checkpoints below it{instead}"
+    (run_dir / "config.toml").write_text("[checkpoint]\nfolder = ''\n")
+    with pytest.raises(Died):
+        save(run_dir / "checkpoints", 10, dies_at=Phase.SAVE_RENAME)
+    assert f"{nothing}/checkpoints, but unfinished saves, which nothing can use{to_set}" in complaint(run_dir)
+    cut_short(save(run_dir / "checkpoints", 20) / "0.distcp")
+    damaged = "holds no checkpoint that can be used (step-00000020: 0.distcp has 1999 bytes, and 2000 were written)"
+    assert f"checkpoint.load={run_dir} {damaged}{to_set}" in complaint(run_dir)
 
 
 def test_a_checkpoint_of_another_training_is_refused_with_every_difference(tmp_path: Path) -> None:

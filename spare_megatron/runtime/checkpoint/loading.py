@@ -5,13 +5,25 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from spare_megatron.config.loader import ConfigError, load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences
-from spare_megatron.runtime.checkpoint.checkpoints import Checkpoint, all_checkpoints, below, step_of
+from spare_megatron.runtime.checkpoint.checkpoints import (
+    FOLDER,
+    Checkpoint,
+    all_checkpoints,
+    below,
+    leftovers,
+    step_of,
+)
 from spare_megatron.runtime.checkpoint.last_state import is_last_state, misfits
 from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, Rejected, newest_valid, verify
 
 _ID_BYTES = 4
+_WHAT_TO_SET = (
+    "set it to a checkpoint (step-NNNNNNNN), to a folder of them, or to the directory of a run that has saved some; "
+    "leave it empty to begin from nothing"
+)
 
 
 def resumed(config: RunConfig, folder: Path) -> RunConfig:
@@ -64,6 +76,8 @@ def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], N
 
 def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
     """The checkpoint at the path, or the newest valid one below it."""
+    if not path.is_dir():
+        raise ValueError(f"checkpoint.load={path}: there is no such directory; {_WHAT_TO_SET}")
     try:
         step_of(path)
     except ValueError:
@@ -75,10 +89,25 @@ def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
             raise ValueError(f"checkpoint.load={path} cannot be used: {error}; choose an earlier one") from error
     search = newest_valid(below(path))
     rejected.extend(search.rejected)
+    if search.found is None and search.rejected:
+        reasons = "; ".join(item.reason for item in search.rejected)
+        raise ValueError(f"checkpoint.load={path} holds no checkpoint that can be used ({reasons}); {_WHAT_TO_SET}")
     if search.found is None:
-        reasons = "".join(f"; {item.reason}" for item in search.rejected)
-        raise ValueError(f"checkpoint.load={path} holds no valid checkpoint (step-NNNNNNNN){reasons}")
+        raise ValueError(f"checkpoint.load={path} {_what_is_missing(path)}")
     return search.found
+
+
+def _what_is_missing(path: Path) -> str:
+    """What was looked for in a folder without any checkpoint, and where it may be instead."""
+    folder = below(path)
+    looked_for = f"no step-NNNNNNNN in {folder}" + ("" if folder != path else f", and no {FOLDER} below it")
+    left = ", but unfinished saves, which nothing can use" if leftovers(path) else ""
+    try:
+        own = load_run_config(path / "config.toml").config.checkpoint.folder
+    except ConfigError:  # of no run, or of one that another version wrote
+        own = ""
+    instead = f"its run has saved in checkpoint.folder={own}: set checkpoint.load={own}" if own else _WHAT_TO_SET
+    return f"holds no checkpoint: there is {looked_for}{left}; {instead}"
 
 
 def _check(config: RunConfig, checkpoint: Checkpoint) -> None:

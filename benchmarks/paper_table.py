@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from spare_megatron.cli.errors import INTERRUPTED, explained_errors
-from spare_megatron.cli.simulate import parse_redundancies
+from spare_megatron.cli.quantities import parse_redundancies
 from spare_megatron.cli.simulate_jobs import ResultFile, default_jobs, simulate_all
 from spare_megatron.simulator.ledger import CAUSES
 from spare_megatron.simulator.presets import load_scenario
@@ -182,7 +182,7 @@ def main(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with explained_errors("paper_table"):
         try:
-            rows = ROWS if sweep is None else sweep_rows(parse_redundancies(sweep))
+            rows = ROWS if sweep is None else sweep_rows(parse_redundancies(sweep, most=min(SIZES)))
             lines = table(rows, steps, seeds, jobs or default_jobs(), None if out is None else ResultFile(out))
         except KeyboardInterrupt:
             print("paper_table: interrupted" + ("" if out is None else f"; goes on from {out}"), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them."""
+"""Durations, sizes and ranges as people write them."""
 
 import math
 import re
@@ -43,6 +43,36 @@ def parse_bytes(option: str, text: str) -> int:
     if not 1 <= size < 1e30:
         raise ValueError(f"{option} {text}: a size has to be 1B or more, as in 512kB, 64MiB or 1.5GB")
     return round(size)
+
+
+def parse_redundancies(text: str, most: int) -> tuple[int, ...]:
+    """Ascending redundancies of a text like 2..20 or 3,4,8..10.
+
+    Args:
+        text: What the user wrote.
+        most: The groups that there are.
+
+    Raises:
+        ValueError: The text says something else, or a redundancy is out of range.
+
+    >>> parse_redundancies("3,5..7", most=7)
+    (3, 5, 6, 7)
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        try:
+            ends = int(first), int(last if dots else first)
+        except ValueError:
+            raise ValueError(f"--sweep-redundancy {text}: not redundancies, as in 2..20 or 3,4,8..10") from None
+        if not 1 <= ends[0] <= ends[1]:
+            raise ValueError(f"--sweep-redundancy {text}: redundancies have to be 1 or more, the lower one first")
+        if ends[1] > most:
+            raise ValueError(
+                f"--sweep-redundancy {text}: {ends[1]} exceeds num_groups={most}; lower it or take more groups"
+            )
+        found.update(range(ends[0], ends[1] + 1))
+    return tuple(sorted(found))
 
 
 def _sum_of_parts(option: str, text: str, units: dict[str, float] | dict[str, int], example: str) -> float:

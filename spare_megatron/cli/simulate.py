@@ -13,7 +13,7 @@ from rich.console import Console
 
 from spare_megatron.cli.errors import INTERRUPTED, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
-from spare_megatron.cli.quantities import parse_duration_s
+from spare_megatron.cli.quantities import parse_duration_s, parse_redundancies
 from spare_megatron.journal.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ MOST_JOURNAL_BYTES = 10**9
 """A journal tells of every group in every step; larger ones take longer to write than anybody waits."""
 ALL_POLICIES = "all"
 
+MOST_CASES = 1_000_000
+"""All are listed before the first is simulated, and a second each keeps 100 processors busy for three hours."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -167,8 +169,10 @@ def _simulate(request: Request) -> None:
     journaled = () if request.journal is None else (base,)
     if request.journal is not None:
         _check_journal(request.journal, base)
+    scenarios = dict.fromkeys((*wanted, *drawn, *journaled))
+    _check_cases(len(scenarios), request.seeds)
     results = simulate_all(
-        cases_of(dict.fromkeys((*wanted, *drawn, *journaled)), request.seeds),
+        cases_of(scenarios, request.seeds),
         num_jobs=request.jobs or default_jobs(),
         console=Console(stderr=True),
         out=None if request.out is None else ResultFile(request.out),
@@ -257,8 +261,16 @@ def asked_for(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
         return (base,)
     own = Variant(policy=base.policy, granularity=base.granularity)
     return grid(
-        base, VARIANTS if request.policy == ALL_POLICIES else (own,), _redundancies(request, (base.redundancy,))
+        base, VARIANTS if request.policy == ALL_POLICIES else (own,), _redundancies(request, base, (base.redundancy,))
     )
+def _check_cases(num_scenarios: int, num_seeds: int) -> None:
+    if num_scenarios * num_seeds > MOST_CASES:
+        raise ValueError(
+            f"--seeds {num_seeds}: each of {num_scenarios} scenarios with so many seeds makes "
+            f"{num_scenarios * num_seeds} simulations, more than {MOST_CASES}; lower it or sweep fewer redundancies"
+        )
+
+
 
 
 def for_the_plot(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
@@ -268,32 +280,11 @@ def for_the_plot(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
     if request.plot is None:
         return ()
     default = tuple(r for r in PLOTTED_REDUNDANCIES if r <= base.num_groups)
-    return grid(base, VARIANTS, _redundancies(request, default))
+    return grid(base, VARIANTS, _redundancies(request, base, default))
 
 
-def parse_redundancies(text: str) -> tuple[int, ...]:
-    """Ascending redundancies of a text like 2..20 or 3,4,8..10.
-
-    Raises:
-        ValueError: The text says something else.
-
-    >>> parse_redundancies("3,5..7")
-    (3, 5, 6, 7)
-    """
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dots, last = part.partition("..")
-        try:
-            found.update(range(int(first), int(last if dots else first) + 1))
-        except ValueError:
-            raise ValueError(f"--sweep-redundancy {text}: not redundancies, as in 2..20 or 3,4,8..10") from None
-    if not found or min(found) < 1:
-        raise ValueError(f"--sweep-redundancy {text}: redundancies have to be 1 or more, the lower one first")
-    return tuple(sorted(found))
-
-
-def _redundancies(request: Request, default: tuple[int, ...]) -> tuple[int, ...]:
-    return default if request.sweep is None else parse_redundancies(request.sweep)
+def _redundancies(request: Request, base: "Scenario", default: tuple[int, ...]) -> tuple[int, ...]:
+    return default if request.sweep is None else parse_redundancies(request.sweep, most=base.num_groups)
 
 
 def _check_options(request: Request) -> None:

@@ -49,20 +49,19 @@ def campaign(
         figures = campaign_figures(read_journal(folder), summary)
     processes = watch.report()
     problems = [*figures.problems(summary), *process_problems(processes, loaded.layout.num_groups)]
-    result = {
-        "run_dir": str(folder),
-        "is_passed": not problems,
-        "problems": problems,
-        **asdict(figures),
-        "processes": asdict(processes),
-        **asdict(summary),
-    }
-    text = json.dumps(result)
-    (folder / "campaign.json").write_text(text + "\n")
+
+    def result() -> str:
+        known = {"run_dir": str(folder), "is_passed": not problems, "problems": problems}
+        return json.dumps({**known, **asdict(figures), "processes": asdict(processes), **asdict(summary)})
+
+    try:
+        (folder / "campaign.json").write_text(result() + "\n")
+    except OSError as error:  # hours have gone into the figures: they are shown all the same
+        problems.append(f"campaign.json could not be written: {error}")
     with outlasting_output(console.file):
         print_campaign(summary, figures, processes, problems, folder, console)
     with outlasting_output(sys.stdout):
         if as_json:
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(result() + "\n")
         sys.stdout.flush()
     raise typer.Exit(1 if problems else 0)

@@ -31,7 +31,7 @@ class View(Protocol):
 
 
 class RunConsole(Console):
-    """Where a run is shown. A pipe whose reader has left is an error like a full disk.
+    """Where a run or what was computed is shown. A pipe whose reader has left is an error like a full disk.
 
     rich would throw away what goes to stdout, whichever stream it is that is closed, and end the program.
     """

@@ -2,7 +2,7 @@
 
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
@@ -28,6 +28,26 @@ def explained_errors(command: str) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo(f"spare {command}: interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def do_each(tasks: Sequence[Callable[[], None]]) -> None:
+    """Does all of these, whatever becomes of the others: a full disk costs a file, and not the figures as well.
+
+    Raises:
+        ValueError: Several could not be done; the text has every reason.
+        OSError: One could not be done, or nobody reads what is printed any more. Or whatever else that one raises.
+    """
+    failures: list[ValueError | OSError | MemoryError] = []
+    for task in tasks:
+        try:
+            task()
+        except (ValueError, OSError, MemoryError) as error:
+            failures.append(error)
+    told = [error for error in failures if not isinstance(error, BrokenPipeError)] or failures[:1]
+    if len(told) > 1:
+        raise ValueError("; ".join(str(error) for error in told))
+    if told:
+        raise told[0]
 
 
 def _has_reader(stream: IO[str]) -> bool:

@@ -1,12 +1,14 @@
 """`spare plan`: which redundancy and cadence to train with on a cluster."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_plot_file
 from spare_megatron.cli.plan_answer import Answer, as_figures
 from spare_megatron.cli.plan_question import (
@@ -143,21 +145,26 @@ def plan(
         if plot is not None:
             check_plot_file(plot)
         answer = answer_to(question)
-        _show(answer, plot, as_json)
+        outputs: list[Callable[[], None]] = [partial(_show, answer, as_json=as_json)]
+        if plot is not None:
+            outputs.append(partial(_draw, answer, plot, as_json=as_json))
+        do_each(outputs)
 
 
-def _show(answer: Answer, plot: Path | None, as_json: bool) -> None:
-    if plot is not None:
-        from spare_megatron.cli.plan_plot import write_plot
-
-        write_plot(plot, answer.facts, answer.plan, answer.alternatives)
+def _show(answer: Answer, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(as_figures(answer)))
         return
     from spare_megatron.cli.plan_table import print_answer
 
     print_answer(answer)
-    if plot is not None:
+
+
+def _draw(answer: Answer, plot: Path, *, as_json: bool) -> None:
+    from spare_megatron.cli.plan_plot import write_plot
+
+    write_plot(plot, answer.facts, answer.plan, answer.alternatives)
+    if not as_json:
         typer.echo(f"curves in {plot}")
 
 

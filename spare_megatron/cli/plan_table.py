@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.plan_answer import Answer, read_s
 from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
 from spare_megatron.planner.optimum import closed_form_redundancy
@@ -20,7 +20,7 @@ _LONG_CADENCE_S = 86400.0
 
 def print_answer(answer: Answer) -> None:
     """The plan, what it rests on, and the other policies."""
-    console = Console()
+    console = RunConsole()
     console.print(_two_columns("plan", _plan_rows(answer)))
     console.print(_two_columns("optimizer state in slices", _slice_rows(answer)))
     console.print(_two_columns("for this cluster", _fact_rows(answer)))

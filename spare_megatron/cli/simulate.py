@@ -2,8 +2,9 @@
 
 import json
 import signal
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from spare_megatron.cli.errors import INTERRUPTED, explained_errors
+from spare_megatron.cli.detached_view import RunConsole
+from spare_megatron.cli.errors import INTERRUPTED, do_each, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.quantities import parse_duration_s, parse_redundancies
 from spare_megatron.journal.quantities import format_bytes
@@ -25,10 +27,10 @@ DEFAULT_PRESET = "paper_n600"
 PLOTTED_REDUNDANCIES = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20)
 MOST_JOURNAL_BYTES = 10**9
 """A journal tells of every group in every step; larger ones take longer to write than anybody waits."""
-ALL_POLICIES = "all"
-
 MOST_CASES = 1_000_000
 """All are listed before the first is simulated, and a second each keeps 100 processors busy for three hours."""
+ALL_POLICIES = "all"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -182,42 +184,13 @@ def _simulate(request: Request) -> None:
         raise ValueError(reasons[0])
     for reason in reasons:
         typer.echo(f"spare simulate: given up: {reason}", err=True)
-    plotted = summarize(drawn, request.seeds, results)
+    outputs: list[Callable[[], None]] = [partial(_show, request, figures, measured)]
     if request.journal is not None:
         rework = results[Case(scenario=base, seed=0).digest].terms.get("rework", 0.0)
-        try:
-            _check_journal_size(request.journal, base, base.num_steps * (1 + rework))
-        except ValueError:
-            # The simulations are done: everything but the journal is shown.
-            _finish(replace(request, journal=None), base, figures, plotted, measured)
-            raise
-    _finish(request, base, figures, plotted, measured)
-
-
-def _finish(
-    request: Request,
-    base: "Scenario",
-    figures: "Sequence[Figures]",
-    plotted: "Sequence[Figures]",
-    measured: "Measured | None",
-) -> None:
-    _write_files(request, base, plotted)
-    _show(request, figures, measured)
-
-
-def _write_files(request: Request, base: "Scenario", drawn: "Sequence[Figures]") -> None:
-    from spare_megatron.simulator.world import Stalled
-
-    try:
-        if request.journal is not None:
-            _write_journal(base, request.journal)
-        if request.plot is not None:
-            from spare_megatron.cli.simulate_plot import write_plot
-            from spare_megatron.simulator.timeline import timeline_of
-
-            write_plot(request.plot, base, drawn, timeline_of(base, seed=0))
-    except Stalled as stalled:
-        raise ValueError(str(stalled)) from stalled
+        outputs.append(partial(_write_journal, request, base, base.num_steps * (1 + rework)))
+    if request.plot is not None:
+        outputs.append(partial(_draw, request, base, summarize(drawn, request.seeds, results)))
+    do_each(outputs)
 
 
 def _measured(request: Request) -> "Measured | None":
@@ -263,14 +236,6 @@ def asked_for(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
     return grid(
         base, VARIANTS if request.policy == ALL_POLICIES else (own,), _redundancies(request, base, (base.redundancy,))
     )
-def _check_cases(num_scenarios: int, num_seeds: int) -> None:
-    if num_scenarios * num_seeds > MOST_CASES:
-        raise ValueError(
-            f"--seeds {num_seeds}: each of {num_scenarios} scenarios with so many seeds makes "
-            f"{num_scenarios * num_seeds} simulations, more than {MOST_CASES}; lower it or sweep fewer redundancies"
-        )
-
-
 
 
 def for_the_plot(request: Request, base: "Scenario") -> tuple["Scenario", ...]:
@@ -296,6 +261,14 @@ def _check_options(request: Request) -> None:
         check_output_file("--out", request.out)
     if request.plot is not None:
         check_plot_file(request.plot)
+
+
+def _check_cases(num_scenarios: int, num_seeds: int) -> None:
+    if num_scenarios * num_seeds > MOST_CASES:
+        raise ValueError(
+            f"--seeds {num_seeds}: each of {num_scenarios} scenarios with so many seeds makes "
+            f"{num_scenarios * num_seeds} simulations, more than {MOST_CASES}; lower it or sweep fewer redundancies"
+        )
 
 
 def _check_journal(folder: Path, scenario: "Scenario") -> None:
@@ -325,15 +298,46 @@ def _check_journal_size(folder: Path, scenario: "Scenario", num_steps: float) ->
         )
 
 
-def _write_journal(scenario: "Scenario", run_dir: Path) -> None:
-    """Simulates seed 0 once more, and writes what a real run of the same history would have written."""
+def _write_journal(request: Request, scenario: "Scenario", num_steps: float) -> None:
+    """Simulates seed 0 once more, and writes what a real run of the same history would have written.
+
+    Args:
+        request: For the folder.
+        scenario: What it tells of.
+        num_steps: Steps done, those that a restart threw away included.
+    """
     from spare_megatron.journal.lines import encode_line
     from spare_megatron.simulator.engine import simulate as simulate_one
+    from spare_megatron.simulator.world import Stalled
 
-    folder = run_dir / "journal"
+    assert request.journal is not None
+    _check_journal_size(request.journal, scenario, num_steps)
+    folder = request.journal / "journal"
     folder.mkdir(parents=True)
-    with (folder / "simulator.jsonl").open("w") as file:
-        simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
+    try:
+        with (folder / "simulator.jsonl").open("w") as file:
+            simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
+    except Stalled as stalled:
+        raise ValueError(str(stalled)) from stalled
+    _tell(request, "journal", request.journal)
+
+
+def _draw(request: Request, base: "Scenario", drawn: "Sequence[Figures]") -> None:
+    from spare_megatron.cli.simulate_plot import write_plot
+    from spare_megatron.simulator.timeline import timeline_of
+    from spare_megatron.simulator.world import Stalled
+
+    assert request.plot is not None
+    try:
+        write_plot(request.plot, base, drawn, timeline_of(base, seed=0))
+    except Stalled as stalled:
+        raise ValueError(str(stalled)) from stalled
+    _tell(request, "curves", request.plot)
+
+
+def _tell(request: Request, what: str, path: Path) -> None:
+    if not request.as_json:
+        typer.echo(f"{what} in {path}")
 
 
 def _show(request: Request, figures: "Sequence[Figures]", measured: "Measured | None") -> None:
@@ -342,15 +346,14 @@ def _show(request: Request, figures: "Sequence[Figures]", measured: "Measured | 
         return
     from spare_megatron.cli.simulate_table import print_figures
 
-    console = Console()
+    console = RunConsole()
     if measured is not None:
         from spare_megatron.cli.simulate_calibrate import print_measured
 
         print_measured(measured, console)
     print_figures(figures, console)
-    for what, path in (("journal", request.journal), ("curves", request.plot), ("results", request.out)):
-        if path is not None:
-            console.print(f"{what} in {path}", soft_wrap=True, highlight=False)
+    if request.out is not None:
+        _tell(request, "results", request.out)
 
 
 def as_json_figures(figures: "Sequence[Figures]", measured: "Measured | None") -> dict[str, Any]:

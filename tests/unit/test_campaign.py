@@ -1,20 +1,25 @@
 """What a campaign came to: counted from hand-drawn journals; the processes it watched: real ones that grow and stay."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from spare_megatron.cli.main import app
+from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.campaign import CampaignFigures, FaultCount, campaign_figures
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import Goodput, find_goodput
-from spare_megatron.journal.lines import Line
+from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, RunRecord
 from spare_megatron.journal.summary import Summary, summarize
 from spare_megatron.runtime.driver import process_watch
@@ -278,3 +283,43 @@ def test_a_process_whose_parent_is_gone_is_found_and_ended(monkeypatch: pytest.M
     pid, _, command_line = orphan.partition(": ")
     assert command_line == "sleep 987"
     assert not psutil.pid_exists(int(pid))
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+class NothingSeen:
+    """A watch of processes that saw none."""
+
+    take = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def report(self) -> ProcessReport:
+        return ProcessReport(num_processes=0, growth=NOTHING, grown_most={}, largest=NOTHING, orphans=())
+
+
+def test_figures_are_shown_though_their_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours have gone into them."""
+
+    def train(config: RunConfig, run_dir: Path, *_: object) -> Summary:
+        journal = journal_of([PAUSE], (101.0, commit(0, 0, 0)), (119.0, END))
+        (run_dir / "journal").mkdir(parents=True)
+        text = "".join(encode_line(line) + "\n" for line in journal.lines)
+        (run_dir / "journal/driver.jsonl").write_text(text)
+        (run_dir / "campaign.json").symlink_to("/dev/full")
+        return summarize(journal)
+
+    monkeypatch.setattr("spare_megatron.cli.campaign.load_runnable", lambda *_: RunConfig())
+    monkeypatch.setattr("spare_megatron.cli.campaign.run_and_show", train)
+    monkeypatch.setattr("spare_megatron.cli.running.interrupt_by_signals", lambda: None)
+    monkeypatch.setattr(process_watch, "ProcessWatch", NothingSeen)
+    result = CliRunner().invoke(app, ["campaign", "any.toml", "--json", "--run-dir", str(tmp_path / "run")])
+    assert result.exit_code == 1, result.output
+    unwritten = "campaign.json could not be written: [Errno 28] No space left on device"
+    assert unwritten in json.loads(result.stdout)["problems"]
+    assert unwritten in result.stderr.replace("\n", " ")

@@ -3,12 +3,14 @@
 import io
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from spare_megatron.cli.errors import do_each
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import RunConfig
@@ -54,6 +56,26 @@ def train(tmp_path: Path) -> list[str]:
     for ending in (".bin", ".idx"):
         (tmp_path / f"corpus{ending}").touch()
     return ["train", "--config", DEMO, "--set", f"data.corpus={tmp_path}/corpus"]
+
+
+def test_everything_is_done_whatever_becomes_of_the_rest_and_every_failure_is_told() -> None:
+    done: list[str] = []
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    def left() -> None:
+        raise BrokenPipeError
+
+    first, second = partial(fail, ValueError("no room")), partial(fail, OSError("no disk"))
+    do_each([partial(done.append, "all")])
+    with pytest.raises(ValueError, match=r"^no room; no disk$"):
+        do_each([first, partial(done.append, "between"), left, second, partial(done.append, "last")])
+    assert done == ["all", "between", "last"]
+    with pytest.raises(OSError, match=r"^no disk$"):
+        do_each([left, second])
+    with pytest.raises(BrokenPipeError):
+        do_each([left, left])
 
 
 def test_an_interrupted_check_has_found_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

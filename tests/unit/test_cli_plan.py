@@ -142,6 +142,15 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_plan_is_told_though_the_plot_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "full.png"
+    path.symlink_to("/dev/full")
+    result = spare_plan(*EXAMPLE, "--plot", str(path))
+    assert result.exit_code == 2
+    assert "redundancy" in result.stdout
+    assert "spare plan: [Errno 28] No space left on device" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

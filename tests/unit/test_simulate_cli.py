@@ -297,6 +297,34 @@ def test_foreign_files_are_not_overwritten(small: str, tmp_path: Path) -> None:
     assert "holds a journal already" in result.stderr
 
 
+def test_figures_and_journal_are_there_though_the_plot_cannot_be_written(small: str, tmp_path: Path) -> None:
+    """The simulations may have taken hours."""
+    picture, run_dir = tmp_path / "full.png", tmp_path / "run"
+    picture.symlink_to("/dev/full")
+    files = ["--journal", str(run_dir), "--plot", str(picture)]
+    result = spare_simulate("--preset", small, "--seeds", "1", "--sweep-redundancy", "2,3", *files)
+    assert result.exit_code == 2
+    assert "time to train" in result.stdout
+    assert f"journal in {run_dir}" in result.stdout
+    assert "curves in" not in result.stdout
+    assert "spare simulate: [Errno 28] No space left on device" in result.stderr
+    assert check_journal(read_journal(run_dir)).verdict == "valid"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_the_plot_is_there_though_the_figures_cannot_be_shown(small: str, tmp_path: Path, options: list[str]) -> None:
+    picture = tmp_path / "simulated.png"
+    words = ["--preset", small, "--seeds", "1", "--sweep-redundancy", "2", "--jobs", "1", "--plot", str(picture)]
+    command = [sys.executable, "-m", "spare_megatron.cli.main", "simulate", *words, *options]
+    nobody, pipe = os.pipe()
+    os.close(nobody)
+    with os.fdopen(pipe, "w") as unread:
+        done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def is_running(process: psutil.Process) -> bool:
     """Whether it still does anything. Nobody may be there to reap it."""
     try:

@@ -4,7 +4,10 @@ import contextlib
 import gc
 import os
 import secrets
+import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -301,3 +304,29 @@ def test_the_server_ends_with_the_process_that_started_it() -> None:
     child.process.join(10)
     assert child.process.exitcode == 0
     assert child.process.pid != os.getpid()
+
+
+DRIVER = """
+from spare_megatron.runtime.process.processes import fork_server, start_embedded_store
+store, _ = start_embedded_store(fork_server(), "127.0.0.1")
+print(store.pid, flush=True)
+store.process.join()
+"""
+
+
+def test_a_server_that_is_stopped_ends_with_the_process_that_started_it_if_that_is_killed() -> None:
+    """It reads nothing then, the end of its pipe neither. A fault that stops it for good left it behind."""
+    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            assert driver.stdout is not None
+            store = psutil.Process(int(driver.stdout.readline()))
+            end = os.pidfd_open(store.pid)
+            store.suspend()
+            driver.kill()
+            driver.wait(10)
+            assert select.select([end], [], [], 10)[0], "it is still there"
+        finally:
+            driver.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                store.kill()
+            os.close(end)

@@ -126,9 +126,9 @@ def start_embedded_store(
     """
     if hub is not None:
         address = HUB_ADDRESS
-        child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
+        child = start_child(context, "control-store", run_in_network_of, hub.pid, _serve_store, address)
     else:
-        child = start_child(context, "control-store", serve, address)
+        child = start_child(context, "control-store", _serve_store, address)
     if not child.reports.poll(_STORE_START_TIMEOUT_S):
         end_child(child)
         raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s")
@@ -137,6 +137,16 @@ def start_embedded_store(
     except EOFError:
         end_child(child)
         raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None
+
+
+def _serve_store(address: str, driver: Connection) -> None:
+    """Serves until the driver is gone, or, if it is stopped and cannot see that, until the fork server is gone, too.
+
+    The fork server goes when the driver and its other children are gone, those that hold the end of a pipe to it.
+    """
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    die_with(os.getppid())
+    serve(address, driver)
 
 
 def end_child(child: Child) -> None:

@@ -36,6 +36,7 @@ class Machine:
         can_isolate: Processes may be given networks of their own: root, and `ip` and `nsenter` are there.
         can_listen: `control.listen_address` is an address of this machine.
         corpus_vocab_size: The vocabulary it was written with, where that is known.
+        memory_bytes: That of one of its machines, or what one process may take of it, where that is known.
     """
 
     num_gpus: int
@@ -44,6 +45,7 @@ class Machine:
     can_isolate: bool = False
     can_listen: bool = True
     corpus_vocab_size: int | None = None
+    memory_bytes: int | None = None
 
 
 def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:
@@ -79,7 +81,12 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *snapshot_problems(config),
         *_isolation(config, machine),
         *_device(config, machine),
-        *data_problems(config, has_corpus=machine.has_corpus, corpus_vocab_size=machine.corpus_vocab_size),
+        *data_problems(
+            config,
+            has_corpus=machine.has_corpus,
+            corpus_vocab_size=machine.corpus_vocab_size,
+            memory_bytes=machine.memory_bytes,
+        ),
     ]
 
 

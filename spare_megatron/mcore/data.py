@@ -38,7 +38,7 @@ def prepare_index(config: RunConfig) -> Path:
     To be called in one process, before the ranks start: they only load, and wait for nobody.
 
     Raises:
-        ValueError: The corpus is missing or too short for one sample, or the index cannot be written.
+        ValueError: The corpus is missing or too short for one sample, or the index cannot be written or is too large.
     """
     folder = _index_folder(config)
     if folder.is_dir():
@@ -48,6 +48,11 @@ def prepare_index(config: RunConfig) -> Path:
     try:
         _open_dataset(config, aside)
         aside.rename(folder)
+    except MemoryError as error:
+        raise ValueError(
+            f"this machine has too little memory for the sample index of train.steps={config.train.steps}: {error}; "
+            f"lower it: where train.max_minutes ends the run, as many steps as it can come to are enough"
+        ) from error
     except OSError as error:
         # Another process may have put its own there meanwhile; the two are equal.
         if not folder.is_dir():

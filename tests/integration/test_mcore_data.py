@@ -72,6 +72,19 @@ def test_every_sample_of_the_run_has_one_address(config: RunConfig) -> None:
     assert first == list(range(0, 4 * 3 * 2 * 2, config.train.micro_batch_size))
 
 
+def test_an_index_that_memory_has_no_room_for_names_the_setting(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr("spare_megatron.mcore.data._open_dataset", fail)
+    with pytest.raises(
+        ValueError, match=r"too little memory for the sample index of train\.steps=4: Unable .* lower it"
+    ):
+        prepare_index(config)
+
+
 def test_samples_are_those_of_megatrons_builder(config: RunConfig, tmp_path: Path) -> None:
     prepare_index(config)
     batch = Corpus(config).microbatch(1, work_of((2, 1))[0])

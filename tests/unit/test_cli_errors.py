@@ -157,6 +157,17 @@ def test_a_note_beside_the_corpus_that_is_not_ours_is_named(train: list[str], tm
         assert f"{tmp_path}/corpus.json does not say with which vocabulary data.corpus={tmp_path}/corpus was" in told
 
 
+def test_more_steps_than_memory_has_room_for_are_refused_before_anything_is_started(
+    train: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only this process may not take more, as with ulimit -v."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2**33, 2**40))
+    told = spare(*train, "--set", "train.steps=100000000", "--set", "train.max_minutes=1", expected=2)
+    assert (
+        "train.steps=100000000 of 32 sequences each need a sample index of 35.8 GiB, and this machine has" in told
+    )
+
+
 def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(
     train: list[str], tmp_path: Path
 ) -> None:

@@ -195,6 +195,16 @@ def test_a_missing_corpus_comes_with_the_command_that_writes_it() -> None:
     assert "data.corpus=x/c.bin is a file, and the prefix of its two files is meant; set it to x/c" in text
 
 
+def test_more_steps_than_memory_has_room_for_their_samples_are_a_problem() -> None:
+    """Megatron counts epochs one by one for minutes, and then asks for the memory."""
+    machine = dataclasses.replace(CPU, memory_bytes=2**34)
+    text = only_problem("train.steps=1000000000000", "train.max_minutes=5", machine=machine)
+    assert "train.steps=1000000000000 of 32 sequences each need a sample index of 3.58e+05 GiB, and this" in text
+    assert "this machine has 16 GiB of memory for it; lower it: where train.max_minutes ends the run" in text
+    assert problems(configured("train.steps=1000000"), machine) == []
+    assert problems(configured("train.steps=1000000000000"), CPU) == [], "that of the nodes may be unknown"
+
+
 def test_an_address_of_another_machine_is_no_place_for_the_store() -> None:
     machine = dataclasses.replace(CPU, can_listen=False)
     text = only_problem("control.listen_address=192.0.2.7", machine=machine)

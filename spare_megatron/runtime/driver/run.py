@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 from collections.abc import Callable
@@ -58,6 +59,7 @@ def look_at_machine(config: RunConfig) -> Machine:
         can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
         can_listen=_can_listen(config.control.listen_address),
         corpus_vocab_size=_corpus_vocab_size(corpus),
+        memory_bytes=_memory_bytes(),
         has_corpus=all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx")),
     )
 
@@ -168,6 +170,13 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
             for fault in faults
         ],
     )
+
+
+def _memory_bytes() -> int:
+    """What a process may take: the machine's memory, or less where a limit is set (ulimit -v)."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
 
 def _can_listen(address: str) -> bool:

@@ -1,6 +1,7 @@
 """`spare status`: how a run stands, or a job of Slurm with its runs; once, or for as long as it goes on."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ _PLAIN_INTERVAL_S = 2.0
 _EVENTS_TOLD = 20
 _SILENCE_S = 5.0
 """After which it is asked whether anybody still drives a run."""
+_TAIL_BYTES = 1 << 16
+_STORE_BYTES, _STORE_LIMIT_BYTES = "spare/store_bytes", "spare/store_limit_bytes"
 
 
 def status(
@@ -74,10 +77,35 @@ def _tell_run(run_dir: Path, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_as_json(run_dir, standing, plan, now_s)))
         return
-    for text in lines_of(standing, plan, now_s):
+    for text in (*lines_of(standing, plan, now_s), *_notes(run_dir, standing, now_s)):
         typer.echo(text)
-    if note := driverless(run_dir, standing, now_s):
-        typer.echo(note)
+
+
+def _notes(run_dir: Path, standing: "Standing", now_s: float) -> list[str]:
+    """What is to be said that no journal tells."""
+    from spare_megatron.config.store_space import held
+
+    found = store_bytes(run_dir)
+    store = "" if found is None else f"etcd holds {held(*found)}, as it told this run last"
+    return [note for note in (store, driverless(run_dir, standing, now_s)) if note]
+
+
+def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
+    """What etcd held when the run last asked it, and its quota where it tells; None with the embedded store.
+
+    By the last lines of the metrics: to ask etcd itself takes its credentials, and a way to it.
+    """
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            skipped = file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:  # a simulated run, or one that has not begun
+        return None
+    for line in reversed(lines[1 if skipped else 0 : -1]):  # the last one has no end yet, or is empty
+        if _STORE_BYTES in line:
+            told = json.loads(line)
+            return told[_STORE_BYTES], told.get(_STORE_LIMIT_BYTES)
+    return None
 
 
 def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
@@ -94,7 +122,7 @@ def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
 
 
 def _as_json(run_dir: Path, standing: "Standing", plan: "SavePlan", now_s: float) -> dict[str, Any]:
-    goodput = standing.goodput(now_s)
+    goodput, store = standing.goodput(now_s), store_bytes(run_dir) or (None, None)
     return {
         **dict(standing.figures()),
         "name": None if standing.run is None else standing.run.name,
@@ -106,6 +134,8 @@ def _as_json(run_dir: Path, standing: "Standing", plan: "SavePlan", now_s: float
         "next_save_s": standing.next_save_s(plan, now_s),
         "events": [{"at_s": event.at_s, "text": event.text} for event in standing.events(_EVENTS_TOLD)],
         "damage": standing.damage,
+        "store_bytes": store[0],
+        "store_limit_bytes": store[1],
         "driverless": driverless(run_dir, standing, now_s),
     }
 
@@ -122,12 +152,13 @@ def _watch(run_dir: Path) -> None:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while follower.poll().end is None:
                 now_s = time.time()
-                note = driverless(run_dir, follower.standing, now_s)
+                note = "\n".join(_notes(run_dir, follower.standing, now_s))
                 live.update(view_of(follower.standing, plan, now_s, note), refresh=True)
                 time.sleep(1 / _POLLS_PER_S)
     except KeyboardInterrupt:
         pass
-    for text in lines_of(follower.standing, plan, time.time()):
+    now_s = time.time()
+    for text in (*lines_of(follower.standing, plan, now_s), *_notes(run_dir, follower.standing, now_s)):
         console.print(text, highlight=False, markup=False)
 
 

@@ -29,18 +29,23 @@ class StoreSpace:
 def shortage(space: StoreSpace, num_steps: int) -> str:
     """Why etcd may refuse writes before so many further steps are committed, and what to do; empty if it will not."""
     if space.is_full:
-        return f"{FULL}, at {gib(space.used_bytes)}{_of(space)}; {REMEDY}"
+        return f"{FULL}, at {held(space.used_bytes, space.limit_bytes)}; {REMEDY}"
     needed_bytes = num_steps * STEP_BYTES
     if space.limit_bytes is None or space.used_bytes + needed_bytes <= _WELL_FILLED * space.limit_bytes:
         return ""
     return (
-        f"etcd holds {gib(space.used_bytes)}{_of(space)}, {num_steps} steps take {gib(needed_bytes)} more, and it "
-        f"refuses all writes when it is full; {REMEDY}"
+        f"etcd holds {held(space.used_bytes, space.limit_bytes)}, {num_steps} steps take {gib(needed_bytes)} more, and "
+        f"it refuses all writes when it is full; {REMEDY}"
     )
 
 
-def _of(space: StoreSpace) -> str:
-    return "" if space.limit_bytes is None else f" of the {gib(space.limit_bytes)} of its --quota-backend-bytes"
+def held(used_bytes: int, limit_bytes: int | None) -> str:
+    """The size of a database beside its quota, where that is known.
+
+    >>> held(3 * 2**29, 2**33)
+    '1.5 GiB of the 8 GiB of its --quota-backend-bytes'
+    """
+    return gib(used_bytes) + ("" if limit_bytes is None else f" of the {gib(limit_bytes)} of its --quota-backend-bytes")
 
 
 FULL = "etcd is full and refuses all writes"

@@ -1,6 +1,7 @@
 """What commands say of what a user got wrong, before anything is started for it."""
 
 import io
+import json
 import os
 import socket
 from functools import partial
@@ -98,6 +99,23 @@ def test_status_says_that_nobody_drives_a_run_any_more(run_dir: Path) -> None:
         assert is_held(run_dir)
 
 
+def test_status_says_how_much_room_is_left_in_etcd(run_dir: Path) -> None:
+    assert "etcd" not in spare("status", run_dir), "a simulated run has no metrics"
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "train/loss": 3.0}\n')
+    assert "etcd" not in spare("status", run_dir), "one with the embedded store"
+    told = {"step": 1, "spare/store_bytes": 2**30}
+    torn = '{"train/loss": 3.0, "spare/store_bytes": 7' + " " * (2**16 - 40) + "}\n"
+    metrics.write_text(torn + '{"step": 1}\n')
+    assert "etcd" not in spare("status", run_dir), "only the end of a long file is read, from anywhere in a line on"
+    metrics.write_text(torn + json.dumps(told) + '\n{"step": 2}\n{"spare/store_bytes": 5')
+    assert "etcd holds 1 GiB, as it told this run last\n" in spare("status", run_dir)
+    metrics.write_text(json.dumps(told | {"spare/store_limit_bytes": 2**33}) + "\n")
+    assert "etcd holds 1 GiB of the 8 GiB of its --quota-backend-bytes, as it" in spare("status", run_dir)
+    found = json.loads(spare("status", run_dir, "--json"))
+    assert (found["store_bytes"], found["store_limit_bytes"]) == (2**30, 2**33)
+
+
 def test_status_of_what_is_no_run_says_what_is_missing(tmp_path: Path) -> None:
     assert f"there is no directory {tmp_path}/rum" in spare("status", tmp_path / "rum", expected=2)
     assert "holds no journal" in spare("status", tmp_path, "--watch", expected=2)
@@ -163,9 +181,7 @@ def test_more_steps_than_memory_has_room_for_are_refused_before_anything_is_star
     """Also where only this process may not take more, as with ulimit -v."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (2**33, 2**40))
     told = spare(*train, "--set", "train.steps=100000000", "--set", "train.max_minutes=1", expected=2)
-    assert (
-        "train.steps=100000000 of 32 sequences each need a sample index of 35.8 GiB, and this machine has" in told
-    )
+    assert "train.steps=100000000 of 32 sequences each need a sample index of 35.8 GiB, and this machine has" in told
 
 
 def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(

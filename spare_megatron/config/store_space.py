@@ -50,7 +50,7 @@ def held(used_bytes: int, limit_bytes: int | None) -> str:
 
 FULL = "etcd is full and refuses all writes"
 REMEDY = (
-    "remove the keys of runs that failed (etcdctl del --prefix /spare/NAME-RANDOM/), have it compacted "
+    "remove the keys of runs that were killed (etcdctl del --prefix /spare/NAME-RANDOM/), have it compacted "
     "(--auto-compaction-retention) and defragmented, raise --quota-backend-bytes, to 8 GiB at most, then run `etcdctl "
     "alarm disarm`"
 )

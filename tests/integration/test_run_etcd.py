@@ -1,6 +1,7 @@
 """Whole runs that agree through etcd, whose leader is killed under them."""
 
 import dataclasses
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def test_losses_are_masked_and_no_key_is_left(own_cluster: EtcdCluster, text_cor
 
     assert_masked(complete_run(config, tmp_path / "run", on_event=count_keys))
     assert min(num_keys) > 0
+    assert keys_left(own_cluster) == 0
+
+
+def test_no_key_of_a_run_is_left_that_ended_by_a_failure(
+    own_cluster: EtcdCluster, text_corpus: Path, tmp_path: Path
+) -> None:
+    """Its journal has all of the log; runs that fail one after another would fill etcd."""
+    num_keys: list[int] = []
+
+    def kill_supervisor(event: RunEvent) -> None:
+        if isinstance(event, StepCommitted) and not num_keys:
+            num_keys.append(keys_left(own_cluster))
+            [supervisor] = [child for child in multiprocessing.active_children() if child.name == "supervisor-0"]
+            supervisor.kill()
+
+    config = with_etcd(tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=1000), own_cluster)
+    run = complete_run(config, tmp_path / "run", on_event=kill_supervisor)
+    assert num_keys[0] > 0
+    assert (run.summary.outcome, run.summary.outcome_reason) == ("failed", "node 0: its supervisor died: SIGKILL")
     assert keys_left(own_cluster) == 0
 
 

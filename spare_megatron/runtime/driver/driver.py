@@ -25,7 +25,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.runtime.checkpoint.checkpoints import FOLDER, all_checkpoints, folder_of, step_of
 from spare_megatron.runtime.checkpoint.last_state import NotACheckpoint, assemble, is_last_state
-from spare_megatron.runtime.driver.shutdown import end_processes, interrupts_call, kill
+from spare_megatron.runtime.driver.shutdown import end_processes, interrupts_call, kill, remove_keys
 from spare_megatron.runtime.driver.stand_in import Launcher, stand_in
 from spare_megatron.runtime.process import end_signal
 from spare_megatron.runtime.process.agenda import Agenda
@@ -135,6 +135,7 @@ class Driver:
         end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
         hub: Child | None = None
         store: Child | None = None
+        spec: StoreSpec | None = None
         try:
             self._on_event(Starting(what="control store"))
             if self._config.cluster.isolate_nodes:
@@ -149,8 +150,6 @@ class Driver:
                 self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
             self._watch(store)
             end = self._end()
-            with contextlib.suppress(StoreLost):
-                self._store.clear()
         except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
@@ -165,6 +164,8 @@ class Driver:
                     hub=hub,
                 )
                 self._journal.write(end)
+            if isinstance(spec, EtcdStoreSpec):
+                remove_keys(spec)
         return end
 
     def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:

@@ -4,9 +4,16 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from types import FrameType
 
+from spare_megatron.control.etcd_store import EtcdControlStore
+from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.control.store import StoreLost
 from spare_megatron.runtime.process.processes import Child, end_child, stop_children
+
+_ANSWER_S = 5.0
+"""Longest wait for etcd at the end of a run."""
 
 
 def end_processes(
@@ -29,6 +36,17 @@ def end_processes(
     for last in (store, hub):
         if last is not None:
             end_child(last)
+
+
+def remove_keys(spec: EtcdStoreSpec) -> None:
+    """Removes what the run has written into etcd, once nobody writes any more. They stay if etcd does not answer.
+
+    However the run ended: the journal has all that stood in the log, and runs that fail one after another would fill
+    etcd.
+    """
+    store = EtcdControlStore(replace(spec, timeout_s=_ANSWER_S))
+    with contextlib.suppress(StoreLost), contextlib.closing(store):
+        store.clear()
 
 
 def kill(children: Collection[Child]) -> None:

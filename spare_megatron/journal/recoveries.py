@@ -1,9 +1,10 @@
 """How long each loss kept training up, and with what, from the records of the survivors."""
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
@@ -47,7 +48,8 @@ class Recoveries:
     def __init__(self) -> None:
         self._by_step: dict[tuple[int, int], list[RecoveryRecord]] = defaultdict(list)
         self._struck: dict[int, list[tuple[float, FaultRecord | LossRecord]]] = defaultdict(list)
-        self._admitted: dict[int, list[tuple[int, int, float]]] = defaultdict(list)  # step, incarnation, read at
+        self._admitted: dict[int, list[tuple[int, int, float]]] = defaultdict(list)  # step, life, less when it was read
+        self._last_admitted: dict[int, list[tuple[int, int, float]]] = {}  # the same, each the last up to its step
 
     def take(self, line: Line) -> None:
         """Keeps what a recovery is told from."""
@@ -58,7 +60,7 @@ class Recoveries:
                 self._struck[record.group].append((line.at_s, record))
             case EntryRecord(entry={"admit": [_, *_] as members, "step": step}):
                 for group, incarnation in members:
-                    self._admitted[group].append((step, incarnation, line.at_s))
+                    self._admitted[group].append((step, incarnation, -line.at_s))
 
     def __len__(self) -> int:
         return len(self._by_step)
@@ -67,6 +69,10 @@ class Recoveries:
         """The recoveries so far."""
         for struck in self._struck.values():
             struck.sort(key=lambda item: item[0])
+        self._last_admitted = {
+            group: list(accumulate(sorted(admitted), lambda last, item: (item[0], *max(last[1:], item[1:]))))
+            for group, admitted in self._admitted.items()
+        }
         return tuple(self._recovery(self._by_step[key]) for key in sorted(self._by_step))
 
     def _recovery(self, records: list[RecoveryRecord]) -> Recovery:
@@ -102,8 +108,9 @@ class Recoveries:
 
     def _taken_in_at_s(self, group: int, step: int) -> float:
         """When the group was last taken in before this step: what hit it before that was an earlier loss."""
-        admitted = [(-life, at_s) for at_step, life, at_s in self._admitted.get(group, ()) if at_step < step]
-        return min(admitted, default=(0, -math.inf))[1]
+        admitted = self._last_admitted.get(group, [])
+        before = bisect_left(admitted, (step,))
+        return -admitted[before - 1][2] if before else -math.inf
 
 
 def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, fields
 from math import inf
 from statistics import median
 
+import numpy as np
+
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.journal.records import RunRecord
-from spare_megatron.simulator.compute_fit import ComputeFit, fit_compute
+from spare_megatron.simulator.compute_fit import ComputeFit, FloatArray, fit_compute
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.measured import (
     WARM_UP_STEPS,
@@ -176,7 +178,7 @@ def _fit_recoveries(recoveries: Sequence[RecoveryTimes], reduce_s: float, speed:
             - reduce_s * stretch(r.num_alive, speed)
             for r in retried
         ]
-        rebuild_s, retry_s = _fit_rebuild(covered_s, [max(0.0, rest) for rest in rest_s])
+        rebuild_s, retry_s = fit_rebuild(covered_s, [max(0.0, rest) for rest in rest_s])
     return _Masked(
         detect_s=detect_s if single else None,
         agree_s=agree_s,
@@ -194,8 +196,8 @@ def _detect_s(recoveries: Sequence[RecoveryTimes]) -> float:
     return min((times.fence_s for times in recoveries if times.fence_s is not None), default=0.0)
 
 
-def _fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[float | None, float]:
-    """rebuild_s and retry_s of the least sum of |max(0, rebuild_s - covered) + retry_s - rest|.
+def fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[float | None, float]:
+    """rebuild_s and retry_s of the least sum of |max(0, rebuild_s - covered) + retry_s - rest|. Cost: O(n log n).
 
     Args:
         covered_s: Agreement and patch of each recovery, which hide a rebuild.
@@ -204,20 +206,40 @@ def _fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[f
     Returns:
         rebuild_s None where a rebuild that was always hidden explains the rest as well as any other.
     """
-    candidates = [(0.0, median(rest_s))]
+    covered, rest = np.array(covered_s), np.array(rest_s)
+    hidden, hidden_misfit = (None, median(rest_s)), float(np.abs(median(rest_s) - rest).sum())
+    found = []
     for retry_s in (0.0, min(rest_s)):
-        candidates += [(covered + rest - retry_s, retry_s) for covered, rest in zip(covered_s, rest_s, strict=True)]
-
-    def misfit(candidate: tuple[float, float]) -> float:
-        rebuild_s, retry_s = candidate
-        pairs = zip(covered_s, rest_s, strict=True)
-        return sum(abs(max(0.0, rebuild_s - covered) + retry_s - rest) for covered, rest in pairs)
-
-    best = min(candidates, key=misfit)
+        rebuild_s = covered + rest - retry_s
+        misfits = _misfits(rebuild_s, covered, rest - retry_s)
+        best = int(misfits.argmin())
+        found.append((float(misfits[best]), (float(rebuild_s[best]), retry_s)))
+    misfit, waited_for = min(found, key=lambda item: item[0])
     # Two constants fit any two recoveries, and more of them somewhat better than one constant does.
-    if len(rest_s) < _LEAST_RECOVERIES or misfit(best) > _LARGEST_MISFIT * misfit(candidates[0]):
-        return None, median(rest_s)
-    return best
+    if len(rest_s) < _LEAST_RECOVERIES or misfit >= _LARGEST_MISFIT * hidden_misfit:
+        return hidden
+    return waited_for
+
+
+def _misfits(rebuild_s: FloatArray, covered: FloatArray, rest: FloatArray) -> FloatArray:
+    """For each rebuild_s the sum of |max(0, rebuild_s - covered) - rest|, where rest is nowhere below 0.
+
+    A term is rest up to `covered`, falls to 0 at covered + rest, and rises again. Cost: O(n log n).
+    """
+    by_covered = np.argsort(covered, kind="stable")
+    ends = covered + rest
+    by_end = np.sort(ends)
+    num_waiting, num_over = np.searchsorted(covered[by_covered], rebuild_s), np.searchsorted(by_end, rebuild_s)
+    rest_sums, end_sums, over_sums = (
+        np.concatenate([[0.0], np.cumsum(values)]) for values in (rest[by_covered], ends[by_covered], by_end)
+    )
+    misfits: FloatArray = (
+        rest_sums[-1]
+        - rest_sums[num_waiting]
+        + (end_sums[num_waiting] - num_waiting * rebuild_s)
+        + 2 * (num_over * rebuild_s - over_sums[num_over])
+    )
+    return misfits
 
 
 def _untold_joins(committed: Sequence[StepTimes], joins: Sequence[JoinTime]) -> Iterator[str]:

@@ -70,6 +70,10 @@ class Fleet:
             return ()
         return tuple(sorted(group for group, ready_s in self._ready_s.items() if ready_s <= now_s))
 
+    def ready_from(self, group: GroupId, at_s: float) -> None:
+        """A group that is lost waits to be taken in from then on."""
+        self._ready_s[group] = at_s
+
     def take_in(self, now_s: float, groups: tuple[GroupId, ...]) -> None:
         """These groups take part from now on."""
         for group in groups:

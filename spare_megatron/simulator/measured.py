@@ -152,11 +152,14 @@ def _step(
 
 def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
     """The recoveries in the order of their steps."""
-    retried = {r.entry["step"] for r in journal.of(EntryRecord) if r.entry["entry"] == "retry"}
+    retried = read_retries(journal)
     lost_at = _lost_at(journal)
+    told: dict[int, list[RecoveryRecord]] = defaultdict(list)
+    for record in journal.of(RecoveryRecord):
+        told[record.step].append(record)
     found = []
     for recovery in find_recoveries(journal):
-        records = [record for record in journal.of(RecoveryRecord) if record.step == recovery.step]
+        records = told[recovery.step]
         computed_at_s = max(record.computed_at_s for record in records)
         struck_at_s, fenced_at_s = lost_at[recovery.step]
         times = RecoveryTimes(
@@ -170,6 +173,18 @@ def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
         )
         found.append(times)
     return tuple(found)
+
+
+def read_retries(journal: Journal) -> dict[int, float]:
+    """Step -> when it was last decided that it be reduced again."""
+    decided_at_s: dict[int, float] = {}
+    read: set[int] = set()
+    for line in journal.lines:
+        match line.record:
+            case EntryRecord(index=index, entry={"entry": "retry", "step": step}) if index not in read:
+                read.add(index)
+                decided_at_s[step] = line.at_s
+    return decided_at_s
 
 
 def _lost_at(journal: Journal) -> dict[int, tuple[float | None, float | None]]:

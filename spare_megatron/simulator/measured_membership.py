@@ -1,6 +1,7 @@
 """When groups were lost and taken in again, by a journal, of a real run or of a simulated one."""
 
 import itertools
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,15 +60,20 @@ def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime,
         return ()
     fold = fold_journal(journal, journal.of(RunRecord)[0])
     returns = _returns(fold)
+    lives: dict[int, list[int]] = defaultdict(list)
+    for group, incarnation in sorted(returns):
+        lives[group].append(incarnation)
+    beginnings = [step.began_at_s for step in steps]
     losses = []
     for (group, incarnation), at_s in _lost_at_s(journal, fold).items():
-        begun = [step for step in steps if step.began_at_s <= at_s]
-        if not begun or at_s >= steps[-1].ended_at_s:
+        num_begun = bisect_right(beginnings, at_s)
+        if not num_begun or at_s >= steps[-1].ended_at_s:
             continue
-        found_in = begun[-1]
+        found_in = steps[num_begun - 1]
         if at_s > found_in.ended_at_s:  # while groups were taken in
-            found_in = steps[len(begun)]
-        next_life = min((life for life in returns if life[0] == group and life[1] > incarnation), default=None)
+            found_in = steps[num_begun]
+        later = bisect_right(lives[group], incarnation)
+        next_life = (group, lives[group][later]) if later < len(lives[group]) else None
         losses.append(
             LossTime(
                 group=group,

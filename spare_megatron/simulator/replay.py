@@ -5,24 +5,28 @@ the same rules.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
-from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import RunRecord
+from spare_megatron.simulator.chronicle import Chronicle
 from spare_megatron.simulator.costs import CostModel
-from spare_megatron.simulator.engine import simulate
-from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.measured import RecoveryTimes, StepTimes, in_order, read_recoveries, read_steps
-from spare_megatron.simulator.measured_membership import JoinTime, LossTime, read_joins, read_losses
+from spare_megatron.simulator.measured import (
+    RecoveryTimes,
+    StepTimes,
+    in_order,
+    read_recoveries,
+    read_retries,
+    read_steps,
+)
+from spare_megatron.simulator.measured_membership import JoinTime, read_joins, read_losses
+from spare_megatron.simulator.placed_losses import ReplayedWorld
 from spare_megatron.simulator.scenario import Scenario
-
-_LATEST = 0.999
-"""Share of a reduction by which a loss that stopped it must have come."""
+from spare_megatron.simulator.spare_run import SpareRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,10 @@ def replay(journal: Journal, costs: CostModel) -> Replay:
     if not runs or not steps:
         raise ValueError("its journal has no committed step to replay")
     recoveries = {r.recovery.step: r for r in read_recoveries(journal) if r.recovery.step <= steps[-1].step}
-    simulated = _simulate(_scenario(runs[0], len(steps), costs), steps, read_losses(journal, steps), recoveries)
+    world = ReplayedWorld(
+        _scenario(runs[0], len(steps), costs), steps, read_losses(journal, steps), read_retries(journal)
+    )
+    simulated = _simulate(world)
     predicted = {r.recovery.step: r.recovery.total_s for r in read_recoveries(simulated)}
     compared = tuple(_compare_recovery(times, predicted) for _, times in sorted(recoveries.items()))
     simulated_steps = read_steps(simulated)
@@ -112,7 +119,11 @@ def replay(journal: Journal, costs: CostModel) -> Replay:
         joins=joins,
         median_recovery=_median_of([recovery.time for recovery in compared]),
         median_join=_median_of([join.time for join in joins]),
-        wall=Prediction(measured_s=_wall_s(steps), predicted_s=_wall_s(simulated_steps)),
+        wall=Prediction(
+            measured_s=_wall_s(steps),
+            # Fewer steps: the simulation had to restart where the run did not.
+            predicted_s=_wall_s(simulated_steps) if len(simulated_steps) == len(steps) else None,
+        ),
     )
 
 
@@ -136,61 +147,10 @@ def _scenario(run: RunRecord, num_steps: int, costs: CostModel) -> Scenario:
     )
 
 
-def _simulate(
-    scenario: Scenario,
-    steps: Sequence[StepTimes],
-    losses: Sequence[LossTime],
-    recoveries: dict[int, RecoveryTimes],
-) -> Journal:
-    """The simulated journal. When a step begins in virtual time is known once all that came before it is placed."""
-    placed: dict[LossTime, Loss] = {}
-    measured = {step.step: step for step in steps}
-    moments = [(loss.step, False, loss) for loss in losses]
-    moments += [(loss.back_after, True, loss) for loss in losses if loss.back_after is not None]
-    for number, is_return, loss in sorted(moments, key=lambda moment: moment[:2]):  # losses of a step before returns
-        if number > steps[-1].step:
-            continue  # the return of a group after the last step
-        so_far = replace(scenario, num_steps=number + 1)
-        virtual = read_steps(_journal_of(_with(so_far, placed.values())))[-1]
-        if is_return:
-            # Ready from the step's beginning on, or at once if it was lost in it: in time for its commit.
-            repair_s = max(0.0, virtual.began_at_s - placed[loss].at_s)
-            placed[loss] = replace(placed[loss], repair_s=repair_s)
-            continue
-        is_retried = number in recoveries and recoveries[number].is_retried
-        into_s = _virtual_moment(loss, measured[number], virtual, is_retried=is_retried)
-        placed[loss] = Loss(at_s=virtual.began_at_s + into_s, groups=(GroupId(loss.group),))
-        num_lost = scenario.num_groups - len(virtual.loads) + 1
-        if num_lost >= scenario.redundancy and not read_steps(_journal_of(_with(so_far, placed.values()))):
-            # A wipe-out, which the run did not have: of several losses in the step this one struck after the sum.
-            placed[loss] = replace(placed[loss], at_s=virtual.ended_at_s)
-    return _journal_of(_with(scenario, placed.values()))
-
-
-def _virtual_moment(loss: LossTime, measured: StepTimes, virtual: StepTimes, *, is_retried: bool) -> float:
-    """Seconds into the virtual step: the same share of the compute, or as long after it.
-
-    Args:
-        loss: The loss.
-        measured: The step it hit.
-        virtual: The same step in virtual time, without it.
-        is_retried: The loss stopped the reduction, so that it has to come before the commit; else after it.
-    """
-    if loss.into_s <= measured.computed_s:
-        return loss.into_s / measured.computed_s * virtual.computed_s
-    after_s = loss.into_s - measured.computed_s
-    reduced_s = virtual.reduce_s
-    return virtual.computed_s + (min(after_s, _LATEST * reduced_s) if is_retried else max(after_s, reduced_s))
-
-
-def _with(scenario: Scenario, losses: Iterable[Loss]) -> Scenario:
-    trace = tuple(losses)
-    return replace(scenario, failures=FailureSpec(kind="trace", trace=trace) if trace else FailureSpec())
-
-
-def _journal_of(scenario: Scenario) -> Journal:
+def _simulate(world: ReplayedWorld) -> Journal:
+    """The simulated journal."""
     lines: list[Line] = []
-    simulate(scenario, 0, journal=lines.append)
+    SpareRun(world, Chronicle(world.scenario, world, lines.append), clock=None).run()
     return in_order(lines)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spare_megatron.core.topology import GroupId
-from spare_megatron.simulator.failures import Loss, make_process
+from spare_megatron.simulator.failures import FailureProcess, Loss, make_process
 from spare_megatron.simulator.fleet import Fleet
 from spare_megatron.simulator.ledger import Ledger
 from spare_megatron.simulator.scenario import Scenario
@@ -79,16 +79,22 @@ class Result:
 class World:
     """Virtual time and the groups of one run.
 
+    Args:
+        scenario: What is simulated.
+        seed: Of everything that is drawn.
+        process: When groups are lost; as the scenario says where there is none.
+
     Attributes:
         lost_at_s: Group -> when it was lost, each group's last loss.
         num_state_wipe_outs: Wipe-outs of slices of the optimizer state.
         fenced_at_s: When the survivors learned of the last loss that they have agreed on.
     """
 
-    def __init__(self, scenario: Scenario, seed: int) -> None:
+    def __init__(self, scenario: Scenario, seed: int, process: FailureProcess | None = None) -> None:
         self.scenario = scenario
         self.ledger = Ledger()
-        process = make_process(scenario.failures, scenario.num_groups, np.random.default_rng([seed, _FAILURE_STREAM]))
+        failure_rng = np.random.default_rng([seed, _FAILURE_STREAM])
+        process = process or make_process(scenario.failures, scenario.num_groups, failure_rng)
         self.fleet = Fleet(scenario, process, np.random.default_rng([seed, _REPAIR_STREAM]))
         noise = np.random.default_rng([seed, _JITTER_STREAM]).standard_normal(scenario.num_steps)
         factors = np.maximum(1.0 + scenario.costs.jitter * noise, _LEAST_JITTER)

@@ -1,6 +1,7 @@
 """Costs from a journal: hand-made times have to come out again, and so do the costs of simulated runs."""
 
 import dataclasses
+from statistics import median
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from spare_megatron.journal.records import (
     RunRecord,
     UpdateRecord,
 )
-from spare_megatron.simulator.calibrate import calibrate
+from spare_megatron.simulator.calibrate import calibrate, fit_rebuild
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
@@ -181,6 +182,30 @@ def test_rebuilds_that_short_patches_did_not_hide_are_found() -> None:
     found = calibrate(journal_of((0.0, RUN), *clean, (FIRST * STEP_S + 7.0625, commit), *losses))
     assert found.reduce_s == pytest.approx(2.0625)
     assert (found.rebuild_s, found.retry_s) == (pytest.approx(8.0), pytest.approx(0.0))
+
+
+def test_a_rebuild_is_fitted_as_trying_every_candidate_does() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        covered, rest = rng.integers(0, 9, (2, rng.integers(1, 9))).astype(float).tolist()
+
+        def misfit(rebuild_s: float, retry_s: float, covered: list[float] = covered, rest: list[float] = rest) -> float:
+            return sum(abs(max(0.0, rebuild_s - c) + retry_s - r) for c, r in zip(covered, rest, strict=True))
+
+        tried = [(c + r - retry_s, retry_s) for retry_s in (0.0, min(rest)) for c, r in zip(covered, rest, strict=True)]
+        least, hidden = min(misfit(*candidate) for candidate in tried), misfit(0.0, median(rest))
+        rebuild_s, retry_s = fit_rebuild(covered, rest)
+        is_hidden = len(rest) < 3 or least >= 0.5 * hidden
+        assert (rebuild_s is None) == is_hidden
+        assert misfit(rebuild_s or 0.0, retry_s) == pytest.approx(hidden if is_hidden else least)
+
+
+@pytest.mark.timeout(60)
+def test_a_rebuild_is_fitted_to_as_many_recoveries_as_a_long_campaign_has() -> None:
+    """Each candidate against each recovery took an hour."""
+    covered = np.random.default_rng(0).random(50_000)
+    rebuild_s, retry_s = fit_rebuild(covered.tolist(), (np.maximum(0.0, 0.75 - covered) + 0.125).tolist())
+    assert (rebuild_s, retry_s) == (pytest.approx(0.75), pytest.approx(0.125))
 
 
 def test_a_journal_with_nothing_to_measure_says_so() -> None:

@@ -8,7 +8,7 @@ import pytest
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, RunRecord
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, RunRecord, UpdateRecord
 from spare_megatron.journal.recoveries import find_recoveries
 from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.simulator.costs import CostModel
@@ -18,6 +18,7 @@ from spare_megatron.simulator.measured import WARM_UP_STEPS, in_order, read_step
 from spare_megatron.simulator.measured_membership import read_joins
 from spare_megatron.simulator.replay import Replay, replay
 from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.world import World
 
 COSTS = CostModel(
     compute_s=40.0,
@@ -82,6 +83,57 @@ def test_two_losses_in_one_step_are_replayed_at_their_moments() -> None:
     found = replay(journal, COSTS)
     for measured_s, predicted_s in times_of(found):
         assert predicted_s == pytest.approx(measured_s, rel=1e-9)
+
+
+def test_a_run_is_simulated_once_however_many_losses_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = run_with_joins()
+    computed: list[int] = []
+    compute = World.compute
+
+    def counted(self: World, step: int, stacks: float) -> None:
+        computed.append(step)
+        compute(self, step, stacks)
+
+    monkeypatch.setattr(World, "compute", counted)
+    assert len(replay(journal, WITH_JOINS).recoveries) == 3
+    assert computed == list(range(40))
+
+
+def slower_after(journal: Journal, at_s: float, pause_s: float, step: int) -> Journal:
+    """The same run, had it stood still for a while then, in this step."""
+
+    def later(line: Line) -> Line:
+        if line.at_s <= at_s:
+            return line
+        record = line.record
+        if isinstance(record, UpdateRecord) and record.step == step:
+            record = dataclasses.replace(record, step_s=record.step_s + pause_s)
+        if isinstance(record, RecoveryRecord):
+            times = {name: getattr(record, name) + pause_s for name in ("computed_at_s", "noticed_at_s")}
+            record = dataclasses.replace(record, **times)  # type: ignore[arg-type]
+        return dataclasses.replace(line, at_s=line.at_s + pause_s, record=record)
+
+    return in_order([later(line) for line in journal.lines])
+
+
+def test_a_loss_after_a_slow_reduction_that_it_did_not_stop_is_replayed_in_its_step() -> None:
+    """It was replayed as long after the compute as it had come, steps later, with the next loss while it was away."""
+    in_update_s = in_reduction(5) + 4.1  # the reduction is over 4 s after this second
+    changes = {"redundancy": 2, "repair_s": 0.0}
+    losses = [(in_update_s, 1)]
+    losses.append((in_reduction(9, *losses, **changes) - 20.0, 2))
+    journal = journal_of(*losses, **changes)
+    assert {"restart"}.isdisjoint(record.entry["entry"] for record in journal.of(EntryRecord))
+    contributed_s = max(
+        at.at_s for at in journal.lines if isinstance(r := at.record, ContributionRecord) and r.step == 5
+    )
+    found = replay(slower_after(journal, contributed_s, 700.0, step=5), COSTS)
+    again = replay(journal, COSTS)
+    assert found.wall.measured_s == pytest.approx(again.wall.measured_s + 700.0)
+    assert found.wall.predicted_s == pytest.approx(again.wall.predicted_s, abs=1.0)
+    assert [recovery.step for recovery in found.recoveries] == [6, 9]
+    for recovery in found.recoveries:
+        assert recovery.time.predicted_s == pytest.approx(recovery.time.measured_s, rel=1e-9)
 
 
 def test_hosts_in_different_domains_are_replayed_where_they_were() -> None:
@@ -151,6 +203,21 @@ def test_a_run_is_replayed_up_to_the_first_restart() -> None:
     restarted = replay(journal_of((615.0, 1), redundancy=1, save_interval_s=400.0), COSTS)
     assert [step.num_alive for step in restarted.steps] == [5]
     assert restarted.recoveries == ()
+
+
+def test_a_wipe_out_that_the_run_did_not_have_leaves_its_wall_time_unpredicted() -> None:
+    """As where another version of the run's code placed shards otherwise."""
+    lines = journal_of((615.0, 1)).lines
+    frail = [
+        dataclasses.replace(line, record=dataclasses.replace(line.record, redundancy=1))
+        if isinstance(line.record, RunRecord)
+        else line
+        for line in lines
+    ]
+    found = replay(in_order(frail), COSTS)
+    assert found.wall.predicted_s is None
+    assert found.wall.error is None
+    assert [recovery.time.predicted_s for recovery in found.recoveries] == [None]
 
 
 WITH_JOINS = dataclasses.replace(COSTS, join_s=7.0)

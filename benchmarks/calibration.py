@@ -53,8 +53,12 @@ def figures_of(errors: list[dict[str, list[float]]]) -> dict[str, dict[str, floa
 
 
 def measure(journals: list[Journal]) -> dict[str, Any]:
-    costs = [CostModel(**calibrate(journal).costs) for journal in journals]
-    pairs = {(a, b): replay(journal, cost) for a, cost in enumerate(costs) for b, journal in enumerate(journals)}
+    found = [calibrate(journal) for journal in journals]
+    pairs = {
+        (a, b): replay(journal, CostModel(**costs.costs), costs.scatter)
+        for a, costs in enumerate(found)
+        for b, journal in enumerate(journals)
+    }
     own = [errors_of(result) for (a, b), result in pairs.items() if a == b]
     others = [errors_of(result) for (a, b), result in pairs.items() if a != b]
     return {

@@ -35,7 +35,7 @@ from benchmarks.peers.peer_run import NvrxTimes, TorchftTimes, run_peer
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.phases import Phase
-from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.runtime.driver.preflight import preflight
 from spare_megatron.runtime.driver.run import start_run
 from spare_megatron.simulator.calibrate import calibrate
@@ -127,8 +127,14 @@ def run_once(options: argparse.Namespace, way: str, run: int, folder: Path) -> R
     return Run(
         outcome=outcome_of(events, per_step),
         commits=commits_of(events, per_step),
-        predicted_wall_error=replay(journal, CostModel(**calibrate(journal).costs)).wall.error if way == OURS else None,
+        predicted_wall_error=predicted_wall_error(journal) if way == OURS else None,
     )
+
+
+def predicted_wall_error(journal: Journal) -> float | None:
+    """By how much the wall time errs that the simulator predicts with the costs of the same run."""
+    found = calibrate(journal)
+    return replay(journal, CostModel(**found.costs), found.scatter).wall.error
 
 
 def run_all(options: argparse.Namespace) -> tuple[dict[str, list[Run]], list[str]]:

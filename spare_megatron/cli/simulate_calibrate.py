@@ -34,10 +34,10 @@ def measured_by(run_dir: Path, replayed_dir: Path | None) -> Measured:
         OSError: It cannot be read.
     """
     found = _explained("--calibrate", run_dir, lambda: calibrate(read_journal(run_dir)))
-    costs, replayed = CostModel(**found.costs), replayed_dir or run_dir
+    costs, scatter, replayed = CostModel(**found.costs), found.scatter, replayed_dir or run_dir
     option = "--calibrate" if replayed_dir is None else "--replay"
     return Measured(
-        calibration=found, replay=_explained(option, replayed, lambda: replay(read_journal(replayed), costs))
+        calibration=found, replay=_explained(option, replayed, lambda: replay(read_journal(replayed), costs, scatter))
     )
 
 
@@ -97,6 +97,9 @@ def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
     stages["join"] = found.join_s
     for name, seconds in stages.items():
         yield name, "not measured" if seconds is None else format_duration(seconds)
+    beyond = {"step": found.scatter.step_s, "recovery": found.scatter.recovery_s}
+    for name, seconds in beyond.items():
+        yield f"slow ones add to a {name}", f"{'-' if seconds < 0 else ''}{format_duration(abs(seconds))} on average"
     worst = max(found.fit.states, key=lambda state: abs(state.residual))
     where = f"{worst.load} microbatches in a {worst.what} of {', '.join(map(str, worst.loads))}"
     yield "largest misfit of compute", f"{worst.residual:+.0%}: {where}"

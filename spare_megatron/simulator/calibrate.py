@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import inf
 from statistics import median
 
@@ -22,7 +23,8 @@ from spare_megatron.simulator.measured import (
     read_steps,
 )
 from spare_megatron.simulator.measured_membership import JoinTime, read_joins
-from spare_megatron.simulator.sharing import stretch
+from spare_megatron.simulator.scatter import Scatter, scatter_of
+from spare_megatron.simulator.sharing import finish_times, stretch
 
 _LEAST_RECOVERIES, _LARGEST_MISFIT = 3, 0.5
 """A rebuild that was waited for is believed in from so many recoveries on, if it leaves this share of the misfit."""
@@ -47,6 +49,7 @@ class Calibration:
         num_recoveries: Losses recovered from.
         num_joins: Times that groups were taken in with nothing else in their way.
         fit: How compute_s and pipeline_fill were found. full_speed_groups follows from the processors of the machine.
+        scatter: What the run's times exceed these costs by, on average.
         untold: What the run could not tell, in words.
     """
 
@@ -67,6 +70,7 @@ class Calibration:
     retry_s: float | None
     join_s: float | None
     fit: ComputeFit
+    scatter: Scatter
     untold: tuple[str, ...]
 
     @property
@@ -101,7 +105,9 @@ def calibrate(journal: Journal) -> Calibration:
     )
     speed = CostModel(compute_s=fit.compute_s, pipeline_fill=fit.pipeline_fill, full_speed_groups=groups)
     reduce_s = median(step.reduce_s / stretch(len(step.loads), speed) for step in steps)
+    update_s = median(step.update_s / stretch(len(step.loads), speed) for step in steps)
     masked = _fit_recoveries(recoveries, reduce_s, speed)
+    costs = replace(speed, reduce_s=reduce_s, update_s=update_s, **masked.costs)
     return Calibration(
         name=run.name,
         num_groups=run.num_groups,
@@ -113,15 +119,36 @@ def calibrate(journal: Journal) -> Calibration:
         pipeline_fill=fit.pipeline_fill,
         jitter=_spread(steps, fit),
         reduce_s=reduce_s,
-        update_s=median(step.update_s / stretch(len(step.loads), speed) for step in steps),
+        update_s=update_s,
         detect_s=masked.detect_s,
         agree_s=masked.agree_s,
         rebuild_s=masked.rebuild_s,
         retry_s=masked.retry_s,
         join_s=median(join.pause_s for join in joins) if joins else None,
         fit=fit,
+        scatter=scatter_of(
+            committed,
+            recoveries,
+            partial(_typical_step_s, costs, run.microbatches_per_shard),
+            partial(_typical_recovery_s, costs, run.microbatches_per_shard),
+        ),
         untold=(*masked.untold, *_untold_joins(committed, joins)),
     )
+
+
+def _typical_step_s(costs: CostModel, num_microbatches: int, step: StepTimes) -> float:
+    """A step without a loss, as the simulator has it."""
+    loads = np.array(list(step.loads.values()))
+    compute_s = costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
+    return compute_s + (costs.reduce_s + costs.update_s) * stretch(len(step.loads), costs)
+
+
+def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: RecoveryTimes) -> float:
+    """A recovery in which the step was reduced again, as the simulator has it."""
+    loads = np.array(list(times.loads.values()))
+    covered_s = costs.agree_s + costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
+    reduce_s = costs.retry_s + costs.reduce_s * stretch(times.num_alive, costs)
+    return max(0.0, costs.detect_s - times.hidden_s) + max(costs.rebuild_s, covered_s) + reduce_s
 
 
 def _nothing_to_measure(committed: Sequence[StepTimes]) -> str:
@@ -157,6 +184,12 @@ class _Masked:
     rebuild_s: float | None
     retry_s: float | None
     untold: tuple[str, ...]
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """What was measured, by its name in the cost model."""
+        found = {name: getattr(self, name) for name in ("detect_s", "agree_s", "rebuild_s", "retry_s")}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def _fit_recoveries(recoveries: Sequence[RecoveryTimes], reduce_s: float, speed: CostModel) -> _Masked:

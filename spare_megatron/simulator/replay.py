@@ -25,6 +25,7 @@ from spare_megatron.simulator.measured import (
 )
 from spare_megatron.simulator.measured_membership import JoinTime, read_joins, read_losses
 from spare_megatron.simulator.placed_losses import ReplayedWorld
+from spare_megatron.simulator.scatter import Scatter
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.spare_run import SpareRun
 
@@ -94,8 +95,13 @@ class Replay:
     wall: Prediction
 
 
-def replay(journal: Journal, costs: CostModel) -> Replay:
+def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -> Replay:
     """The run of the journal beside its simulation with these costs, up to the first restart.
+
+    Args:
+        journal: The run's.
+        costs: Typical ones.
+        scatter: What times exceed them by on average, for the wall time; nothing without.
 
     Raises:
         ValueError: The journal has no run record or no committed step.
@@ -121,14 +127,27 @@ def replay(journal: Journal, costs: CostModel) -> Replay:
         median_join=_median_of([join.time for join in joins]),
         wall=Prediction(
             measured_s=_wall_s(steps),
-            # Fewer steps: the simulation had to restart where the run did not.
-            predicted_s=_wall_s(simulated_steps) if len(simulated_steps) == len(steps) else None,
+            predicted_s=_predicted_wall_s(
+                simulated_steps,
+                len(steps),
+                sum(times.is_retried for times in recoveries.values()),
+                scatter or Scatter(),
+            ),
         ),
     )
 
 
 def _wall_s(steps: Sequence[StepTimes]) -> float:
     return steps[-1].ended_at_s - steps[0].ended_at_s
+
+
+def _predicted_wall_s(
+    simulated: Sequence[StepTimes], num_steps: int, num_recoveries: int, scatter: Scatter
+) -> float | None:
+    """None if the simulation had to restart where the run did not, so that it lacks steps."""
+    if len(simulated) < num_steps:
+        return None
+    return _wall_s(simulated) + (num_steps - 1) * scatter.step_s + num_recoveries * scatter.recovery_s
 
 
 def _scenario(run: RunRecord, num_steps: int, costs: CostModel) -> Scenario:

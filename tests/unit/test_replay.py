@@ -108,7 +108,9 @@ def slower_after(journal: Journal, at_s: float, pause_s: float, step: int) -> Jo
         record = line.record
         if isinstance(record, UpdateRecord) and record.step == step:
             record = dataclasses.replace(record, step_s=record.step_s + pause_s)
-        if isinstance(record, RecoveryRecord):
+        if isinstance(record, RecoveryRecord) and record.noticed_at_s < at_s:
+            record = dataclasses.replace(record, agree_s=record.agree_s + pause_s)
+        elif isinstance(record, RecoveryRecord):
             times = {name: getattr(record, name) + pause_s for name in ("computed_at_s", "noticed_at_s")}
             record = dataclasses.replace(record, **times)  # type: ignore[arg-type]
         return dataclasses.replace(line, at_s=line.at_s + pause_s, record=record)
@@ -134,6 +136,29 @@ def test_a_loss_after_a_slow_reduction_that_it_did_not_stop_is_replayed_in_its_s
     assert [recovery.step for recovery in found.recoveries] == [6, 9]
     for recovery in found.recoveries:
         assert recovery.time.predicted_s == pytest.approx(recovery.time.measured_s, rel=1e-9)
+
+
+def test_single_slow_steps_and_recoveries_count_for_the_wall_time_and_for_no_other() -> None:
+    """A run of 70 s in which one recovery took 6 s was predicted to take 12% less."""
+    changes = {"repair_s": 0.0, "num_steps": 60}
+    losses: list[tuple[float, int]] = []
+    for step in (8, 16, 24, 32):
+        losses.append((in_reduction(step, *losses, **changes), 1))
+    journal = journal_of(*losses, **changes)
+    usual = replay(journal, CostModel(**calibrate(journal).costs))
+    slow = slower_after(journal, losses[2][0] + 4.5, 300.0, step=24)  # noticed after 3 s, agreed on after another
+    began_s = next(step.began_at_s for step in read_steps(slow) if step.step == 50)
+    slow = slower_after(slow, began_s + 1.0, 200.0, step=50)
+    found = calibrate(slow)
+    assert found.costs == pytest.approx(calibrate(journal).costs)
+    assert found.scatter.recovery_s == pytest.approx(300.0 / 4)
+    predicted = replay(slow, CostModel(**found.costs), found.scatter)
+    assert predicted.wall.measured_s == pytest.approx(usual.wall.measured_s + 500.0)
+    assert predicted.wall.error == pytest.approx(0.0, abs=0.02)
+    without = replay(slow, CostModel(**found.costs))
+    assert without.wall.error == pytest.approx(-500.0 / predicted.wall.measured_s, abs=0.02)
+    assert predicted.steps == without.steps
+    assert predicted.recoveries == without.recoveries
 
 
 def test_hosts_in_different_domains_are_replayed_where_they_were() -> None:

@@ -225,6 +225,7 @@ FaultKind = Literal[
     "nan",
     "bit_flip",
     "param_flip",
+    "moment_flip",
 ]
 """What a fault does. `docs/campaigns.md` has what becomes of each."""
 

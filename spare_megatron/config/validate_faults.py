@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
-from spare_megatron.core.phases import PHASES_OF_A_JOIN, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_OF_A_JOIN, PHASES_WITH_SLICES, Phase
 
 _WHILE_SUMS_GROW = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
 """Phases at which the local gradient sums have yet to enter the reduction."""
@@ -103,9 +103,14 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
             f"{where}.kind={fault.kind} strikes the local gradient sums, which nobody reads any more at "
             f"phase={fault.phase}; choose one of {', '.join(_WHILE_SUMS_GROW)}"
         )
+    if fault.kind == "moment_flip" and not fault.step and fault.phase not in PHASES_BETWEEN_STEPS:
+        yield (
+            f"{where}.kind=moment_flip strikes what the first update makes, and {where}.step="
+            f"{'absent' if fault.step is None else fault.step} may come before it; name a step above 0"
+        )
     if fault.bit is None:
         return
-    if fault.kind not in ("bit_flip", "param_flip"):
+    if fault.kind not in ("bit_flip", "param_flip", "moment_flip"):
         yield f"{where}.bit={fault.bit} means nothing for kind={fault.kind}; remove it"
     num_bits = 64 if fault.kind == "bit_flip" and config.reduce.mode == "reproducible" else 32
     if not 0 <= fault.bit < num_bits:

@@ -49,6 +49,8 @@ def _impossible_kinds(config: RunConfig) -> Iterator[str]:
         where = f"faults.kinds has {kind}, which"
         if kind == "kill_store":
             yield f"{where} ends the run; remove it, and state it in faults.trace to see that"
+        if kind == "moment_flip":
+            yield f"{where} is never drawn; remove it, and state it in faults.trace"
         if kind == "stop_store" and config.control.store != "embedded":
             yield f"{where} needs a control store of the run's own; remove it, or set control.store=embedded"
         if kind == "cut" and not config.cluster.isolate_nodes:

@@ -9,14 +9,14 @@ from spare_megatron.config.schema import FaultKind
 from spare_megatron.mcore.parameters import named_parameters, optimized
 from spare_megatron.mcore.trainer import GroupTrainer
 
-CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip"})
+CORRUPTIONS: frozenset[FaultKind] = frozenset({"nan", "bit_flip", "param_flip", "moment_flip"})
 """The kinds of fault that `corrupt` inflicts."""
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
-    """Changes one number of a rank: in its local gradient sums, or a parameter as the optimizer keeps it.
+    """Changes one number of a rank: in its local gradient sums, or a parameter or first moment of the optimizer.
 
     Args:
         trainer: The rank.
@@ -31,6 +31,8 @@ def corrupt(trainer: GroupTrainer, kind: FaultKind, bit: int | None) -> None:
             flip_bit(trainer.gradients.local_sums(), bit)
         case "param_flip":
             flip_bit(_optimized_values(trainer), bit)
+        case "moment_flip":
+            flip_bit(trainer.moments(), bit)
 
 
 def _optimized_values(trainer: GroupTrainer) -> Iterator[Tensor]:
@@ -41,8 +43,15 @@ def _optimized_values(trainer: GroupTrainer) -> Iterator[Tensor]:
 
 
 def flip_bit(tensors: Iterable[Tensor], bit: int | None) -> None:
-    """Inverts a bit of the largest element of the first tensor in which it is clear, so that the element grows."""
-    values = next(iter(tensors)).view(-1)
+    """Inverts a bit of the largest element of the first tensor in which it is clear, so that the element grows.
+
+    Raises:
+        ValueError: There is no tensor.
+    """
+    first = next(iter(tensors), None)
+    if first is None:
+        raise ValueError("there is nothing to flip a bit of: moments are there after the first update of a group")
+    values = first.view(-1)
     patterns = values.view(_WHOLE_NUMBERS[values.element_size()])
     num_bits = 8 * values.element_size()
     bit = num_bits - 2 if bit is None else bit

@@ -43,6 +43,15 @@ class Optimizer:
         self.schedule.step(increment=1)
         return float(gradient_norm), float(learning_rate)
 
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """What Adam keeps of a parameter that it updates; nothing before the first update."""
+        return dict(self.megatron.optimizer.state.get(parameter, {}))
+
+    def update_counts(self) -> list[float]:
+        """Of the schedule and, in a fused Adam, of its parameter groups; torch's has them in `state_of`."""
+        groups = [] if USING_PYTORCH_OPTIMIZER else self.megatron.param_groups
+        return [float(count) for count in (self.schedule.num_steps, *(group["step"] for group in groups))]
+
     def state_dict(self) -> dict[str, Any]:
         """Moments, main parameters where there are any, and the place in the schedule."""
         return {"megatron": self.megatron.state_dict(), "schedule": self.schedule.state_dict()}

@@ -210,6 +210,12 @@ class StackedOptimizer:
         for updated in sorted(self._updated, key=lambda updated: (updated.number, updated.fragment.offset)):
             yield updated.values
 
+    def first_moments(self) -> Iterator[Tensor]:
+        """What is held here of them, slice by slice."""
+        for number in sorted(self._hosted):
+            if self._hosted[number].state.numel():
+                yield self._hosted[number].state[-_NUM_MOMENTS]
+
     def state_sha256(self, number: SliceId) -> str:
         """The SHA-256 of a slice that is here whole: its parameters as the model and as the optimizer has them, and all
         other state, bit for bit the same on all hosts.

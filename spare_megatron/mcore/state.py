@@ -8,6 +8,7 @@ import json
 import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from spare_megatron.mcore.checkpoint import HashingWriter
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
+from spare_megatron.mcore.parameters import named_parameters, optimized
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.tensor_bytes import TensorBytes
 
@@ -63,6 +65,46 @@ class StateCopy:
         start = len(self._head)
         out[:start].copy_(torch.frombuffer(bytearray(self._head), dtype=torch.uint8))
         self._copies.copy(self._tensors.beside(out[start:]), self._as_of)
+
+
+class RestOfState:
+    """What a rank's state has beside the parameters that its optimizer updates, for another thread to hash it.
+
+    That is all else that comes of updates: the optimizer's state, and in bf16 models the parameters that they compute
+    with. Buffers of the model are left out: a group may have its own.
+
+    Args:
+        chunks: The rank's part of the model.
+        optimizer: Its optimizer.
+        copies: Makes copies from where the state is.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], optimizer: Optimizer, copies: HostCopies) -> None:
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        for named in named_parameters(chunks):
+            updated = optimized(named.parameter)
+            if updated is not named.parameter:
+                self._tensors.append((named.name, named.parameter.detach()))
+            for key, value in sorted(optimizer.state_of(updated).items()):
+                self._tensors.append((f"{key} of {named.name}", torch.as_tensor(value)))
+        self._counts = optimizer.update_counts()
+        self._copies = copies
+        self._as_of = copies.now()
+
+    def sha256(self) -> str:
+        """The SHA-256 of it, bit for bit the same in all groups. It must not change before this has ended."""
+        digest = sha256(repr(self._counts).encode())
+        for name, tensor in self._tensors:
+            digest.update(name.encode())
+            digest.update(memoryview(self._on_host(tensor).view(-1).view(torch.uint8).numpy()))
+        return digest.hexdigest()
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor.contiguous()
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._copies.copy([(tensor, on_host)], self._as_of)
+        return on_host
 
 
 class IncomingState:

@@ -26,7 +26,7 @@ from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import Optimizer
-from spare_megatron.mcore.parameters import NamedParameter, named_parameters, parameters_sha256
+from spare_megatron.mcore.parameters import NamedParameter, named_parameters, optimized, parameters_sha256
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
@@ -36,6 +36,7 @@ from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import (
     IncomingState,
     OutgoingState,
+    RestOfState,
     StateCopy,
     load_state,
     outgoing_state,
@@ -276,6 +277,21 @@ class GroupTrainer:
     def params_sha256(self) -> str:
         """The SHA-256 of this rank's parameters, bit for bit."""
         return parameters_sha256(self.chunks)
+
+    def rest_of_state(self) -> RestOfState:
+        """All other state that the rank has in every group, to be hashed by another thread before the next update."""
+        assert not isinstance(self._optimizer, StackedOptimizer), "what is stacked differs from group to group"
+        return RestOfState(self.chunks, self._optimizer, self._copies)
+
+    def moments(self) -> Iterator[Tensor]:
+        """The first moments of the optimizer that are held here; none before the first update."""
+        if isinstance(self._optimizer, StackedOptimizer):
+            yield from self._optimizer.first_moments()
+            return
+        for named in named_parameters(self.chunks):
+            state = self._optimizer.state_of(optimized(named.parameter))
+            if state:
+                yield state["exp_avg"]
 
     def parameters_named(self) -> Iterator[NamedParameter]:
         """The parameters of this rank and their gradients, by their names in the whole model."""

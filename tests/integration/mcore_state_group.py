@@ -11,6 +11,7 @@ from benchmarks.peers.peer_group import PeerGroup
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.pieces import Piece
 from spare_megatron.mcore import optimizer
+from spare_megatron.mcore.corruption import corrupt
 from spare_megatron.mcore.state import ForeignState
 from spare_megatron.mcore.tensor_bytes import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
@@ -54,6 +55,24 @@ def take_over(config: RunConfig, num_steps: int) -> TakenOver:
         states=(_whole(donor.outgoing_state().tensors), _whole(newcomer.outgoing_state().tensors)),
         num_bytes=num_bytes,
     )
+
+
+def rests(config: RunConfig, num_steps: int) -> tuple[list[str], list[str]]:
+    """Digests of what the state has beside parameters, and of these: of a trainer after some steps, of one that has
+    trained as long, of one that has taken its state over, and of that with a moment, and then a count, changed.
+    """
+    donor, other = GroupTrainer(config, CPU), GroupTrainer(config, CPU)
+    for step in range(num_steps):
+        _train(donor, config, step)
+        _train(other, config, step)
+    newcomer = GroupTrainer(config, CPU)
+    hand_over(donor, newcomer)
+    found = [(one.rest_of_state().sha256(), one.params_sha256()) for one in (donor, other, newcomer)]
+    corrupt(newcomer, "moment_flip", 0)
+    found.append((newcomer.rest_of_state().sha256(), newcomer.params_sha256()))
+    next(iter(newcomer._optimizer.megatron.optimizer.state.values()))["step"] += 1.0
+    found.append((newcomer.rest_of_state().sha256(), newcomer.params_sha256()))
+    return [rest for rest, _ in found], [params for _, params in found]
 
 
 def updates_counted(config: RunConfig, num_updates: int) -> list[set[float]]:

@@ -32,6 +32,17 @@ def test_a_state_in_pieces_is_the_same_state(text_corpus: Path, precision: str) 
         assert rank.states[0] == rank.states[1]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_digest_tells_of_what_the_state_has_beside_parameters(text_corpus: Path, precision: str) -> None:
+    """It is that of whoever has taken the state over, too, and of whoever has come to the same by itself."""
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2, pipeline_parallel=2), steps=8, precision=precision)
+    prepare_index(config)
+    for rests, params in run_group(group.rests, config, 2):
+        assert len(set(params)) == 1
+        assert rests[0] == rests[1] == rests[2]
+        assert len(set(rests)) == 3
+
+
 def test_a_fused_adam_and_torchs_go_on_from_each_others_state(text_corpus: Path) -> None:
     """Without its count of updates Adam would correct its moments as if they were new."""
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2))

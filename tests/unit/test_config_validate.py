@@ -170,6 +170,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             ["reduce.mode=reproducible", "faults.trace=[{phase='backward', kind='bit_flip', bit=64}]"],
             "faults.trace[0].bit=64 lies outside 0 to 63",
         ),
+        (
+            ["faults.trace=[{phase='backward', kind='moment_flip', step=0}]"],
+            "faults.trace[0].kind=moment_flip strikes what the first update makes, and faults.trace[0].step=0 may come",
+        ),
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),
         (["reduce.bucket_mib=0"], "reduce.bucket_mib=0.0 must be above 0"),

@@ -312,6 +312,7 @@ def test_beginning_and_end_of_the_run_are_spared() -> None:
         (("faults.shape=0",), "faults.shape=0.0 must be above 0"),
         (("faults.domain_share=1.5",), "lies outside 0 to 1"),
         (("faults.kinds=['kill_store']",), "has kill_store, which ends the run"),
+        (("faults.kinds=['moment_flip']",), "has moment_flip, which is never drawn"),
         (("faults.kinds=['cut']",), "has cut, which needs a network"),
         (("faults.kinds=['stop_node']",), "which hits the only node there is"),
         (("faults.kinds=['stop_store']", "control.store=etcd"), "needs a control store of the run's own"),

@@ -1,6 +1,10 @@
 """Whose state is wrong, by the digests that votes tell of it.
 
-Where all groups hold all state, the parameters of the majority of all who voted are right.
+Where all groups hold all state, the parameters of the majority of all who voted are right. What else they hold, the
+optimizer's moments above all, is compared where a group has taken it over: it has that of one other group, its donor,
+and would make a majority of the two one update later. So what a donor says and what was copied from it is one word
+where it is the same. What most words say is right. What is saved after the last step, of which no update comes, is
+compared likewise.
 
 With slices a group has most parameters from their owners, and a wrong value may come to the majority. So it is the
 hosts of each slice that are compared first: they have computed it independently of each other, and all to the same
@@ -58,7 +62,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
         if len(params) > 1 or any(len({digest.sha256 for digest in of.values()}) > 1 for of in told.values()):
             return Retry(step=attempted.step, attempt=attempted.attempt, recompute=True, gather=True)
         return None
-    found = _wrong_state(attempted, told) or _wrong_params(attempted, votes, told)
+    found = _wrong_slices(attempted, told) or _wrong_params(attempted, votes, told) or _wrong_state(attempted, votes)
     if not isinstance(found, dict):
         return found
     to_fence = found.keys() & set(attempted.members) if attempted.is_discarded else found.keys()
@@ -68,7 +72,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
     return Fence(group=group, incarnation=dict(attempted.voters)[group], reason=found[group], discard=True)
 
 
-def _wrong_state(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
+def _wrong_slices(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
     """The groups whose state of some slice is wrong, or not known to be right, and why."""
     wrong: dict[GroupId, str] = {}
     step, ownership = attempted.step, attempted.ownership
@@ -108,6 +112,23 @@ def _wrong_params(
         return Halt(step=attempted.step, reason=reason, discard=True)
     reason = f"its parameters before step {attempted.step} differ from those of {num_agreeing} groups"
     return dict.fromkeys(wrong, reason)
+
+
+def _wrong_state(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> dict[GroupId, str] | Halt | None:
+    """The groups whose state is wrong where each holds all of it, and why; or that nobody knows whose."""
+    told = {group: vote for group, vote in votes.items() if vote.state_digest}
+    if len({vote.state_digest for vote in told.values()}) < 2:
+        return None
+    words = {
+        (group if vote.copied_from is None else vote.copied_from, vote.state_digest) for group, vote in told.items()
+    }
+    counts = Counter(digest for _, digest in words)
+    digest, num_agreeing = counts.most_common(1)[0]
+    if 2 * num_agreeing <= counts.total():
+        reason = f"groups have the same parameters and different state: {by_value(told, 'state_digest')}"
+        return Halt(step=attempted.step, reason=reason, discard=True)
+    reason = f"its state before step {attempted.step} differs from that of {num_agreeing} groups"
+    return {group: reason for group, vote in told.items() if vote.state_digest != digest}
 
 
 def by_value(votes: Mapping[GroupId, Vote], field: str) -> str:

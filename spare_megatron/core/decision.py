@@ -5,7 +5,7 @@ otherwise, which keeps the buckets whose sums all of them hold. Before that come
 state that differs (`core.comparison`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from spare_megatron.core.comparison import by_value, objection
 from spare_megatron.core.messages import Commit, Entry, Finish, Halt, Retry, VotesRead
@@ -69,9 +69,14 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
     if len({vote.plan_digest for vote in of_members}) > 1:
         return Halt(step=attempted.step, reason=f"groups have different plans: {by_value(votes, 'plan_digest')}")
     cast = of_members if len(votes) == len(attempted.members) else votes.values()
-    if not any(vote.slice_digests for vote in cast) and len({vote.params_digest for vote in cast} - {""}) < 2:
-        return None
-    return objection(attempted, votes)
+    if any(vote.slice_digests for vote in cast) or _differ("params_digest", cast) or _differ("state_digest", cast):
+        return objection(attempted, votes)
+    return None
+
+
+def _differ(field: str, votes: Iterable[Vote]) -> bool:
+    """Whether those who tell of it tell different things."""
+    return len({getattr(vote, field) for vote in votes} - {""}) > 1
 
 
 def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[SliceCopy, ...]:

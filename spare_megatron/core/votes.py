@@ -31,10 +31,17 @@ class Digests:
     Attributes:
         params: Digest of all parameters of the group.
         slices: Of the state of each slice that the group hosts, ascending.
+        state: Of all else that each group holds where there are no slices, the optimizer's moments above all: where
+            state has been copied, or is the last of the run. What is wrong there shows in the parameters only after
+            the next update.
+        copied_from: The donor from which the group has taken its state over since the last commit: it tells what that
+            one has, and nothing of its own.
     """
 
     params: str = ""
     slices: tuple[SliceDigest, ...] = ()
+    state: str = ""
+    copied_from: GroupId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,8 @@ class Vote:
             asked it for. It says so in every vote until the log has it: a commit makes it a host of them.
         save_ends: Saves of the group that have ended; it says so, too, until a commit has it.
         slice_digests: As in `Digests`.
+        state_digest: As in `Digests`.
+        copied_from: As in `Digests`.
     """
 
     is_complete: bool
@@ -61,6 +70,8 @@ class Vote:
     restored: tuple[SliceId, ...] = ()
     save_ends: tuple[SaveEnd, ...] = ()
     slice_digests: tuple[SliceDigest, ...] = ()
+    state_digest: str = ""
+    copied_from: GroupId | None = None
 
 
 _USUAL = {field.name: field.default for field in fields(Vote)}

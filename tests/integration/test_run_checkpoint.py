@@ -97,6 +97,21 @@ def test_a_flip_in_the_last_checkpoint_is_found_and_another_group_saves_it_again
     assert unsaved_end(config_of(text_corpus, steps=2), tmp_path / "run", run.summary) == ""
 
 
+def test_a_flipped_moment_in_the_last_checkpoint_is_found_too(text_corpus: Path, tmp_path: Path) -> None:
+    """It is too small to change a parameter, whose digits are of other sizes: what is compared is the moment."""
+    flip = FaultConfig(phase=Phase.AFTER_COMMIT, step=1, group=0, rank=0, kind="moment_flip", bit=3)
+    run = complete_run(config_of(text_corpus, steps=2, interval_steps=9, faults=[flip]), tmp_path / "run")
+    assert_proven(run)
+    assert [record.kind for record in run.journal.of(FaultRecord)] == ["moment_flip"]
+    fence, retry, finish = entries_of(run.journal)[-3:]
+    assert (fence["group"], fence["discard"]) == (0, True)
+    assert fence["reason"] == "its state before step 2 differs from that of 3 groups"
+    assert [entry["entry"] for entry in (retry, finish)] == ["retry", "finish"]
+    found = newest_valid(tmp_path / "run" / "checkpoints").found
+    assert found is not None
+    assert (found.manifest.step, found.manifest.group) == (2, 2)
+
+
 STAGES_OF_A_SAVE = [
     ("save", 1, False),
     ("save_write", 1, False),

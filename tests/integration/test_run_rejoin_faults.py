@@ -13,7 +13,7 @@ from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord
 from spare_megatron.runtime.process.reports import GroupLost, GroupRejoined
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
+from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, losses_of, tiny_config
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -160,6 +160,31 @@ def test_the_copy_of_wrong_parameters_is_refused(text_corpus: Path, tmp_path: Pa
     assert [fence["group"] for fence in fences if fence["discard"]] == ([] if bit is None else [0])
     assert sorted(lives(run)) == [(0, 1, AWAITED + 3), (1, 2, AWAITED + 3)]
     assert groups_at_the_end(run) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, tmp_path: Path, precision: str) -> None:
+    """The donor's parameters are right, and so are those of its newcomer until the next update: then two of four groups
+    would hold the same wrong ones, and nobody would know who is right.
+    """
+    faults = [LOSS, replace(strike("moment_flip", Phase.JOIN, 2, 0), bit=25)]
+    config = tiny_config(
+        text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible", precision=precision
+    )
+    whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
+    watch = awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1), (AWAITED + 2, 1, 2))
+    run = complete_run(config, tmp_path / "run", watch)
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
+    assert {(record.group, record.kind) for record in run.journal.of(FaultRecord)} == {(1, "kill"), (0, "moment_flip")}
+    fences = [entry for entry in entries_of(run.journal) if entry["entry"] == "fence" and entry["discard"]]
+    assert {(fence["group"], fence["incarnation"]) for fence in fences} == {(0, 0), (1, 1)}
+    assert {fence["reason"] for fence in fences} == {
+        f"its state before step {AWAITED + 1} differs from that of 2 groups"
+    }
+    assert sorted(lives(run)) == [(0, 1, AWAITED + 3), (1, 1, AWAITED + 1), (1, 2, AWAITED + 3)]
+    assert groups_at_the_end(run) == {0, 1, 2, 3}
+    assert losses_of(run.journal) == losses_of(whole.journal)
+    assert run.summary.params_sha256 == whole.summary.params_sha256
 
 
 def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -> None:

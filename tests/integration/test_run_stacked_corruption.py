@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
+from spare_megatron.config.schema import FaultConfig, FaultKind, LayoutConfig, OptimizerConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.journal.records import FaultRecord
 from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, params_of, tiny_config
@@ -29,22 +29,23 @@ def run_with(corpus: Path, run_dir: Path, redundancy: int, *faults: FaultConfig)
     return run
 
 
-def flip(group: int) -> FaultConfig:
+def flip(group: int, kind: FaultKind = "param_flip") -> FaultConfig:
     """Before the update of step 1, in the first slice that the group hosts."""
-    return FaultConfig(phase=Phase.AFTER_COMMIT, step=1, group=group, rank=0, kind="param_flip", bit=10)
+    return FaultConfig(phase=Phase.AFTER_COMMIT, step=1, group=group, rank=0, kind=kind, bit=10)
 
 
 def entries(run: Run, kind: str) -> list[dict[str, object]]:
     return [entry for entry in entries_of(run.journal) if entry["entry"] == kind]
 
 
-def test_wrong_parameters_of_an_owner_are_found_by_its_stand_ins_and_cost_its_group_alone(
-    text_corpus: Path, tmp_path: Path
+@pytest.mark.parametrize("kind", ["param_flip", "moment_flip"])
+def test_wrong_state_of_an_owner_is_found_by_its_stand_ins_and_costs_its_group_alone(
+    text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
     """Slice 0 is on groups 0, 3 and 4. Group 0 owns it, so that groups 1 and 2 get what it has."""
     expected = run_with(text_corpus, tmp_path / "none", 3)
     assert (expected.summary.outcome, expected.summary.verdict) == ("finished", "valid"), expected.summary
-    run = run_with(text_corpus, tmp_path / "run", 3, flip(0))
+    run = run_with(text_corpus, tmp_path / "run", 3, flip(0, kind))
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary
     [fence] = entries(run, "fence")
     assert (fence["group"], fence["discard"]) == (0, True)

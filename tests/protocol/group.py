@@ -71,7 +71,7 @@ class Group:
         self._buckets = Buckets(self.name, world.num_buckets, world.window_type)
         self._computed: list[str] = []  # digests of this step's plans
         self._params = AT_FIRST
-        self._is_spoiled = False  # what belongs to the parameters, and shows in them one update later
+        self._spoiled = ""  # by what: it belongs to the parameters, and shows in them one update later
         self._lacks_params = False
         self._telling = Telling()
         self._saving = Saving(member, world)
@@ -93,7 +93,7 @@ class Group:
                     self._world.invariants.stopped(self.name, action)
                     if isinstance(action, FinishRun):
                         self._has_params(action.step)
-                        self._world.invariants.saves.finished(self._params)
+                        self._world.invariants.saves.finished(self._content)
                     if isinstance(action, StopWipeOut):
                         self._world.wiped_out(self.member)
                     return
@@ -107,9 +107,14 @@ class Group:
         """Its parameters, or its state of a slice, change behind its back, to others than anybody has."""
         if self.held is not None and self.held.corrupt(random, len(self._world.groups), self.name):
             return
-        self._is_spoiled = self.held is None and random.random() < 0.5
-        if not self._is_spoiled:
+        if self.held is None and random.random() < 0.5:
+            self._spoiled = f"{WRONG} in {self.name}"
+        else:
             self._params = f"{WRONG} in {self.name}"
+
+    @property
+    def _content(self) -> Content:
+        return Content(self._params, self._spoiled)
 
     def _handle(self, event: Event) -> tuple[Action, ...]:
         self._telling.is_wanted |= isinstance(event, EntryRead) and isinstance(event.entry, Fence)
@@ -153,16 +158,18 @@ class Group:
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case AdmitGroups(step=step):
                 yield None
-                given = "" if self._lacks_params else self._params
+                given = Content("", "") if self._lacks_params else self._content
                 self._telling.is_due |= not self._lacks_params
+                self._telling.is_whole |= self.held is None
                 self._world.states.setdefault((self._generation, step), {})[self.member] = given
             case SaveCheckpoint(step=step, member=member):
                 yield None
                 self._telling.save(step, lacks_params=self._lacks_params)
+                self._telling.is_whole |= action.is_last and self.held is None
                 if not self._lacks_params:
                     self._has_params(step)
                     if member == self.member:
-                        self._saving.begin(action, self._links.head, Content(self._params, self._is_spoiled))
+                        self._saving.begin(action, self._links.head, self._content)
             case RefuseCheckpoint(step=step, member=member):
                 self._world.invariants.refused(self.name, step, member)
             case LoadCheckpoint(step=step, hosts=hosts):
@@ -173,7 +180,7 @@ class Group:
         return ()
 
     def _load(self, step: int, hosted: Sequence[int]) -> None:
-        self._params, self._is_spoiled = self._world.invariants.saves.params[step], False
+        self._params, self._spoiled = self._world.invariants.saves.params[step], ""
         self._telling.is_due = True
         if self.held is not None:
             self.held.load(step, self._world.invariants.slices.saved(self._generation, step, hosted))
@@ -197,8 +204,7 @@ class Group:
         change = self._world.invariants.updated(self.name, step, attempt, self._buckets.sums())
         self._telling.changed()
         if self.held is None:
-            spoiled_by = f"{WRONG} in {self.name}" * self._is_spoiled
-            self._params = marked([self._params, spoiled_by], f"{self._params}|{change}{spoiled_by}")
+            self._params = marked([self._params, self._spoiled], f"{self._params}|{change}{self._spoiled}")
             self._has_params(step + 1)
             self._telling.hold(step + 1)
         else:
@@ -332,8 +338,9 @@ class Group:
             self._world.invariants.counts["admission without a state"] += 1
             self._world.observe(self.member)
             return False
-        self._params, self._is_spoiled = given[donor], False
+        self._params, self._spoiled = given[donor]
         self._telling.is_due = True
+        self._telling.is_whole, self._telling.copied_from = self.held is None, donor.group
         if self.held is not None:
             self.held.num_updates = admission.step
         self._world.invariants.took_state(self.name, donor)
@@ -360,6 +367,8 @@ class Group:
             lacks_params=self._lacks_params,
             restored=() if self.held is None else self.held.restored(),
             slice_digests=() if self.held is None else self.held.tell(is_compared=is_compared),
+            state_digest=(self._spoiled or "right") if self._telling.is_whole else "",
+            copied_from=self._telling.copied_from,
         )
         if self.held is not None:
             self._world.invariants.slices.voted(self.name, self._generation, vote.restored, self.held)

@@ -40,8 +40,9 @@ from spare_megatron.core.restart_messages import GiveUp
 from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import Member
-from spare_megatron.core.votes import SliceDigest, Vote
+from spare_megatron.core.votes import Vote
 from tests.protocol.communicators import Sums
+from tests.protocol.confirming import has_majority, is_unconfirmed
 from tests.protocol.saved import Saved
 from tests.protocol.slices import WRONG, SliceObserver
 from tests.protocol.violation import Violation
@@ -151,27 +152,31 @@ class Invariants:
     def _is_unconfirmed(self, life: Life) -> bool:
         """Whether it has state that is wrong by now, or that other groups' votes do not confirm."""
         own = self._votes[life, self.attempt]
-        told = [own.params_digest, *(digest.sha256 for digest in own.slice_digests)]
+        told = [own.params_digest, own.state_digest, *(digest.sha256 for digest in own.slice_digests)]
         votes = {voter: vote for (voter, attempt), vote in self._votes.items() if attempt == self.attempt}
         of_members = [vote for voter, vote in votes.items() if voter in self.members or voter == life]
         of_others = [vote for voter, vote in votes.items() if voter not in self.members and voter != life]
         # Whoever decides may have seen the votes of some lost groups, and not those of others.
         some_of_others = (some for number in range(len(of_others) + 1) for some in combinations(of_others, number))
         return any(one.startswith(WRONG) for one in told) or any(
-            _is_unconfirmed(own, [*of_members, *some], self.slices.redundancy) for some in some_of_others
+            is_unconfirmed(own, [*of_members, *some], self.slices.redundancy) for some in some_of_others
         )
 
     def _halted(self, reason: str, writer: str) -> None:
-        digests = {
-            life: vote.params_digest
-            for (life, attempt), vote in self._votes.items()
-            if attempt == self.attempt and vote.params_digest
-        }
-        # Whoever halts has seen the votes of all members, and of those that were lost at most these.
-        [(digest, num_agreeing)] = Counter(digests.values()).most_common(1) or [("", 0)]
-        num_seen = sum(life in self.members for life, other in digests.items() if other == digest)
+        votes = {life: vote for (life, attempt), vote in self._votes.items() if attempt == self.attempt}
+        params = {life: vote.params_digest for life, vote in votes.items() if vote.params_digest}
+        states: dict[Life, str] = {}
+        words: set[tuple[int, str]] = set()
+        for life, vote in sorted(votes.items(), key=lambda item: item[0] not in self.members):
+            # What was copied tells of nothing but its donor's.
+            word = (life[0] if vote.copied_from is None else vote.copied_from, vote.state_digest)
+            if vote.state_digest and word not in words:
+                states[life] = vote.state_digest
+                words.add(word)
+        is_told = any(vote.state_digest for vote in votes.values())
+        is_known = has_majority(params, self.members) and (not is_told or has_majority(states, self.members))
         # With slices the majority may have a wrong value from its owner.
-        if num_seen > len(digests) - num_agreeing and not (self.slices.exist and len(set(digests.values())) > 1):
+        if is_known and not (self.slices.exist and len(set(params.values())) > 1):
             raise Violation(f"{writer} halts the run: {reason}")
         self._is_halted = True
 
@@ -252,6 +257,7 @@ class Invariants:
             return self._is_discarded
         states = {(digest.slice, digest.sha256) for vote in members for digest in vote.slice_digests}
         is_different = len({vote.params_digest for vote in members} - {""}) > 1
+        is_different |= len({vote.state_digest for vote in members} - {""}) > 1
         is_different |= len(states) > len({index for index, _ in states})
         if is_different and not (self.slices.exist and isinstance(entry, Retry)):
             raise Violation(f"{writer} writes {entry} though the members have different parameters")
@@ -379,19 +385,6 @@ class Invariants:
     def _is_wiped_out(self) -> bool:
         groups = {group for group, _ in self.members}
         return self.slices.is_wiped_out or any(not (hosts & groups) for hosts in self._hosts.values())
-
-
-def _is_unconfirmed(own: Vote, votes: Sequence[Vote], most_hosts: int) -> bool:
-    """Whether these votes leave open if the state that one of them tells of is right."""
-    told: dict[int, list[SliceDigest]] = {}
-    for digest in (digest for vote in votes for digest in vote.slice_digests):
-        told.setdefault(digest.slice, []).append(digest)
-    for digest in own.slice_digests:
-        of_slice = told[digest.slice]
-        num_right = sum(one.is_proven and one.sha256 == digest.sha256 for one in of_slice)
-        if len({one.sha256 for one in of_slice}) > 1 and 2 * num_right <= min(len(of_slice), most_hosts):
-            return True
-    return min(map(len, told.values()), default=2) == 1 and len({vote.params_digest for vote in votes} - {""}) > 1
 
 
 def life_of(process: str) -> Life:

@@ -101,6 +101,22 @@ class ComparesNothing(Controller):
         return super()._decide(replace(event, votes=votes), now_s)
 
 
+class ComparesNoCopies(Controller):
+    """Takes what is copied from one group for right where the parameters are."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        votes = {group: replace(vote, state_digest="") for group, vote in event.votes.items()}
+        return super()._decide(replace(event, votes=votes), now_s)
+
+
+class CountsCopies(Controller):
+    """Takes a copy for another word beside its donor's."""
+
+    def _decide(self, event: VotesRead, now_s: float) -> tuple[Action, ...]:
+        votes = {group: replace(vote, copied_from=None) for group, vote in event.votes.items()}
+        return super()._decide(replace(event, votes=votes), now_s)
+
+
 class RestartsThoseWhoTookPart(Controller):
     """Counts on lives that said before an earlier restart that they wait."""
 
@@ -326,6 +342,8 @@ MUTATIONS = {
     "ignores fences": Protocol(controller_type=IgnoresFences),
     "commits what was discarded": Protocol(controller_type=IgnoresDiscards),
     "goes on with different parameters": Protocol(controller_type=ComparesNothing),
+    "goes on with copies that differ": Protocol(controller_type=ComparesNoCopies),
+    "counts a copy and its donor as two": Protocol(controller_type=CountsCopies),
     "lets a fence hit a later incarnation": Protocol(controller_type=FencesLaterLives),
     "admits a group that was fenced while it waited": Protocol(controller_type=AdmitsTheFenced),
     "counts votes on an earlier attempt": Protocol(log_type=CountsOldVotes),

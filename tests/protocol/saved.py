@@ -16,15 +16,15 @@ class Content(NamedTuple):
 
     Attributes:
         params: The parameters.
-        is_spoiled: What belongs to them and is not compared is wrong.
+        spoiled: By what: what belongs to them, and shows in them one update later, is wrong. Empty if it is right.
     """
 
     params: str
-    is_spoiled: bool
+    spoiled: str
 
     @property
     def is_wrong(self) -> bool:
-        return self.is_spoiled or self.params.startswith(WRONG)
+        return bool(self.spoiled) or self.params.startswith(WRONG)
 
 
 class Saved:
@@ -71,9 +71,9 @@ class Saved:
         if content is not None and not is_doubtful and not content.is_wrong:
             raise Violation(f"{process} refuses what {member} has saved after {step} steps, and it is right")
 
-    def finished(self, params: str) -> None:
-        """A process has these parameters at the end of the run."""
-        self._is_right_at_end |= not params.startswith(WRONG)
+    def finished(self, content: Content) -> None:
+        """A process holds this at the end of the run."""
+        self._is_right_at_end |= not content.is_wrong
 
     def ended(self, num_steps: int, put_out: Collection[str]) -> None:
         """The run is over.
@@ -85,6 +85,6 @@ class Saved:
         for step, (member, content) in self._visible.items():
             if content.is_wrong and f"{member.group}.{member.incarnation}" in put_out:
                 raise Violation(f"what {member} saved after {step} steps before it was put out is wrong, and is used")
-        member, content = self._visible.get(num_steps, (None, Content("", is_spoiled=False)))
-        if content.params.startswith(WRONG) and self._is_right_at_end:
+        member, content = self._visible.get(num_steps, (None, Content("", "")))
+        if content.is_wrong and self._is_right_at_end:
             raise Violation(f"what {member} has saved after the last step is wrong, and nobody says so")

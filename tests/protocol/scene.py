@@ -113,3 +113,18 @@ class Scene:
             },
             slice_redundancy=random.choice((2, 3, 3, 4)),
         )
+
+    @classmethod
+    def draw_returns(cls, random: Random) -> "Scene":
+        """One in which each group has all state, and little else happens than that it changes and groups come back."""
+        num_groups, num_steps = random.randint(3, 5), random.randint(4, 6)
+        return cls(
+            num_groups=num_groups,
+            redundancy=num_groups,
+            microbatches_per_shard=1,
+            num_steps=num_steps,
+            granularity="microbatch",
+            save_interval_s=random.choice((None, 100.0)),
+            fault_moves=20 * num_groups * num_steps,
+            fault_budget={"corrupt": 1, "replace": 2},
+        )

@@ -13,6 +13,7 @@ from spare_megatron.runtime.vote.agreement import GroupAgreement
 from tests.protocol.communicators import Communicators
 from tests.protocol.invariants import Invariants
 from tests.protocol.post import Post
+from tests.protocol.saved import Content
 from tests.protocol.slices import SliceStates
 from tests.protocol.store import Request
 
@@ -41,7 +42,7 @@ class Surroundings(Protocol):
     num_buckets: int
     window_type: type[BucketWindow]
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
-    states: dict[tuple[int, int], dict[Member, str]]
+    states: dict[tuple[int, int], dict[Member, Content]]
     may_restart: bool
     num_waiting: int
     is_patience_over: bool

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from spare_megatron.core.topology import Member
+from spare_megatron.core.topology import GroupId, Member
+from tests.protocol.saved import Content
 
 
 class Telling:
@@ -11,16 +12,21 @@ class Telling:
     Attributes:
         is_wanted: State is told in any case when the parameters are there.
         is_due: The next vote tells of it.
+        is_whole: It also tells of what shows in the parameters one update later.
+        copied_from: The group that it has that from.
     """
 
     def __init__(self) -> None:
         self.is_wanted = False
         self.is_due = True
+        self.is_whole = False
+        self.copied_from: GroupId | None = None
         self._after_save = -1
 
     def changed(self) -> None:
         """The state is another one."""
-        self.is_due = False
+        self.is_due = self.is_whole = False
+        self.copied_from = None
 
     def hold(self, step: int) -> None:
         """The parameters are those after so many steps: every other time they are compared."""
@@ -36,9 +42,9 @@ class Telling:
             self.is_due = True
 
 
-def majority(given: Mapping[Member, str], num_donors: int) -> Member | None:
-    """One of more than half of the donors, who have given the same."""
-    for donor, params in given.items():
-        if params and 2 * sum(other == params for other in given.values()) > num_donors:
+def majority(given: Mapping[Member, Content], num_donors: int) -> Member | None:
+    """One of more than half of the donors, who have given the same parameters."""
+    for donor, (params, _) in given.items():
+        if params and 2 * sum(other.params == params for other in given.values()) > num_donors:
             return donor
     return None

@@ -13,6 +13,7 @@ from tests.protocol.world import World
 NUM_HISTORIES = 550
 NUM_WIPE_OUT_HISTORIES = 150
 NUM_CORRUPTION_HISTORIES = 100
+NUM_RETURN_HISTORIES = 300
 
 
 def test_no_history_violates_an_invariant_and_together_they_reach_everything() -> None:
@@ -67,6 +68,13 @@ def test_no_history_of_corruptions_violates_an_invariant() -> None:
     sample = run_histories(range(NUM_CORRUPTION_HISTORIES), draw=Scene.draw_corruptions)
     assert sample.violations == {}
     least = {"corrupt": 100, "discard": 50, "gather anew": 50, "restored": 100, "FinishRun": 100, "state wipe-out": 10}
+    assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
+
+
+def test_no_history_of_returns_with_wrong_state_violates_an_invariant() -> None:
+    sample = run_histories(range(NUM_RETURN_HISTORIES), draw=Scene.draw_returns)
+    assert sample.violations == {}
+    least = {"corrupt": 250, "admission": 400, "discard": 120, "Halt": 20, "FinishRun": 800}
     assert {what: sample.counts[what] for what in least if sample.counts[what] < least[what]} == {}
 
 

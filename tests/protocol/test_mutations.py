@@ -22,6 +22,8 @@ FOUND_AS = {
     "ignores fences": "but the log says|no progress|is fenced|no end",
     "commits what was discarded": "the sum of a group that was put out",
     "goes on with different parameters": "have different parameters|though the members hold",
+    "goes on with copies that differ": "have different parameters|whose parameters are right",
+    "counts a copy and its donor as two": "whose parameters are right|halts the run",
     "lets a fence hit a later incarnation": "but the log says|no progress|is fenced|without the votes",
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
     "starts again with lives that took part": "with lives that took part",
@@ -114,6 +116,8 @@ def draw_saves(random: Random) -> Scene:
 
 
 RARE = {
+    "goes on with copies that differ": Scene.draw_returns,
+    "counts a copy and its donor as two": Scene.draw_returns,
     "compares nothing of its last checkpoint": draw_last_saves,
     "takes anybody's word for a copy": draw_late_copies,
     "says nothing of a gathering that broke": draw_breaks,

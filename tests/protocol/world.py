@@ -25,6 +25,7 @@ from tests.protocol.group import Group
 from tests.protocol.invariants import Invariants
 from tests.protocol.mutations import Protocol
 from tests.protocol.post import Post
+from tests.protocol.saved import Content
 from tests.protocol.scene import Scene
 from tests.protocol.slices import SliceObserver, SliceStates
 from tests.protocol.store import Request, Store, conversation
@@ -91,7 +92,7 @@ class World:
         self._clock_skew_s: dict[str, float] = {}
         self.groups = tuple(GroupId(group) for group in range(scene.num_groups))
         # By restarts and step: what donors give to those who come back.
-        self.states: dict[tuple[int, int], dict[Member, str]] = {}
+        self.states: dict[tuple[int, int], dict[Member, Content]] = {}
         self.may_restart = scene.max_restarts > 0
         self.is_patience_over = False  # of those who wait for a restart
         self._have_waited: set[Member] = set()

@@ -147,7 +147,9 @@ class GroupExecutor:
             self._agreement.publish_digest(head - 1, NO_DIGEST)
             return
         self._digests.take()
-        if self._agreement.member in action.members:
+        donor = dict(zip(action.members, action.donors, strict=True)).get(self._agreement.member)
+        self._digests.hash_rest(copied_from=None if donor is None else donor.group)
+        if donor is not None:
             with self._probe.during(Operation.JOIN):
                 confirm(self._digests.value.params, action, head, self._agreement, self._join_timeout_s, self._probe)
             self._report(GroupRejoined(member=self._agreement.member, step=action.step))
@@ -229,7 +231,7 @@ class GroupExecutor:
         self._now.epoch = action.epoch
         if self._gather is not None and self._gather.is_lacking:
             return self._reduction.abstain(action, self._gather.evidence)
-        events = self._reduction.attempt(action, self._now.computed, digests=self._digests.value, head=self._head)
+        events = self._reduction.attempt(action, self._now.computed, digests=self._digests.told, head=self._head)
         self._clock.reduced(self._reduction.ready_at_s)
         return events
 
@@ -302,7 +304,7 @@ class GroupExecutor:
         State is compared then and after the next update, so that what is wrong with it is soon known.
         """
         has_params = not self.lacks_params
-        self._digests.check_saved(action.step, self.num_restarts, has_params=has_params)
+        self._digests.check_saved(action.step, self.num_restarts, has_params=has_params, is_last=action.is_last)
         self.saves.save(action, self._head, has_params=has_params)
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
@@ -337,7 +339,7 @@ class GroupExecutor:
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
         """Votes on whether the run can end. Returns all votes on the leader whose vote was the last, else nothing."""
-        digests, lacks_params = self._digests.value, self.lacks_params
+        digests, lacks_params = self._digests.told(), self.lacks_params
         return vote_to_finish(action, self._voting, self._journal, self._probe, digests, lacks_params=lacks_params)
 
     def _hold_params(self, step: int) -> None:

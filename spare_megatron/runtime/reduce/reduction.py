@@ -185,7 +185,7 @@ class Reduction:
     # ------------------------------------------------------------------------------------------------ an attempt
 
     def attempt(
-        self, action: AttemptReduce, computed: Sequence[Microbatch], *, digests: Digests, head: int
+        self, action: AttemptReduce, computed: Sequence[Microbatch], *, digests: Callable[[], Digests], head: int
     ) -> list[Event]:
         """Sums over the groups what is not kept and casts the group's vote.
 
@@ -194,7 +194,7 @@ class Reduction:
         Args:
             action: What to reduce, with whom.
             computed: The microbatches in the rank's local sums.
-            digests: What the vote says of the group's state.
+            digests: What the vote says of the group's state, asked for when all else of the attempt is done.
             head: Entries of the log folded so far; the next one ends the attempt.
 
         Returns:
@@ -214,7 +214,7 @@ class Reduction:
             self._agree_on_finding(action.step)
         if self._is_complete:
             self._probe(Phase.AFTER_REDUCE)
-        return self._vote(action, digest_of_work(computed), digests)
+        return self._vote(action, digest_of_work(computed), digests())
 
     @property
     def _is_complete(self) -> bool:
@@ -356,6 +356,8 @@ class Reduction:
                 restored=restored,
                 save_ends=tuple(self.save_ends),
                 slice_digests=digests.slices,
+                state_digest=digests.state,
+                copied_from=digests.copied_from,
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))

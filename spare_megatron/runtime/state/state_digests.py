@@ -1,11 +1,14 @@
 """The digests of a group's state, as its ranks agree on them, its journal has them and its votes say them."""
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.slice_actions import StartRepairs
 from spare_megatron.core.slices import SliceCopy
-from spare_megatron.core.topology import SliceId
+from spare_megatron.core.topology import GroupId, SliceId
 from spare_megatron.core.votes import Digests, SliceDigest
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ParamsRecord
@@ -46,7 +49,9 @@ class StateDigests:
         self._copying: frozenset[SliceId] = frozenset()
         self._unproven: frozenset[SliceId] = frozenset()  # copied since all hosts were last compared
         self.value = Digests()
-        """What the next vote says of the state; empty where it is not compared."""
+        """What is known of the state; empty where it is not compared."""
+        self._hashing: Future[str] | None = None
+        self._copied_from: GroupId | None = None
         self.is_wanted = False
         """Whether state is compared in any case as soon as it is held: after a loss, to save, before hosts let go."""
         self._after_save = 0  # steps after which what comes of saved state is compared
@@ -66,11 +71,11 @@ class StateDigests:
         member = self._agreement.member
         self._unproven -= {copy.slice for copy in copies if copy.member == member}
 
-    def check_saved(self, step: int, num_restarts: int, *, has_params: bool) -> None:
+    def check_saved(self, step: int, num_restarts: int, *, has_params: bool, is_last: bool) -> None:
         """The next vote compares the state that is saved after this many steps, and one compares what comes of it.
 
         What is wrong in the optimizer's moments shows in the parameters one update later, and so does what changes in
-        this state while it is copied.
+        this state while it is copied. After the last step there is no update, and moments are compared themselves.
 
         Collective over: all ranks of the group.
 
@@ -78,12 +83,15 @@ class StateDigests:
             step: The steps.
             num_restarts: Of the run.
             has_params: Whether the group has all parameters; else they are compared when they are together.
+            is_last: Whether the run has no further steps.
         """
         self._after_save = step + 1
         if not has_params:
             self.is_wanted = True
         elif not self.value.params:
             self.check(step, num_restarts)
+        if is_last:
+            self.hash_rest()
 
     def forget(self) -> None:
         """The state has changed."""
@@ -120,6 +128,32 @@ class StateDigests:
             ),
         )
 
+    def hash_rest(self, *, copied_from: GroupId | None = None) -> None:
+        """The next vote tells of all other state, too, where every group holds all of it.
+
+        It is hashed beside the training until that vote, and does not change before the update after it.
+
+        Args:
+            copied_from: The group that it has just been taken over from.
+        """
+        if self._trainer.stacked is None:
+            self._hashing = _in_background(self._trainer.rest_of_state().sha256)
+            self._copied_from = copied_from
+
+    def told(self) -> Digests:
+        """What the next vote says of the state.
+
+        Collective over: all ranks of the group.
+        """
+        if self._hashing is not None:
+            with self._probe.during(Operation.CHECK):
+                own = self._hashing.result()
+            with self._probe.during(Operation.SETTLE):
+                [state] = self._agreement.combine_digests([own])
+            self.value = replace(self.value, state=state, copied_from=self._copied_from)
+            self._hashing = None
+        return self.value
+
     def write(self, step: int, num_restarts: int) -> None:
         """Journals them as those after this many committed steps of a run that has started again so often."""
         if self._agreement.is_leader:
@@ -139,3 +173,17 @@ class StateDigests:
         """
         self.take()
         self.write(step, num_restarts)
+
+
+def _in_background(work: Callable[[], str]) -> Future[str]:
+    """What the work gives or raises, done by a thread that keeps no process from ending."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001  (raised where it is asked for)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="hash-state", daemon=True).start()
+    return future

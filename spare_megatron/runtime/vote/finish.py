@@ -51,6 +51,8 @@ def vote_to_finish(
         params_digest=digests.params,
         lacks_params=lacks_params,
         slice_digests=digests.slices,
+        state_digest=digests.state,
+        copied_from=digests.copied_from,
     )
     with probe.during(Operation.VOTE):
         cast = voting.vote(action.attempt, vote, action.voters)

@@ -97,7 +97,8 @@ def _calibration_rows(found: Calibration) -> Iterator[tuple[str, str]]:
     stages["join"] = found.join_s
     for name, seconds in stages.items():
         yield name, "not measured" if seconds is None else format_duration(seconds)
-    beyond = {"step": found.scatter.step_s, "recovery": found.scatter.recovery_s}
+    scatter = found.scatter
+    beyond = {"step": scatter.step_s, "step of a warm-up": scatter.warm_up_s, "recovery": scatter.recovery_s}
     for name, seconds in beyond.items():
         yield f"slow ones add to a {name}", f"{'-' if seconds < 0 else ''}{format_duration(abs(seconds))} on average"
     worst = max(found.fit.states, key=lambda state: abs(state.residual))

@@ -1,7 +1,7 @@
 """What a real run's journal says about the costs that a simulation needs: a handful of constants for all its steps."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import inf
@@ -107,7 +107,8 @@ def calibrate(journal: Journal) -> Calibration:
     reduce_s = median(step.reduce_s / stretch(len(step.loads), speed) for step in steps)
     update_s = median(step.update_s / stretch(len(step.loads), speed) for step in steps)
     masked = _fit_recoveries(recoveries, reduce_s, speed)
-    costs = replace(speed, reduce_s=reduce_s, update_s=update_s, **masked.costs)
+    join_s = median(join.pause_s for join in joins) if joins else None
+    costs = replace(speed, reduce_s=reduce_s, update_s=update_s, join_s=join_s or 0.0, **masked.costs)
     return Calibration(
         name=run.name,
         num_groups=run.num_groups,
@@ -124,23 +125,24 @@ def calibrate(journal: Journal) -> Calibration:
         agree_s=masked.agree_s,
         rebuild_s=masked.rebuild_s,
         retry_s=masked.retry_s,
-        join_s=median(join.pause_s for join in joins) if joins else None,
+        join_s=join_s,
         fit=fit,
         scatter=scatter_of(
             committed,
             recoveries,
-            partial(_typical_step_s, costs, run.microbatches_per_shard),
+            partial(_typical_step_s, costs, run.microbatches_per_shard, {join.step for join in joins}),
             partial(_typical_recovery_s, costs, run.microbatches_per_shard),
         ),
         untold=(*masked.untold, *_untold_joins(committed, joins)),
     )
 
 
-def _typical_step_s(costs: CostModel, num_microbatches: int, step: StepTimes) -> float:
-    """A step without a loss, as the simulator has it."""
+def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[int], step: StepTimes) -> float:
+    """A step without a loss, as the simulator has it. Groups were taken in right before those in `joined`."""
     loads = np.array(list(step.loads.values()))
     compute_s = costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
-    return compute_s + (costs.reduce_s + costs.update_s) * stretch(len(step.loads), costs)
+    join_s = costs.join_s if step.step in joined else 0.0
+    return join_s + compute_s + (costs.reduce_s + costs.update_s) * stretch(len(step.loads), costs)
 
 
 def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: RecoveryTimes) -> float:

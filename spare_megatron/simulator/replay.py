@@ -5,7 +5,7 @@ the same rules.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -127,12 +127,7 @@ def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -
         median_join=_median_of([join.time for join in joins]),
         wall=Prediction(
             measured_s=_wall_s(steps),
-            predicted_s=_predicted_wall_s(
-                simulated_steps,
-                len(steps),
-                sum(times.is_retried for times in recoveries.values()),
-                scatter or Scatter(),
-            ),
+            predicted_s=_predicted_wall_s(simulated_steps, steps, recoveries.values(), scatter or Scatter()),
         ),
     )
 
@@ -142,12 +137,14 @@ def _wall_s(steps: Sequence[StepTimes]) -> float:
 
 
 def _predicted_wall_s(
-    simulated: Sequence[StepTimes], num_steps: int, num_recoveries: int, scatter: Scatter
+    simulated: Sequence[StepTimes], steps: Sequence[StepTimes], recoveries: Iterable[RecoveryTimes], scatter: Scatter
 ) -> float | None:
     """None if the simulation had to restart where the run did not, so that it lacks steps."""
-    if len(simulated) < num_steps:
+    if len(simulated) < len(steps):
         return None
-    return _wall_s(simulated) + (num_steps - 1) * scatter.step_s + num_recoveries * scatter.recovery_s
+    num_retried = sum(times.is_retried for times in recoveries)
+    beyond_s = sum(scatter.warm_up_s if step.disturbance == "join" else scatter.step_s for step in steps[1:])
+    return _wall_s(simulated) + beyond_s + num_retried * scatter.recovery_s
 
 
 def _scenario(run: RunRecord, num_steps: int, costs: CostModel) -> Scenario:

@@ -1,11 +1,12 @@
 """What single slow steps and recoveries add to a run. Medians leave them out, and the time of a whole run has them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from spare_megatron.simulator.measured import RecoveryTimes, StepTimes
+from spare_megatron.simulator.measured import Disturbance, RecoveryTimes, StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +15,13 @@ class Scatter:
 
     Attributes:
         step_s: Of a step without a loss, from the end of the one before.
+        warm_up_s: Of a step of the warm-up after groups came back, from the end of the one before and beyond what
+            taking them in takes.
         recovery_s: Of a recovery from a single loss in which the step was reduced again.
     """
 
     step_s: float = 0.0
+    warm_up_s: float = 0.0
     recovery_s: float = 0.0
 
 
@@ -32,15 +36,19 @@ def scatter_of(
     Args:
         committed: Its steps.
         recoveries: Its recoveries.
-        step_s: What a step without a loss takes by the typical costs.
+        step_s: What a step without a loss takes by the typical costs, with the taking in of groups before it.
         recovery_s: What a recovery takes by them.
     """
-    steps = [
-        after.ended_at_s - before.ended_at_s - step_s(after) for before, after in pairwise(committed) if after.is_clean
-    ]
+    beyond_s: dict[Disturbance, list[float]] = defaultdict(list)
+    for before, after in pairwise(committed):
+        beyond_s[after.disturbance].append(after.ended_at_s - before.ended_at_s - step_s(after))
     retried = [
         times.recovery.total_s - recovery_s(times)
         for times in recoveries
         if times.is_retried and len(times.recovery.lost) == 1
     ]
-    return Scatter(step_s=fmean(steps) if steps else 0.0, recovery_s=fmean(retried) if retried else 0.0)
+    return Scatter(step_s=_mean(beyond_s[""]), warm_up_s=_mean(beyond_s["join"]), recovery_s=_mean(retried))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

@@ -149,14 +149,17 @@ def test_single_slow_steps_and_recoveries_count_for_the_wall_time_and_for_no_oth
     slow = slower_after(journal, losses[2][0] + 4.5, 300.0, step=24)  # noticed after 3 s, agreed on after another
     began_s = next(step.began_at_s for step in read_steps(slow) if step.step == 50)
     slow = slower_after(slow, began_s + 1.0, 200.0, step=50)
+    began_s = next(step.began_at_s for step in read_steps(slow) if step.step == 19)
+    slow = slower_after(slow, began_s + 1.0, 100.0, step=19)
     found = calibrate(slow)
     assert found.costs == pytest.approx(calibrate(journal).costs)
     assert found.scatter.recovery_s == pytest.approx(300.0 / 4)
+    assert found.scatter.warm_up_s == pytest.approx(100.0 / 12, rel=0.01)
     predicted = replay(slow, CostModel(**found.costs), found.scatter)
-    assert predicted.wall.measured_s == pytest.approx(usual.wall.measured_s + 500.0)
+    assert predicted.wall.measured_s == pytest.approx(usual.wall.measured_s + 600.0)
     assert predicted.wall.error == pytest.approx(0.0, abs=0.02)
     without = replay(slow, CostModel(**found.costs))
-    assert without.wall.error == pytest.approx(-500.0 / predicted.wall.measured_s, abs=0.02)
+    assert without.wall.error == pytest.approx(-600.0 / predicted.wall.measured_s, abs=0.02)
     assert predicted.steps == without.steps
     assert predicted.recoveries == without.recoveries
 

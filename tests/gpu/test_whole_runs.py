@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
 from spare_megatron.core.phases import Phase
-from tests.integration.whole_run import assert_masked, complete_run, kill, losses_of, tiny_config
+from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, losses_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -27,7 +27,7 @@ def on_gpus(
 ) -> RunConfig:
     # Of three hosts of a slice two may be lost in one step.
     optimizer = OptimizerConfig(sharding=sharding, redundancy=3)
-    return tiny_config(
+    return alert_config(
         corpus,
         GROUPS,
         steps=6,
@@ -42,7 +42,7 @@ def on_gpus(
 
 @pytest.mark.gpu
 def test_a_group_alone_trains_on_one_gpu(text_corpus: Path, tmp_path: Path) -> None:
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=1), cluster=ON_GPU, **MODEL)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=1), cluster=ON_GPU, **MODEL)
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)
     assert len(losses_of(run.journal)) == config.train.steps

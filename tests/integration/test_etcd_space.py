@@ -22,7 +22,7 @@ from spare_megatron.runtime.checkpoint.loading import resumed
 from spare_megatron.runtime.driver import driver
 from spare_megatron.runtime.process.reports import RunEvent, StepCommitted, StoreMeasured
 from tests.integration.etcd_cluster import EtcdCluster, ask, running_cluster
-from tests.integration.whole_run import REPLICATED, complete_run, tiny_config
+from tests.integration.whole_run import REPLICATED, alert_config, complete_run
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -142,7 +142,7 @@ def test_a_run_ends_with_its_last_step_and_goes_on_from_there_when_there_is_room
     optimizer: OptimizerConfig,
 ) -> None:
     monkeypatch.setattr(driver, "_STORE_LOOK_S", 0.05)
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=200, optimizer=optimizer)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=200, optimizer=optimizer)
     # Longer than a supervisor waits for ranks that save their state: none may wait for an entry for so long.
     config = with_etcd(config, small_cluster, decision_timeout_s=600.0)
     saving = dataclasses.replace(config.checkpoint, interval_steps=100, folder=str(tmp_path / "shared"))

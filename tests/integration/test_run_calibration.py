@@ -13,7 +13,7 @@ from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.measured import WARM_UP_STEPS
 from spare_megatron.simulator.replay import replay
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
+from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -23,7 +23,7 @@ STEPS = 14
 def test_every_state_of_a_run_and_every_recovery_is_predicted(text_corpus: Path, tmp_path: Path) -> None:
     faults = [kill(Phase.BACKWARD, 6, 1), kill(Phase.IN_REDUCE, 10, 2)]
     layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
-    run = complete_run(tiny_config(text_corpus, layout, steps=STEPS, faults=faults), tmp_path / "run")
+    run = complete_run(alert_config(text_corpus, layout, steps=STEPS, faults=faults), tmp_path / "run")
     assert_masked(run)
     found = calibrate(run.journal)
     assert found.full_speed_groups == len(os.sched_getaffinity(0)) / 2
@@ -41,7 +41,7 @@ def test_every_state_of_a_run_and_every_recovery_is_predicted(text_corpus: Path,
 def test_a_run_whose_group_comes_back_measures_and_predicts_what_that_takes(text_corpus: Path, tmp_path: Path) -> None:
     lost_in, back_after = 4, 6
     faults = [kill(Phase.FORWARD, lost_in, 1)]
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=1)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=1)
     watch = Watch(awaited=frozenset({(back_after, Member(GroupId(1), 1))}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)

@@ -30,7 +30,7 @@ from spare_megatron.runtime.process.spec import RankSpec
 from spare_megatron.runtime.rank.rank import run_rank
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import HEARTBEAT_S, Run, assert_masked, complete_run, fenced_groups, tiny_config
+from tests.integration.whole_run import HEARTBEAT_S, Run, alert_config, assert_masked, complete_run, fenced_groups
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -44,7 +44,7 @@ def faulty(
     corpus: Path, faults: Sequence[FaultConfig], num_nodes: int = 1, *, isolate: bool = False, **more: Any
 ) -> RunConfig:
     cluster = ClusterConfig(device="cpu", num_nodes=num_nodes, isolate_nodes=isolate)
-    return tiny_config(corpus, LAYOUT, steps=STEPS, faults=faults, cluster=cluster, **more)
+    return alert_config(corpus, LAYOUT, steps=STEPS, faults=faults, cluster=cluster, **more)
 
 
 def at(phase: Phase, kind: str, group: int = 1, *, step: int = 2, rank: int = 0, **more: Any) -> FaultConfig:
@@ -120,7 +120,7 @@ def slow_rank(spec: RankSpec, reports: Connection) -> None:
 
 
 def test_a_rank_that_computes_slowly_is_told_from_those_that_wait_for_it(text_corpus: Path, tmp_path: Path) -> None:
-    config = tiny_config(text_corpus, LAYOUT, steps=3)
+    config = alert_config(text_corpus, LAYOUT, steps=3)
     summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=slow_rank)
     assert (summary.outcome, summary.verdict, summary.groups_lost) == ("finished", "valid", 0)
     history = history_of(read_standing(tmp_path / "run"), "valid", now_s=0.0)

@@ -17,7 +17,7 @@ from spare_megatron.runtime.driver.remote_node import look_after_node
 from spare_megatron.runtime.process.processes import die_with
 from spare_megatron.runtime.process.reports import GroupRejoined
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
+from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,7 +74,7 @@ def test_a_group_comes_back_after_the_loss_of_a_rank_and_of_a_whole_node_and_cha
         kill(Phase.BACKWARD, 2, 1, rank=1),
         FaultConfig(phase=Phase.FORWARD, step=AWAITED[0] + 2, group=0, rank=0, kind="kill_supervisor"),
     ]
-    config = tiny_config(
+    config = alert_config(
         text_corpus,
         layout,
         steps=STEPS,

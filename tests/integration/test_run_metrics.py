@@ -15,7 +15,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig
 from spare_megatron.runtime.driver import telemetry
 from spare_megatron.runtime.process.reports import MetricsLost
-from tests.integration.whole_run import assert_masked, complete_run, tiny_config
+from tests.integration.whole_run import alert_config, assert_masked, complete_run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,7 +24,7 @@ STEPS = 4
 
 def told_to_wandb(corpus: Path) -> RunConfig:
     metrics = MetricsConfig(wandb_project="tests", run_id="abcd1234")
-    return replace(tiny_config(corpus, LayoutConfig(num_groups=2), steps=STEPS), metrics=metrics)
+    return replace(alert_config(corpus, LayoutConfig(num_groups=2), steps=STEPS), metrics=metrics)
 
 
 def records_in(file: Path) -> Iterator[Record]:

@@ -33,7 +33,7 @@ from tests.integration.perfetto import loaded_in_perfetto
 from tests.integration.reference import assert_exact
 from tests.integration.test_report_browser import browser
 from tests.integration.watched_rank import Watch, watched_rank
-from tests.integration.whole_run import Run, assert_masked, complete_run, kill, read_run, tiny_config
+from tests.integration.whole_run import Run, alert_config, assert_masked, complete_run, kill, read_run
 
 __all__ = ["browser"]
 
@@ -81,7 +81,7 @@ class Killer:
 def outlived(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One of whose ranks was killed, whatever it was doing at that time. Each group has a supervisor of its own."""
     run_dir = tmp_path_factory.mktemp("outlived") / "run"
-    config = tiny_config(text_corpus, LAYOUT, steps=60, cluster=ClusterConfig(device="cpu", num_nodes=3))
+    config = alert_config(text_corpus, LAYOUT, steps=60, cluster=ClusterConfig(device="cpu", num_nodes=3))
     killer = Killer((1, 1), step=2)
     watch = Watch(dump_steps=frozenset({0, 30, 59}))
     start_run(config, run_dir, killer, rank_main=partial(watched_rank, watch))
@@ -235,7 +235,7 @@ def assert_spans_add_up(parts: list[RankSpans], metrics: Sequence[Mapping[str, A
 
 
 def test_a_run_whose_control_store_dies_ends_at_once_and_says_so(text_corpus: Path, tmp_path: Path) -> None:
-    config = tiny_config(text_corpus, LAYOUT, steps=5000)
+    config = alert_config(text_corpus, LAYOUT, steps=5000)
     killer = Killer("control-store", step=2)
     summary = start_run(config, tmp_path / "run", killer)
     assert killer.has_struck
@@ -260,7 +260,7 @@ def test_random_losses_are_masked(text_corpus: Path, tmp_path: Path, seed: int) 
         for group in generator.permutation(5)[:4]
     ]
     steps = 5
-    config = tiny_config(text_corpus, layout, steps=steps, faults=faults)
+    config = alert_config(text_corpus, layout, steps=steps, faults=faults)
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(steps))))
     assert_masked(run)
     assert_exact(run, range(steps))

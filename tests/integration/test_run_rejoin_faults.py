@@ -13,7 +13,7 @@ from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord
 from spare_megatron.runtime.process.reports import GroupLost, GroupRejoined
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, losses_of, tiny_config
+from tests.integration.whole_run import Run, alert_config, assert_masked, complete_run, entries_of, kill, losses_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -52,7 +52,7 @@ def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
 ) -> None:
     """Its next life is taken in, and does not meet the fault again."""
     faults = [LOSS, strike(kind, Phase.JOIN, 2, 1)]
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
     assert lives(run) == [(1, 2, AWAITED + 3)]
@@ -65,7 +65,7 @@ def test_a_donor_lost_during_the_transfer_takes_its_newcomer_along(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
     faults = [LOSS, strike(kind, Phase.JOIN, 2, 0)]
-    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
+    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
     watch = awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1), (AWAITED + 2, 1, 2))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
@@ -76,7 +76,7 @@ def test_a_donor_lost_during_the_transfer_takes_its_newcomer_along(
 def test_a_rank_of_a_newcomer_lost_in_the_transfer_of_two(text_corpus: Path, tmp_path: Path) -> None:
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
     faults = [LOSS, strike("kill", Phase.JOIN, 2, 1, rank=1)]
-    config = tiny_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=2)
+    config = alert_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
     assert lives(run) == [(1, 2, AWAITED + 3)]
@@ -86,7 +86,7 @@ def test_a_rank_of_a_newcomer_lost_in_the_transfer_of_two(text_corpus: Path, tmp
 def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Path, phase: Phase) -> None:
     """After the commit that admits, or in the first step: the newcomer does not wait for what the lost one says."""
     step = AWAITED if phase is Phase.AFTER_COMMIT else AWAITED + 1
-    config = tiny_config(
+    config = alert_config(
         text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=[LOSS, kill(phase, step, 2)], rejoins=1
     )
     watch = replace(awaiting((AWAITED, 1, 1), (AWAITED + 2, 2, 1)), dump_steps=frozenset({AWAITED, AWAITED + 1}))
@@ -99,7 +99,7 @@ def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Pa
 
 def test_a_newcomer_lost_right_after_its_admission_is_masked(text_corpus: Path, tmp_path: Path) -> None:
     faults = [LOSS, kill(Phase.BACKWARD, AWAITED + 1, 1)]
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
     assert lives(run) == [(1, 1, AWAITED + 1), (1, 2, AWAITED + 3)]
@@ -108,7 +108,7 @@ def test_a_newcomer_lost_right_after_its_admission_is_masked(text_corpus: Path, 
 
 def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Path, tmp_path: Path) -> None:
     faults = [LOSS, kill(Phase.FORWARD, 4, 1), kill(Phase.FORWARD, 6, 1)]
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1), (5, 1, 2)))
     assert_masked(run)
     assert lives(run) == [(1, 1, 4), (1, 2, 6)]
@@ -123,7 +123,7 @@ def test_groups_lost_in_one_step_come_back_in_one_commit(
     text_corpus: Path, tmp_path: Path, lost: tuple[int, ...]
 ) -> None:
     faults = [kill(Phase.BACKWARD, 2, group) for group in lost]
-    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=1, mode="reproducible")
+    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=1, mode="reproducible")
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting(*((AWAITED, group, 1) for group in lost)))
     assert_masked(run)
@@ -135,7 +135,7 @@ def test_groups_lost_in_one_step_come_back_in_one_commit(
 
 def test_a_group_of_stages_and_tensor_ranks_comes_back_with_bf16(text_corpus: Path, tmp_path: Path) -> None:
     layout = LayoutConfig(num_groups=2, pipeline_parallel=2, tensor_parallel=2)
-    config = tiny_config(text_corpus, layout, steps=6, faults=[LOSS], rejoins=1, mode="reproducible", precision="bf16")
+    config = alert_config(text_corpus, layout, steps=6, faults=[LOSS], rejoins=1, mode="reproducible", precision="bf16")
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1)))
     assert_masked(run)
@@ -150,7 +150,7 @@ def test_the_copy_of_wrong_parameters_is_refused(text_corpus: Path, tmp_path: Pa
     Its gradient gives it away if it is large enough, else the next vote does.
     """
     faults = [LOSS, replace(strike("param_flip", Phase.JOIN, 2, 0), bit=bit)]
-    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
+    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
     watch = awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1), (AWAITED + 2, 1, 2))
     run = complete_run(config, tmp_path / "run", watch)
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
@@ -168,7 +168,7 @@ def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, 
     would hold the same wrong ones, and nobody would know who is right.
     """
     faults = [LOSS, replace(strike("moment_flip", Phase.JOIN, 2, 0), bit=25)]
-    config = tiny_config(
+    config = alert_config(
         text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible", precision=precision
     )
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
@@ -190,7 +190,7 @@ def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, 
 def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -> None:
     fault = replace(strike("stop_node", Phase.FORWARD, 2, 1), seconds=4.0)
     cluster = ClusterConfig(device="cpu", num_nodes=4)
-    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
+    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))
     assert_masked(run)
     assert lives(run) == [(1, 1, AWAITED + 1)]
@@ -198,7 +198,7 @@ def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -
 
 
 def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path, tmp_path: Path) -> None:
-    config = tiny_config(
+    config = alert_config(
         text_corpus, LayoutConfig(num_groups=3), steps=4, faults=[kill(Phase.FORWARD, 3, 1)], rejoins=1
     )
     run = complete_run(config, tmp_path / "run")
@@ -211,7 +211,7 @@ def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path
 
 def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Path) -> None:
     faults = [kill(Phase.FORWARD, 2, group) for group in range(3)]
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=3)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=3)
     run = complete_run(config, tmp_path / "run")
     assert run.summary.outcome == "wipe_out", run.summary.outcome_reason
     assert run.summary.verdict == "valid", run.summary.reasons
@@ -223,7 +223,7 @@ def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Pa
 def test_a_node_that_was_cut_off_comes_back(text_corpus: Path, tmp_path: Path) -> None:
     fault = replace(strike("cut", Phase.FORWARD, 2, 1), seconds=4.0)
     cluster = ClusterConfig(device="cpu", num_nodes=4, isolate_nodes=True)
-    config = tiny_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
+    config = alert_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))
     assert_masked(run)
     assert lives(run) == [(1, 1, AWAITED + 1)]

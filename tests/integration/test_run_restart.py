@@ -23,6 +23,8 @@ from tests.integration.whole_run import Run, complete_run, entries_of, kill, los
 pytestmark = pytest.mark.timeout(180)
 
 STEPS = 6
+BRISK_S = 1.0
+"""The heartbeat where groups are lost again and again: it says how long they wait until they are started again."""
 ONE_RANK = LayoutConfig(num_groups=3)
 
 
@@ -148,7 +150,14 @@ def test_two_wipe_outs_the_second_of_all_groups(text_corpus: Path, tmp_path: Pat
     faults = [kill(Phase.FORWARD, 1, 0), kill(Phase.FORWARD, 1, 1)]
     faults += [kill(Phase.BACKWARD, 4, group) for group in range(3)]
     config = tiny_config(
-        text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, rejoins=rejoins, max_restarts=2
+        text_corpus,
+        ONE_RANK,
+        steps=STEPS,
+        redundancy=2,
+        faults=faults,
+        rejoins=rejoins,
+        max_restarts=2,
+        heartbeat_s=BRISK_S,
     )
     run = complete_run(config, tmp_path / "run")
     assert_restarted(run, 2)
@@ -157,7 +166,9 @@ def test_two_wipe_outs_the_second_of_all_groups(text_corpus: Path, tmp_path: Pat
 
 def test_the_restarts_of_a_run_are_limited(text_corpus: Path, tmp_path: Path) -> None:
     faults = [kill(Phase.FORWARD, step, group) for step in (1, 2) for group in (0, 1)]
-    config = tiny_config(text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, max_restarts=1)
+    config = tiny_config(
+        text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, max_restarts=1, heartbeat_s=BRISK_S
+    )
     run = complete_run(config, tmp_path / "run")
     assert run.summary.outcome == "wipe_out"
     assert "checkpoint.max_restarts" in run.summary.outcome_reason

@@ -24,7 +24,7 @@ from spare_megatron.runtime.driver.run import start_run
 from spare_megatron.runtime.process.reports import RecordsLost, RunEvent, StepCommitted
 from spare_megatron.runtime.process.spec import RankSpec
 from spare_megatron.runtime.rank import rank
-from tests.integration.whole_run import Run, kill, losses_of, read_run, tiny_config
+from tests.integration.whole_run import Run, alert_config, kill, losses_of, read_run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -105,7 +105,7 @@ def run_of(
 ) -> Run:
     """A run with synchronous saves, which is wiped out in step 3 if it has three groups; valid in any case."""
     faults = [kill(Phase.FORWARD, 3, 0), kill(Phase.FORWARD, 3, 1)] if num_groups == 3 else []
-    config = tiny_config(
+    config = alert_config(
         corpus,
         LayoutConfig(num_groups=num_groups),
         steps=STEPS,
@@ -129,7 +129,7 @@ def test_a_disk_that_stays_full_costs_the_proof_of_a_run_and_not_the_run(text_co
     """It ended as one that could not begin, with exit code 2, and without a summary."""
     full = FaultConfig(phase=Phase.FORWARD, step=STEPS - 1, group=1, rank=0, kind="disk_full")
     run_dir = tmp_path / "run"
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=STEPS, faults=[full])
+    config = alert_config(text_corpus, LayoutConfig(num_groups=2), steps=STEPS, faults=[full])
     config = replace(config, checkpoint=replace(config.checkpoint, interval_steps=STEPS))
     events: list[RunEvent] = []
 
@@ -198,7 +198,7 @@ def test_a_restart_without_the_folder_ends_the_run_and_says_why(text_corpus: Pat
 
 def test_a_pause_of_the_storage_of_all_groups_is_waited_for(text_corpus: Path, tmp_path: Path) -> None:
     """Every leader stands in the same write, for longer than a rank may stand still elsewhere."""
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS)
     config = replace(config, control=replace(config.control, heartbeat_interval_s=1.0))
     events: list[RunEvent] = []
     start_run(config, tmp_path / "run", events.append, rank_main=pausing_rank)

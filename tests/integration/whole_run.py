@@ -41,7 +41,8 @@ from spare_megatron.runtime.driver.stand_in import Launcher
 from spare_megatron.runtime.process.reports import RunEvent
 from tests.integration.watched_rank import Watch, watched_rank
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S, CALM_HEARTBEAT_S = 0.5, 3.0
+"""Where a test is about somebody who falls silent; and where nobody does, whatever the machine is busy with."""
 CPU = ClusterConfig(device="cpu")
 REPLICATED = OptimizerConfig()
 
@@ -66,9 +67,13 @@ def tiny_config(
     spares: int = 0,
     max_restarts: int = 0,
     optimizer: OptimizerConfig = REPLICATED,
+    heartbeat_s: float = CALM_HEARTBEAT_S,
     **model: Any,
 ) -> RunConfig:
-    """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less."""
+    """A run of a GPT with a few thousand parameters; every group hosts every shard unless redundancy says less.
+
+    Its ranks may be late as on a busy machine. Tests of who falls silent take an `alert_config`, and run one by one.
+    """
     stages = layout.pipeline_parallel * layout.virtual_pipeline
     shape = {"num_layers": max(2, stages), "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
     config = RunConfig(
@@ -91,7 +96,7 @@ def tiny_config(
             decision_timeout_s=60.0,
             group_timeout_s=20.0,
             store_timeout_s=15.0,
-            heartbeat_interval_s=HEARTBEAT_S,
+            heartbeat_interval_s=heartbeat_s,
         ),
         checkpoint=CheckpointConfig(max_restarts=max_restarts, restart_wait_s=30.0),
         faults=FaultsConfig(trace=tuple(faults)),
@@ -99,6 +104,10 @@ def tiny_config(
     )
     assert problems(config, look_at_machine(config)) == []
     return config
+
+
+alert_config = partial(tiny_config, heartbeat_s=HEARTBEAT_S)
+"""The same, of a run that finds whoever stops within two heartbeats of half a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

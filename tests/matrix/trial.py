@@ -18,13 +18,13 @@ from tests.integration.whole_run import (
     HEARTBEAT_S,
     REPLICATED,
     Run,
+    alert_config,
     assert_masked,
     complete_run,
     entries_of,
     losses_of,
     params_of,
     retries_of,
-    tiny_config,
 )
 from tests.matrix.cells import NUM_GROUPS, NUM_STAGES, NUM_STEPS, SLICE_REDUNDANCY, STEP, Cell, draw_faults
 
@@ -117,7 +117,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
 def _config(corpus: Path, faults: Sequence[FaultConfig], *, isolate: bool, is_stacked: bool = False) -> RunConfig:
     stacked = OptimizerConfig(sharding="stacked", redundancy=SLICE_REDUNDANCY)
     cluster = ClusterConfig(device="cpu", num_nodes=NUM_GROUPS if isolate else 1, isolate_nodes=isolate)
-    return tiny_config(
+    return alert_config(
         corpus,
         LAYOUT,
         steps=NUM_STEPS,

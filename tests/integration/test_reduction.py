@@ -172,7 +172,7 @@ class Rank:
         )
 
     def attempt(self, number: int, *kept: int) -> Vote:
-        self.reduction.attempt(action(number, *kept), COMPUTED, digests=Digests(), head=0)
+        self.reduction.attempt(action(number, *kept), COMPUTED, digests=Digests, head=0)
         return self.agreement.votes[-1]
 
     def compute(self, number: int, *kept: int) -> Callable[[int], None]:

@@ -289,7 +289,7 @@ class BuildCommunicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadVotes:
-    """Leaders: report the votes of those who began this attempt, for some of them may have been lost."""
+    """Leaders that are to read them: report the votes of those who began this attempt, also of those lost since."""
 
     attempt: int
     voters: tuple[Member, ...]

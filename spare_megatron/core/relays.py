@@ -7,6 +7,7 @@ the load of the store: a vote that several write is one vote, for an attempt, a 
 
 from collections.abc import Mapping, Sequence, Set
 
+from spare_megatron.core.messages import Entry, Fence
 from spare_megatron.core.topology import Member
 
 
@@ -74,3 +75,37 @@ class BlockVotes:
     def missing(self) -> Set[Member]:
         """Whose votes have not."""
         return self._missing
+
+    @property
+    def told(self) -> Set[Member]:
+        """Who hears from the relay what the log says next: those whose votes it casts, for who hears relies on that."""
+        return frozenset(self._votes)
+
+
+class Reliance:
+    """What a group leaves to its relay in one attempt: to cast its vote, and to read all votes after each loss.
+
+    Args:
+        relay: Who casts the vote; None if the group does it itself, as relays do.
+
+    Notes:
+        After the last loss of an attempt somebody must find the votes of all who are left. Everybody votes before it
+        folds that loss. Who casts reads after its cast and after the loss. Who does not has heard an entry from its
+        relay, which passes entries on only once it has cast that vote. If the relay is left, it reads after that cast;
+        if it is lost, with this loss or an earlier one, the group itself reads after the loss. So whoever is left has
+        a reader that is left, and that reads after its vote was cast: the last of the readers finds all votes. Lost
+        readers are other losses. With N groups in blocks of f, some N / f + f read what some N / f have written.
+    """
+
+    def __init__(self, relay: Member | None) -> None:
+        self._relay = relay
+
+    def fold(self, entry: Entry) -> None:
+        """Takes an entry of the log in."""
+        if self._relay is not None and isinstance(entry, Fence) and entry.hits(self._relay):
+            self._relay = None
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the group leaves it to a relay, which is not lost."""
+        return self._relay is not None

@@ -30,7 +30,7 @@ class MemoryStore:
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
-        self.num_casts = self.num_waits = 0
+        self.num_casts = self.num_waits = self.num_reads = 0
 
     def put_counted(self, key: str, value: str, counter: str, weight: int, forget: Sequence[str]) -> int:
         self.num_casts += 1
@@ -44,6 +44,7 @@ class MemoryStore:
             self.data.pop(key, None)
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
+        self.num_reads += 1
         return [self.data.get(key) for key in keys]
 
     def put_if_absent(self, key: str, value: str) -> str:
@@ -137,17 +138,43 @@ def test_who_votes_again_after_its_relay_has_died_decides_in_its_place() -> None
     assert data["votes/0"] == 5  # one of them twice
 
 
-def test_after_a_loss_every_survivor_finds_its_vote_cast_whoever_was_to_do_it() -> None:
-    """The relay of group 3 has its vote and is stopped; the entry that fences it comes to group 3 another way."""
-    everybody, _ = leaders(SHORT_S)
+def after_fences(*lost: int) -> tuple[list[Leader], dict[str, Any]]:
+    """Groups 0 and 1, the first of which is the relay of both, have voted, and read what fences these one by one."""
+    everybody, data = leaders(SHORT_S)
     assert everybody[1].vote(0) is None
     assert everybody[0].vote(0) is None
-    assert everybody[3].vote(0) is None
-    assert everybody[3].store.num_casts == 0
+    for index, group in enumerate(lost):
+        data[entry_key(index)] = encode_entry(Fence(group=GroupId(group), reason="killed"))
+        for leader in everybody[:2]:
+            assert leader.voting.confirm() is None
+            assert leader.voting.read_entry(index).group == group
+    return everybody, data
+
+
+def test_after_a_loss_the_relay_reads_the_votes_for_its_block() -> None:
+    """Each of 10,000 groups read what hundreds of relays had written."""
+    everybody, _ = after_fences(3)
+    assert everybody[1].voting.read_votes(0, VOTERS) is None
+    assert everybody[1].store.num_reads == 0
     assert set(everybody[0].voting.read_votes(0, VOTERS).votes) == {0, 1}
+
+
+def test_who_left_its_vote_to_a_relay_that_is_lost_reads_the_votes_itself() -> None:
+    """All who have cast votes may be lost: nobody else would decide."""
+    everybody, _ = after_fences(3, 0)
+    assert everybody[1].store.num_casts == 0
+    assert set(everybody[1].voting.read_votes(0, VOTERS).votes) == {0, 1}
+
+
+def test_after_a_loss_who_has_cast_its_vote_itself_reads_the_votes() -> None:
+    everybody, data = leaders(SHORT_S)
+    for number in (1, 3, 0):
+        assert everybody[number].vote(0) is None
+    everybody[2].parts.relay.close()
+    assert everybody[3].voting.confirm() is None
+    data[entry_key(0)] = encode_entry(Fence(group=GroupId(2), reason="killed"))
+    everybody[3].voting.read_entry(0)
     assert set(everybody[3].voting.read_votes(0, VOTERS).votes) == {0, 1, 3}
-    assert everybody[3].store.num_casts == 1
-    assert set(everybody[0].voting.read_votes(0, VOTERS).votes) == {0, 1, 3}
 
 
 def test_who_has_not_voted_in_time_is_put_out_and_not_who_waits_for_it() -> None:

@@ -173,6 +173,31 @@ def test_a_relay_that_was_late_is_not_given_up(relay: VoteRelay) -> None:
     assert collected(relay, 1) == {FIRST, SECOND}
 
 
+def test_who_waited_in_vain_and_is_told_late_that_the_relay_does_not_vote_for_it_goes_on_with_it(
+    relay: VoteRelay,
+) -> None:
+    link = link_to(relay, SECOND, SHORT_S)
+    assert link.send(FIRST, 0, "vote", 0)
+    assert link.await_entry(0, 0) == ""
+    relay.collect(BlockVotes(0, [FIRST, THIRD], FIRST, "of the relay"), SHORT_S, undecided)
+    relay.pass_on(0, "entry")
+    assert link.send(FIRST, 1, "vote", 1)
+
+
+def test_entries_come_only_to_those_whose_votes_the_relay_has_taken(relay: VoteRelay) -> None:
+    """Whoever hears one relies on it."""
+    second, third = link_to(relay, SECOND), link_to(relay, THIRD, SHORT_S)
+    for link in (second, third):
+        assert link.send(FIRST, 0, "vote", 0)
+    assert collected(relay, 0) == {FIRST, SECOND, THIRD}
+    assert second.send(FIRST, 1, "vote", 1)
+    assert collected(relay, 1, SHORT_S) == {FIRST, SECOND}
+    relay.pass_on(0, "entry")
+    assert second.await_entry(0, 1) == "entry"
+    assert not third.send(FIRST, 1, "vote", 0)
+    assert third.await_entry(0, 1) == ""
+
+
 def test_another_relay_is_asked_when_it_takes_the_place_of_the_first(relay: VoteRelay) -> None:
     relays = {FIRST: relay, THIRD: VoteRelay("127.0.0.1", 3)}
     link = RelayLink(SECOND, lambda member: relays[member].address, LONG_S)

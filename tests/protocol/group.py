@@ -139,7 +139,7 @@ class Group:
                 return (yield from self._attempt(action))
             case ReadVotes(attempt=attempt, voters=voters):
                 votes = yield from self._relaying.read_votes(attempt, voters)
-                return [(yield from self._links.with_waiting(votes))]
+                return [(yield from self._links.with_waiting(votes))] if votes else []
             case AppendEntry(index=index, entry=entry):
                 self._world.invariants.counts["decisions"] += 1
                 yield from self._links.speak(lambda voice: voice.append(index, entry))

@@ -1,6 +1,6 @@
 """Protocols with a planted bug each: what the invariants must find."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from spare_megatron.control.decision_log import DecisionLog, Voter
@@ -12,6 +12,7 @@ from spare_megatron.core.messages import (
     AppendEntry,
     BuildCommunicator,
     Commit,
+    Entry,
     Event,
     Fence,
     FinishRun,
@@ -20,7 +21,7 @@ from spare_megatron.core.messages import (
     Retry,
     VotesRead,
 )
-from spare_megatron.core.relays import BlockVotes
+from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import WaitingRead
 from spare_megatron.core.saves import SaveCheckpoint
@@ -148,11 +149,27 @@ class TakesOldVotes(BlockVotes):
         return super().take(self.attempt, voter, vote)
 
 
-class LeavesVotesToRelays(GroupAgreement):
-    """Relies on its relay's having cast its vote after a loss."""
+class TellsItsWholeBlock(BlockVotes):
+    """A relay that passes entries on to those, too, whose votes it has not cast."""
 
-    def read_votes(self, attempt: int, voters: Sequence[Member], mine: str = "") -> VotesRead:
-        return super().read_votes(attempt, voters)
+    @property
+    def told(self) -> Set[Member]:
+        return self._block
+
+
+class ReadsNothing(Reliance):
+    """Leaves the votes to others after a loss, as a relay, too."""
+
+    @property
+    def is_placed(self) -> bool:
+        return True
+
+
+class ReliesOnTheLost(Reliance):
+    """Leaves the votes to its relay, also when that is lost."""
+
+    def fold(self, entry: Entry) -> None:
+        pass
 
 
 class GathersFromTheLost(Controller):
@@ -330,6 +347,7 @@ class Protocol:
     slices_type: type[SliceStates] = SliceStates
     window_type: type[BucketWindow] = BucketWindow
     votes_type: type[BlockVotes] = BlockVotes
+    reliance_type: type[Reliance] = Reliance
     voice_type: type[GroupAgreement] = GroupAgreement
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str] = refusal_in_log
 
@@ -359,7 +377,9 @@ MUTATIONS = {
     "patches a step that was discarded": Protocol(controller_type=PatchesDiscardedSteps),
     "writes sums over local sums at once": Protocol(window_type=WritesSumsAtOnce),
     "casts votes on an earlier attempt for a block": Protocol(votes_type=TakesOldVotes),
-    "leaves votes to relays after a loss": Protocol(voice_type=LeavesVotesToRelays),
+    "tells groups whose votes it has not cast": Protocol(votes_type=TellsItsWholeBlock),
+    "reads no votes after a loss": Protocol(reliance_type=ReadsNothing),
+    "leaves votes to lost relays": Protocol(reliance_type=ReliesOnTheLost),
     "says nothing of a gathering that broke": Protocol(voice_type=KeepsBreaksToItself),
     "installs pieces of an earlier step": Protocol(slices_type=InstallsOldPieces),
     "copies slices in the step of the loss": Protocol(slices_type=CopiesAtOnce),

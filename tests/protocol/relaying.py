@@ -4,7 +4,7 @@ Nobody's patience is simulated: at any moment a relay may cast the votes that it
 go on without it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from spare_megatron.core.messages import AttemptReduce
 from spare_megatron.core.relays import Blocks
@@ -21,47 +21,53 @@ class Relaying:
     def __init__(self, member: Member, links: Links, world: Surroundings) -> None:
         self._member, self._links, self._world = member, links, world
         self._box = world.post.boxes[member]
-        self._block: Sequence[Member] = ()
-        self._mine = (-1, "")  # the attempt voted on last, and the vote
+        self._told_by_me: Collection[Member] = ()
         self._cast_on: list[int] = []
-        self._is_relayed = False
+        self._reliance = world.reliance_type(None)
 
     def vote(self, action: AttemptReduce | AttemptFinish, vote: Vote) -> Steps:
         """Casts the group's vote, or has it cast. Returns all votes if the last may be among those that it has cast."""
-        attempt, text = self._mine = action.attempt, encode_vote(vote)
+        attempt, text = action.attempt, encode_vote(vote)
         blocks = Blocks(action.voters, self._world.fan_in)
         relay = blocks.relay_of(self._member)
-        self._block = blocks.block_of(relay) if relay == self._member else ()
-        self._is_relayed = relay != self._member
-        if self._is_relayed:
+        block = blocks.block_of(relay) if relay == self._member else ()
+        self._told_by_me = ()
+        if relay != self._member:
+            self._reliance = self._world.reliance_type(relay)
             box = self._world.post.boxes[relay]
             self._send(lambda: box.votes.append((attempt, self._member, text)))
             if (yield from self._told(self._links.head)):
                 return None
-            self._is_relayed = False
             self._world.invariants.counts["vote without its relay"] += 1
-        votes = self._world.votes_type(attempt, self._block, self._member, text)
+        self._reliance = self._world.reliance_type(None)
+        votes = self._world.votes_type(attempt, block, self._member, text)
         while votes.missing and not self._world.post.gives_up():
             yield None
             while self._box.votes:
                 votes.take(*self._box.votes.pop(0))
         self._world.invariants.counts["vote of a block"] += len(votes.votes) > 1
+        self._told_by_me = votes.told
         past = [old for old in self._cast_on if old < attempt - 1]
         self._cast_on = [*self._cast_on[len(past) :], attempt]
         return (yield from self._links.speak(lambda voice: voice.cast(attempt, votes.votes, action.voters, past)))
 
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> Steps:
-        mine = self._mine[1] if attempt == self._mine[0] else ""
-        return (yield from self._links.speak(lambda voice: voice.read_votes(attempt, voters, mine)))
+        """The votes cast so far; None if it is not this process that reads them."""
+        if self._reliance.is_placed:
+            self._world.invariants.counts["votes left to a relay"] += 1
+            return None
+        return (yield from self._links.speak(lambda voice: voice.read_votes(attempt, voters)))
 
     def read_entry(self, index: int) -> Steps:
         """Reads the entry, from the relay if that is faster, and tells the block."""
-        told = self._is_relayed and (yield from self._told(index))
+        told = self._reliance.is_placed and (yield from self._told(index))
         text = self._box.entries[index] if told else (yield from self._links.await_entry(index))
-        for member in self._block:
+        for member in self._told_by_me:
             box = self._world.post.boxes[member]
             self._send(lambda box=box: box.entries.update({index: text}))
-        return self._links.take_entry(index, text)
+        [event] = self._links.take_entry(index, text)
+        self._reliance.fold(event.entry)
+        return [event]
 
     def _told(self, index: int) -> Steps:
         while index not in self._box.entries and not self._world.post.gives_up():

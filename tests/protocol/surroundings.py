@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.buckets import BucketWindow
-from spare_megatron.core.relays import BlockVotes
+from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.vote.agreement import GroupAgreement
@@ -34,6 +34,7 @@ class Surroundings(Protocol):
     log_type: type[DecisionLog]
     voice_type: type[GroupAgreement]
     votes_type: type[BlockVotes]
+    reliance_type: type[Reliance]
     fan_in: int
     post: Post
     communicators: Communicators

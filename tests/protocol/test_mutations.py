@@ -41,7 +41,9 @@ FOUND_AS = {
     "patches a step that was discarded": "has lost its local sum",
     "writes sums over local sums at once": "has lost its local sum",
     "casts votes on an earlier attempt for a block": "without the votes|though the members|different plans|are right",
-    "leaves votes to relays after a loss": "no progress|no end",
+    "tells groups whose votes it has not cast": "no progress|no end",
+    "reads no votes after a loss": "no progress|no end",
+    "leaves votes to lost relays": "no progress|no end",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",
     "keeps what was gathered from a wrong owner": "has not gathered anew|ends with StopHalted",
     "says nothing of a gathering that broke": "no progress|no end",
@@ -115,9 +117,20 @@ def draw_saves(random: Random) -> Scene:
     )
 
 
+def draw_lost_relays(random: Random) -> Scene:
+    """One in which relays are lost in the attempt in which others were."""
+    scene = Scene.draw(random)
+    num_groups = random.randint(3, 4)
+    faults = {**dict.fromkeys(scene.fault_budget, 0), "crash": num_groups - 1, "suspect": 1, "pause": 1}
+    return replace(
+        scene, num_groups=num_groups, redundancy=num_groups, slice_redundancy=0, fan_in=2, fault_budget=faults
+    )
+
+
 RARE = {
     "goes on with copies that differ": Scene.draw_returns,
     "counts a copy and its donor as two": Scene.draw_returns,
+    "leaves votes to lost relays": draw_lost_relays,
     "compares nothing of its last checkpoint": draw_last_saves,
     "takes anybody's word for a copy": draw_late_copies,
     "says nothing of a gathering that broke": draw_breaks,

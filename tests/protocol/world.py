@@ -69,6 +69,7 @@ class World:
         placement = make_placement("golomb", scene.num_groups, scene.redundancy)
         self.log_type = protocol.log_type
         self.voice_type, self.votes_type = protocol.voice_type, protocol.votes_type
+        self.reliance_type = protocol.reliance_type
         self.window_type = protocol.window_type
         self.refusal_in_log = protocol.refusal_in_log
         self.fan_in = scene.fan_in

@@ -238,9 +238,10 @@ class GroupExecutor:
     # --------------------------------------------------------------------------------------------------- the log
 
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> list[Event]:
-        """On the leader, the votes cast so far."""
+        """On a leader that is to read them, the votes cast so far."""
         with self._probe.during(Operation.VOTE):
-            return [self._voting.read_votes(attempt, voters)] if self._agreement.is_leader else []
+            votes = self._voting.read_votes(attempt, voters) if self._agreement.is_leader else None
+        return [] if votes is None else [votes]
 
     def append_entry(self, index: int, entry: Entry) -> None:
         """On the leader, writes the entry unless another stands there."""

@@ -210,20 +210,9 @@ class GroupAgreement:
         num_votes = self._log.cast(attempt, self.member, votes, forget)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
 
-    def read_votes(self, attempt: int, voters: Sequence[Member], mine: str = "") -> VotesRead:
-        """Leader: the votes that these have cast so far.
-
-        Args:
-            attempt: The attempt.
-            voters: Whose votes are read.
-            mine: This group's own, if it went to a relay: where it is not found it is cast first. So whoever reads last
-                finds those of all others who read.
-        """
-        relays = self.blocks(voters).relays
-        votes = self._log.votes(attempt, voters, relays)
-        if mine and self.member.group not in votes:
-            self._log.vote(attempt, self.member, mine)
-            votes = self._log.votes(attempt, voters, relays)
+    def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
+        """Leader: the votes that these have cast so far."""
+        votes = self._log.votes(attempt, voters, self.blocks(voters).relays)
         decoded = {text: decode_vote(text) for text in set(votes.values())}
         counted = {GroupId(g): decoded[text] for g, text in votes.items()}
         return VotesRead(attempt=attempt, votes=counted, waiting=self._waiting(voters))

@@ -113,6 +113,7 @@ class RelayLink:
                 self._last_told = max(self._last_told, message.number)
             elif message.kind is Kind.CLOSED:
                 closed.append(message.number)
+                self._waited_for = -1  # nothing more was to come
         return closed
 
     def _give_up(self, retry_at: int) -> None:

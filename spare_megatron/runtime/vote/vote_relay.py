@@ -4,7 +4,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from spare_megatron.core.relays import BlockVotes
@@ -44,6 +44,7 @@ class VoteRelay:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._clients: dict[socket.socket, _Client] = {}
         self._absent: frozenset[Member] = frozenset()
+        self._told: Set[Member] = frozenset()
 
     def collect(self, votes: BlockVotes, timeout_s: float, is_decided: Callable[[], bool]) -> None:
         """Takes votes in until all are there for which it pays to wait, and tells the others not to wait for this.
@@ -63,16 +64,18 @@ class VoteRelay:
             if not until_end_s:
                 break  # though there is more: without descriptors left a listener stays ready for good
         self._absent |= votes.missing
+        self._told = votes.told
         closed = pack(Message(Kind.CLOSED, votes.attempt), self.address.token)
         for connection, client in list(self._clients.items()):
-            if client.member not in votes.votes:
+            if client.member not in self._told:
                 self._send(connection, closed)
 
     def pass_on(self, index: int, entry: str) -> None:
-        """Tells everybody what stands in the log at the index."""
+        """Tells those whose votes have been taken last what stands in the log at the index."""
         data = pack(Message(Kind.ENTRY, index, entry), self.address.token)
-        for connection in list(self._clients):
-            self._send(connection, data)
+        for connection, client in list(self._clients.items()):
+            if client.member in self._told:
+                self._send(connection, data)
 
     def close(self) -> None:
         """Lets go of everybody."""

@@ -93,10 +93,6 @@ class DecisionLog:
         # Not by `has`, which may begin to follow the log, and is told of all of it first.
         return self.entries([index]) != [None]
 
-    def vote(self, attempt: int, voter: Voter, vote: str) -> int:
-        """Casts the voter's vote on the attempt; returns how many votes have been cast on it so far."""
-        return self.cast(attempt, voter, {voter: vote})
-
     def cast(self, attempt: int, writer: Voter, votes: Mapping[_Voter, str], forget: Sequence[int] = ()) -> int:
         """Casts some votes at once.
 
@@ -124,6 +120,10 @@ class DecisionLog:
             # The first. Everybody voted on the attempt before this one, so nobody counts those before that.
             self._store.delete([_count_key(attempt - 2)])
         return num_votes
+
+    def num_votes(self, attempt: int) -> int:
+        """How many votes have been cast on the attempt so far, for whoever has had one cast, in one small read."""
+        return self._store.counted(_count_key(attempt))
 
     def announce(self, member: Voter) -> None:
         """Says that the member is up and waits to be admitted."""

@@ -50,8 +50,11 @@ class EtcdControlStore:
         count = {"request_range": {"key": encoded(start), "range_end": encoded(end)}}
         answer = self._transact(_is_absent(self._key(key)), [self._put(key, value), *digits, *gone, count], [count])
         # No digits: asked again after the counter was removed.
-        pairs = answer["responses"][-1]["response_range"].get("kvs", [])
-        return sum(int(pair["version"]) << int(decoded(pair["key"]).removeprefix(start)) for pair in pairs)
+        return _sum_of(answer["responses"][-1]["response_range"], start)
+
+    def counted(self, counter: str) -> int:
+        start, end = self._directory(f"{counter}/")
+        return _sum_of(self._read(start, end), start)
 
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _OPERATIONS // 2):
@@ -182,6 +185,12 @@ class EtcdControlStore:
         store = listen(host, timeout)
         self.put(key, f"{host} {store.port}")
         return store
+
+
+def _sum_of(digits: Message, directory: str) -> int:
+    """What a counter in this directory holds: of each power of two, as often as it was added."""
+    pairs = digits.get("kvs", [])
+    return sum(int(pair["version"]) << int(decoded(pair["key"]).removeprefix(directory)) for pair in pairs)
 
 
 def _is_absent(name: str) -> list[Message]:

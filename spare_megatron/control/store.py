@@ -39,6 +39,9 @@ class ControlStore(Protocol):
             The counter: the sum of what has been counted in it.
         """
 
+    def counted(self, counter: str) -> int:
+        """What has been counted in it so far, by somebody who has."""
+
     def delete(self, keys: Sequence[str]) -> None:
         """Removes those of the keys and counters that are there."""
 

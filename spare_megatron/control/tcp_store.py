@@ -97,6 +97,10 @@ class TcpControlStore:
         self.delete(forget)
         return count
 
+    def counted(self, counter: str) -> int:
+        with _lost_when_unreachable():
+            return int(self._client.add(counter, 0))
+
     def delete(self, keys: Sequence[str]) -> None:
         with _lost_when_unreachable():
             for key in keys:

@@ -184,7 +184,7 @@ class Controller:
         self.restarts.snapshots.lost(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
             # Two who saw it both wrote it, or nobody took part who is lost. It may stand where a decision was to stand.
-            return (ReadVotes(attempt=self.attempt, voters=self._attempted_by), ReadEntry(index=self.head))
+            return self._await_votes()
         if fence.error and fence.error == self._last_error:
             # Whoever computes that microbatch next would meet it too, until no group is left.
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
@@ -201,12 +201,7 @@ class Controller:
         except StateWipeOut as lost:
             wrong = fence.reason if fence.discard else ""
             return self.restarts.wiped_out(StopWipeOut(step=self.step, slices=lost.slices, cause=wrong))
-        return (
-            self._build_communicator(),
-            *own,
-            ReadVotes(attempt=self.attempt, voters=self._attempted_by),
-            ReadEntry(index=self.head),
-        )
+        return (self._build_communicator(), *own, *self._await_votes())
 
     def _commit(self, commit: Commit, now_s: float) -> tuple[Action, ...]:
         actions: list[Action] = [UpdateModel(step=self.step, attempt=self.attempt, proven=commit.proven)]
@@ -384,6 +379,10 @@ class Controller:
             kept=kept,
             ownership=self.ownership,
         )
+
+    def _await_votes(self) -> tuple[Action, ...]:
+        read = ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=len(self.voters))
+        return (read, ReadEntry(index=self.head))
 
     def _attempt_finish(self) -> AttemptFinish:
         self._is_communicator_unused = False

@@ -289,10 +289,17 @@ class BuildCommunicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadVotes:
-    """Leaders that are to read them: report the votes of those who began this attempt, also of those lost since."""
+    """Leaders that are to read them: report the votes on this attempt, if all who are left may have voted.
+
+    Attributes:
+        attempt: The attempt.
+        voters: Who began it, also those who were lost since.
+        num_left: How many were not.
+    """
 
     attempt: int
     voters: tuple[Member, ...]
+    num_left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

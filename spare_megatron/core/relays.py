@@ -94,7 +94,9 @@ class Reliance:
         relay, which passes entries on only once it has cast that vote. If the relay is left, it reads after that cast;
         if it is lost, with this loss or an earlier one, the group itself reads after the loss. So whoever is left has
         a reader that is left, and that reads after its vote was cast: the last of the readers finds all votes. Lost
-        readers are other losses. With N groups in blocks of f, some N / f + f read what some N / f have written.
+        readers are other losses. It also finds as many votes counted as groups are left, for a cast ends with the
+        count, and nobody needs to read before that. With N groups in blocks of f, at most some N / f + f read what some
+        N / f have written.
     """
 
     def __init__(self, relay: Member | None) -> None:

@@ -109,13 +109,17 @@ def test_a_vote_whose_answer_is_lost_counts_once(etcd_cluster: EtcdCluster) -> N
     answers = iter([True, False])
     with closing(LossyProxy(etcd_cluster.endpoints[0], lambda: next(answers, False))) as proxy:
         log = DecisionLog(EtcdControlStore(spec_of(proxy.endpoint)))
-        assert [log.vote(0, (group, 0), "ok") for group in range(3)] == [1, 2, 3]
+        assert [log.cast(0, (group, 0), {(group, 0): "ok"}) for group in range(3)] == [1, 2, 3]
         assert proxy.num_lost == 1
 
 
 def test_a_vote_that_is_cast_twice_counts_once(etcd_cluster: EtcdCluster) -> None:
     log = DecisionLog(EtcdControlStore(spec_of(*etcd_cluster.endpoints)))
-    assert [log.vote(1, (0, 0), "ok"), log.vote(1, (0, 0), "ok"), log.vote(1, (1, 0), "ok")] == [1, 1, 2]
+    assert [
+        log.cast(1, (0, 0), {(0, 0): "ok"}),
+        log.cast(1, (0, 0), {(0, 0): "ok"}),
+        log.cast(1, (1, 0), {(1, 0): "ok"}),
+    ] == [1, 1, 2]
 
 
 def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluster) -> None:
@@ -132,13 +136,13 @@ def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluste
         def write(group: int) -> list[str]:
             log = DecisionLog(EtcdControlStore(spec))
             entries = [log.append(index, f"{index} by {group}") for index in range(20)]
-            log.vote(0, (group, 0), "ok")
+            log.cast(0, (group, 0), {(group, 0): "ok"})
             return entries
 
         with ThreadPoolExecutor(6) as pool:
             heard = list(pool.map(write, range(6), timeout=60))
         assert all(entries == heard[0] for entries in heard)
-        assert DecisionLog(EtcdControlStore(spec)).vote(0, (6, 0), "ok") == 7
+        assert DecisionLog(EtcdControlStore(spec)).cast(0, (6, 0), {(6, 0): "ok"}) == 7
         assert proxy.num_lost > 20
 
 

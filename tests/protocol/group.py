@@ -137,8 +137,8 @@ class Group:
                 self._world.start_in_background(f"{self.name} builds {key}", self._links.build(communicator))
             case AttemptReduce() | AttemptFinish():
                 return (yield from self._attempt(action))
-            case ReadVotes(attempt=attempt, voters=voters):
-                votes = yield from self._relaying.read_votes(attempt, voters)
+            case ReadVotes():
+                votes = yield from self._relaying.read_votes(action)
                 return [(yield from self._links.with_waiting(votes))] if votes else []
             case AppendEntry(index=index, entry=entry):
                 self._world.invariants.counts["decisions"] += 1

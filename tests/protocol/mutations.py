@@ -68,7 +68,7 @@ class IgnoresFences(Controller):
     """Keeps a fenced group as a member."""
 
     def _lose(self, fence: Fence) -> tuple[Action, ...]:
-        return (ReadVotes(attempt=self.attempt, voters=self.voters), ReadEntry(index=self.head))
+        return self._await_votes()
 
 
 class FencesLaterLives(Controller):
@@ -163,6 +163,15 @@ class ReadsNothing(Reliance):
     @property
     def is_placed(self) -> bool:
         return True
+
+
+class WaitsForVotesOfTheLost(Controller):
+    """Has nobody read votes after a loss before those who were lost have voted, too."""
+
+    def _await_votes(self) -> tuple[Action, ...]:
+        num_voters = len(self._attempted_by)
+        read = ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=num_voters)
+        return (read, ReadEntry(index=self.head))
 
 
 class ReliesOnTheLost(Reliance):
@@ -378,6 +387,7 @@ MUTATIONS = {
     "writes sums over local sums at once": Protocol(window_type=WritesSumsAtOnce),
     "casts votes on an earlier attempt for a block": Protocol(votes_type=TakesOldVotes),
     "tells groups whose votes it has not cast": Protocol(votes_type=TellsItsWholeBlock),
+    "waits for votes of the lost": Protocol(controller_type=WaitsForVotesOfTheLost),
     "reads no votes after a loss": Protocol(reliance_type=ReadsNothing),
     "leaves votes to lost relays": Protocol(reliance_type=ReliesOnTheLost),
     "says nothing of a gathering that broke": Protocol(voice_type=KeepsBreaksToItself),

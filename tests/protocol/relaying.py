@@ -4,9 +4,9 @@ Nobody's patience is simulated: at any moment a relay may cast the votes that it
 go on without it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
-from spare_megatron.core.messages import AttemptReduce
+from spare_megatron.core.messages import AttemptReduce, ReadVotes
 from spare_megatron.core.relays import Blocks
 from spare_megatron.core.slice_actions import AttemptFinish
 from spare_megatron.core.topology import Member
@@ -51,12 +51,16 @@ class Relaying:
         self._cast_on = [*self._cast_on[len(past) :], attempt]
         return (yield from self._links.speak(lambda voice: voice.cast(attempt, votes.votes, action.voters, past)))
 
-    def read_votes(self, attempt: int, voters: Sequence[Member]) -> Steps:
+    def read_votes(self, action: ReadVotes) -> Steps:
         """The votes cast so far; None if it is not this process that reads them."""
         if self._reliance.is_placed:
             self._world.invariants.counts["votes left to a relay"] += 1
             return None
-        return (yield from self._links.speak(lambda voice: voice.read_votes(attempt, voters)))
+        num_votes = yield from self._links.speak(lambda voice: voice.num_votes(action.attempt))
+        if num_votes < action.num_left:
+            self._world.invariants.counts["votes not read yet"] += 1
+            return None
+        return (yield from self._links.speak(lambda voice: voice.read_votes(action.attempt, action.voters)))
 
     def read_entry(self, index: int) -> Steps:
         """Reads the entry, from the relay if that is faster, and tells the block."""

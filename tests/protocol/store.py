@@ -61,6 +61,10 @@ class _Connection:
         self.delete(forget)
         return count
 
+    def counted(self, counter: str) -> int:
+        [value] = self._ask("get", (counter,))
+        return int(value or "0")
+
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._ask("delete", key)

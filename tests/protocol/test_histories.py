@@ -38,6 +38,8 @@ def test_no_history_violates_an_invariant_and_together_they_reach_everything() -
         "refused checkpoint": 10,
         "vote of a block": 60,
         "vote without its relay": 100,
+        "votes left to a relay": 10,
+        "votes not read yet": 100,
         "retry that keeps buckets": 25,
         "step with buckets of several attempts": 8,
         "Finish": 50,

@@ -42,6 +42,7 @@ FOUND_AS = {
     "writes sums over local sums at once": "has lost its local sum",
     "casts votes on an earlier attempt for a block": "without the votes|though the members|different plans|are right",
     "tells groups whose votes it has not cast": "no progress|no end",
+    "waits for votes of the lost": "no progress|no end",
     "reads no votes after a loss": "no progress|no end",
     "leaves votes to lost relays": "no progress|no end",
     "compares parameters alone": "whose parameters are right|have different parameters|though the members hold",

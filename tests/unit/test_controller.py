@@ -149,7 +149,7 @@ def test_a_fence_decides_nothing_but_asks_for_votes_and_a_new_communicator() -> 
     controller.handle(RunStarted(), now_s=0.0)
     assert fold(controller, fence(1)) == [
         BuildCommunicator(key=0, epoch=1, members=(0, 2, 3)),
-        ReadVotes(attempt=0, voters=members(0, 1, 2, 3)),
+        ReadVotes(attempt=0, voters=members(0, 1, 2, 3), num_left=3),
         ReadEntry(index=1),
     ]
 
@@ -158,7 +158,7 @@ def test_the_same_fence_twice_changes_nothing() -> None:
     controller = make_controller()
     controller.handle(RunStarted(), now_s=0.0)
     assert fold(controller, fence(1), fence(1)) == [
-        ReadVotes(attempt=0, voters=members(0, 1, 2, 3)),
+        ReadVotes(attempt=0, voters=members(0, 1, 2, 3), num_left=3),
         ReadEntry(index=2),
     ]
     assert controller.epoch == 1
@@ -324,7 +324,7 @@ def test_a_late_fence_of_an_earlier_incarnation_hits_nobody() -> None:
     controller.handle(RunStarted(), now_s=0.0)
     fold(controller, fence(1), Commit(step=0, attempt=0, admit=(Member(GroupId(1), 1),)))
     voters = (Member(GroupId(0)), Member(GroupId(1), 1), Member(GroupId(2)), Member(GroupId(3)))
-    assert fold(controller, fence(1)) == [ReadVotes(attempt=1, voters=voters), ReadEntry(index=3)]
+    assert fold(controller, fence(1)) == [ReadVotes(attempt=1, voters=voters, num_left=4), ReadEntry(index=3)]
     assert (controller.voters, controller.epoch) == (voters, 2)
     fold(controller, fence(1, incarnation=1))
     assert (controller.voters, controller.epoch) == (members(0, 2, 3), 3)

@@ -55,7 +55,7 @@ def test_a_group_whose_parameters_differ_from_the_majority_is_put_out_and_its_pa
     assert "differ from those of 3 groups" in entry.reason
     build, read_votes, _ = fold(controller, entry)
     assert build == BuildCommunicator(key=0, epoch=1, members=(0, 1, 3))
-    assert read_votes == ReadVotes(attempt=0, voters=members(0, 1, 2, 3))
+    assert read_votes == ReadVotes(attempt=0, voters=members(0, 1, 2, 3), num_left=3)
     assert decided(controller, cast) == AGAIN, "though all survivors hold the sum"
     compute, reduce, _ = fold(controller, AGAIN)
     assert isinstance(compute, ComputeStep), "from zero: its part may stand in the sums of some buckets"
@@ -98,7 +98,7 @@ def test_a_group_lost_for_another_reason_after_it_voted_still_discards_the_sum_t
     controller.handle(RunStarted(), now_s=0.0)
     _, read_votes, _ = fold(controller, fence(2))
     assert controller.members == (0, 1, 3)
-    assert read_votes == ReadVotes(attempt=0, voters=members(0, 1, 2, 3))
+    assert read_votes == ReadVotes(attempt=0, voters=members(0, 1, 2, 3), num_left=3)
     cast = with_params("aaba")
     entry = decided(controller, cast)
     assert isinstance(entry, Fence)

@@ -14,6 +14,7 @@ from spare_megatron.core.messages import (
     EntryRead,
     Event,
     Fence,
+    ReadVotes,
     entry_fields,
 )
 from spare_megatron.core.phases import Phase
@@ -23,7 +24,7 @@ from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, Start
 from spare_megatron.core.slices import SliceCopy
 from spare_megatron.core.snapshots import TakeSnapshot
 from spare_megatron.core.stepplan import StepPlan
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, Record, RecoveryRecord
 from spare_megatron.journal.spans import RecoveryStage
@@ -237,11 +238,13 @@ class GroupExecutor:
 
     # --------------------------------------------------------------------------------------------------- the log
 
-    def read_votes(self, attempt: int, voters: Sequence[Member]) -> list[Event]:
+    def read_votes(self, action: ReadVotes) -> list[Event]:
         """On a leader that is to read them, the votes cast so far."""
         with self._probe.during(Operation.VOTE):
-            votes = self._voting.read_votes(attempt, voters) if self._agreement.is_leader else None
-        return [] if votes is None else [votes]
+            if not self._agreement.is_leader:
+                return []
+            votes = self._voting.read_votes(action.attempt, action.voters, action.num_left)
+            return [] if votes is None else [votes]
 
     def append_entry(self, index: int, entry: Entry) -> None:
         """On the leader, writes the entry unless another stands there."""

@@ -63,8 +63,8 @@ def _execute(action: Action, controller: Controller, executor: GroupExecutor) ->
             executor.build_communicator(key, members)
         case AttemptReduce():
             return executor.attempt_reduce(action)
-        case ReadVotes(attempt=attempt, voters=voters):
-            return executor.read_votes(attempt, voters)
+        case ReadVotes():
+            return executor.read_votes(action)
         case AppendEntry(index=index, entry=entry):
             executor.append_entry(index, entry)
         case ReadEntry(index=index):

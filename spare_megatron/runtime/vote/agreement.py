@@ -210,6 +210,10 @@ class GroupAgreement:
         num_votes = self._log.cast(attempt, self.member, votes, forget)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
 
+    def num_votes(self, attempt: int) -> int:
+        """Leader: how many votes have been cast so far, or more: never fewer."""
+        return self._log.num_votes(attempt)
+
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
         """Leader: the votes that these have cast so far."""
         votes = self._log.votes(attempt, voters, self.blocks(voters).relays)

@@ -5,7 +5,8 @@ the same way. Whoever hears nothing from its relay casts its vote itself and rea
 is lost, stopped or slow costs time and nothing else: no more than FALLBACK_INTERVALS of the heartbeat interval, once.
 After a loss, too: a relay does not wait for a member whose connection has broken, nor for anybody once the loss stands
 in the log. Those who cast votes read them then, and not those who have left that to their relay (`core.relays.Reliance`
-tells why that is enough): of 10,000 groups each would read what hundreds of relays have written.
+tells why that is enough), and only once as many votes are counted as groups are left. Else each of 10,000 groups would
+read what hundreds of relays have written, and look in vain for votes that are not cast yet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -119,9 +120,20 @@ class Voting:
         self._reliance = Reliance(None)
         return self._cast({self._member: self._vote})
 
-    def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead | None:
-        """After a loss, the votes cast so far; None if the group's relay reads them."""
-        return None if self._reliance.is_placed else self.agreement.read_votes(attempt, voters)
+    def read_votes(self, attempt: int, voters: Sequence[Member], num_left: int) -> VotesRead | None:
+        """After a loss, the votes cast so far.
+
+        Args:
+            attempt: The attempt.
+            voters: Who began it.
+            num_left: How many of them are left.
+
+        Returns:
+            None if the group's relay reads them, or somebody has yet to vote: who casts the last vote reads after that.
+        """
+        if self._reliance.is_placed or self.agreement.num_votes(attempt) < num_left:
+            return None
+        return self.agreement.read_votes(attempt, voters)
 
     def read_entry(self, index: int) -> Entry:
         """The entry at the index, as soon as it is written.

@@ -2,8 +2,10 @@
 
 Every group has connections of its own, and votes as soon as it has heard the last decision: all at once, which is the
 worst they can do. Those that vote by way of relays share event loops (`loops`), the relays are threads; then all groups
-are threads made of what a real leader is made of (`threads`), for an epoch change, too. Clients and servers share this
-machine, and the time of its processors that each took is printed.
+are threads made of what a real leader is made of (`threads`). In an epoch change a group dies while all others are in a
+reduction, look at the log now and then, and see its loss nowhere else; then they vote against the sum, hear the retry,
+vote again and hear the commit. Clients and servers share this machine, and the time of its processors that each took is
+printed.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import resource
 import statistics
 import sys
 import tempfile
@@ -20,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.control_plane_groups import TIMEOUT_S, Load, measure, quantiles
+from benchmarks.control_plane_groups import Load, measure, quantiles
+from benchmarks.control_plane_leader import TIMEOUT_S
 from benchmarks.control_plane_log import measure_log
 from benchmarks.control_plane_steps import measure_steps
 from benchmarks.origin import origin
@@ -89,6 +93,9 @@ def print_table(result: dict) -> None:
         )
         spent = ", ".join(f"{who}s {row[f'{who}_processor_ms_per_round']:.0f}" for who in ("server", "client"))
         print(f"{row['groups']:7d} {row['store']:10}{row['clients']:8}{cells}   {spent} a round")
+        change = f"servers {row['epoch_change_server_processor_ms']:.0f} ms"
+        asked = f"votes cast {row['epoch_change_casts']} times and read {row['epoch_change_reads']} times"
+        print(f"{'':25}an epoch change: {change}, {asked}")
     for row in result.get("logs", ()):
         times = f"read in {row['read_s']:.2f} s, read and folded in {row['read_and_folded_s']:.2f} s"
         held = f"{row['server_bytes_per_entry']:.0f} bytes of a server's memory each"
@@ -133,9 +140,14 @@ def main() -> None:
     parser.add_argument("--kept", type=int, default=0, help="steps of a few groups, of which something is left")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # of the processes that are started here, too
     rows = []
     for num_groups in options.groups:
         for store, load in itertools.product(options.stores, loads(options, num_groups)):
+            if most != resource.RLIM_INFINITY and load.num_descriptors > most:
+                limits = f"a process needs some {load.num_descriptors} descriptors, and may have {most} (ulimit -Hn)"
+                parser.error(f"{num_groups} groups as {load.num_processes} processes: {limits}")
             with running(store, options.etcd) as (spec, servers):
                 rows.append({"groups": num_groups, "store": store, **measure(spec, load, servers)})
             print(f"{store}: {num_groups} groups as {rows[-1]['clients']} measured", file=sys.stderr)

@@ -1,90 +1,170 @@
-"""The groups of a benchmark that vote by way of relays, hundreds in one event loop.
+"""The groups of a benchmark that vote by way of relays, thousands in one event loop.
 
 They say and hear on the wire what a leader does; only the loop around it differs. A thread for each would spend most of
-its time on switching to the next, and on a cluster every leader has a processor of its own.
+its time on switching to the next, and on a cluster every leader has a processor of its own. Whoever its relay does not
+vote for is a thread until the attempt is decided: it casts its vote itself and waits at the store.
 """
 
+import heapq
+import queue
 import selectors
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from spare_megatron.control.decision_log import DecisionLog
+from benchmarks.control_plane_leader import LOST, EpochChange, Leader, Roster, vote_on
+from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.core.messages import decode_entry
-from spare_megatron.core.relays import Blocks
 from spare_megatron.core.topology import Member
-from spare_megatron.core.votes import Vote, encode_vote
+from spare_megatron.core.votes import encode_vote
 from spare_megatron.runtime.wire.piece_wire import Address
 from spare_megatron.runtime.wire.vote_wire import Inbox, Kind, Message, pack, send
 
 
 @dataclass(slots=True, kw_only=True)
 class _Voter:
-    """One group's leader, which has voted on as many attempts as it has heard decisions, and one more."""
+    """One group's leader and its connection to its relay."""
 
-    member: Member
+    leader: Leader
     connection: socket.socket
     token: str
     inbox: Inbox
-    num_heard: int = 0
+    is_complete: bool = True
+    is_relayed: bool = False  # has voted, and waits for its relay
+    closed: int = -1  # the last attempt on which its relay has said that it does not vote for it
     voted_at_s: float = 0.0
     decide_s: list[float] = field(default_factory=list)
 
-    def vote(self, vote: Vote) -> None:
-        """On the next attempt."""
-        self.voted_at_s = time.monotonic()
-        group, incarnation = self.member
-        message = Message(Kind.VOTE, self.num_heard, encode_vote(vote), int(group), incarnation)
+    @property
+    def is_closed(self) -> bool:
+        """Whether its relay does not vote for it on this attempt."""
+        return self.closed == self.leader.attempt
+
+    def send(self) -> None:
+        """Votes by way of its relay."""
+        group, incarnation = self.leader.member
+        text = encode_vote(vote_on(is_complete=self.is_complete))
+        message = Message(Kind.VOTE, self.leader.attempt, text, int(group), incarnation)
         send(self.connection, pack(message, self.token))
+        self.is_relayed = True
 
     def hear(self) -> bool:
-        """Takes in what has come; whether it is a decision."""
-        has_decision = False
+        """Takes in what has come; whether the attempt is decided."""
+        is_decided = False
         for message in self.inbox.receive(self.connection):
-            assert message.kind is Kind.ENTRY, "the relay has not waited for this vote"
-            assert message.number == self.num_heard
-            decode_entry(message.text)
-            self.decide_s.append(time.monotonic() - self.voted_at_s)
-            self.num_heard += 1
-            has_decision = True
-        return has_decision
+            if message.kind is Kind.CLOSED:
+                self.closed = message.number
+            elif self.is_relayed and message.number == self.leader.index:
+                # If it is a loss, its relay, which is not lost, reads the votes.
+                is_decided = self.leader.hear(decode_entry(message.text))
+                self.is_relayed = not is_decided
+        return is_decided
 
 
-def run_crowd(spec: StoreSpec, members: Sequence[Member], blocks: Blocks, num_decisions: int) -> list[list[float]]:
-    """Votes on one attempt after the other, each of these members as soon as it has heard of the last decision.
+class Crowd:
+    """Groups of one process.
 
     Args:
         spec: The store in which relays, which are up, have said where they are.
         members: None of them a relay.
-        blocks: Of all voters.
-        num_decisions: Attempts.
-
-    Returns:
-        Of each member the seconds from each vote until it heard the decision.
+        roster: Of all voters.
     """
-    log = DecisionLog(open_store(spec))
-    relays = {member: blocks.relay_of(member) for member in members}
-    addresses = {relay: _address_of(log, relay) for relay in set(relays.values())}
-    selector = selectors.DefaultSelector()
-    voters = [_connect(member, addresses[relays[member]], selector) for member in members]
-    vote = Vote(is_complete=True, plan_digest="0" * 64)
-    for voter in voters:
-        voter.vote(vote)
-    num_left = len(voters)
-    while num_left:
-        for key, _ in selector.select():
-            voter = key.data
-            if not voter.hear():
-                continue
-            if voter.num_heard < num_decisions:
-                voter.vote(vote)
+
+    def __init__(self, spec: StoreSpec, members: Sequence[Member], roster: Roster) -> None:
+        log, blocks = DecisionLog(open_store(spec)), roster.blocks(roster.all)
+        relays = {member: blocks.relay_of(member) for member in members}
+        addresses = {relay: _address_of(log, relay) for relay in set(relays.values())}
+        self._selector = selectors.DefaultSelector()
+        self._ask_interval_s = ask_interval_s(len(roster.all))
+        self._voters = []
+        for member in members:
+            leader = Leader(spec, member, roster, uses_relays=False)
+            self._voters.append(_connect(leader, addresses[relays[member]], self._selector))
+        self._alone: queue.SimpleQueue[tuple[_Voter, Future[float]]] = queue.SimpleQueue()
+        self._woken, self._waker = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._pool = ThreadPoolExecutor(len(members))
+
+    def commit(self, num_decisions: int) -> list[list[float]]:
+        """Votes on one attempt after the other, each group as soon as it has heard of the last decision.
+
+        Returns:
+            Of each the seconds from each vote until it heard the decision.
+        """
+        for voter in self._voters:
+            self._vote(voter)
+        self._run(self._voters[0].leader.attempt + num_decisions, [])
+        return [voter.decide_s for voter in self._voters]
+
+    def change_epoch(self) -> list[EpochChange]:
+        """A loss in a reduction, which nobody sees elsewhere than in the log. Returns what each group has seen."""
+        for voter in [voter for voter in self._voters if voter.leader.member == LOST]:
+            self._selector.unregister(voter.connection)
+            voter.connection.close()
+            self._voters.remove(voter)
+        now_s = time.monotonic()
+        asks = [(now_s + voter.leader.first_ask_s(), number) for number, voter in enumerate(self._voters)]
+        heapq.heapify(asks)
+        return self._run(self._voters[0].leader.attempt + 2, asks)
+
+    def _run(self, end: int, asks: list[tuple[float, int]]) -> list[EpochChange]:
+        """Goes on until all have heard the decision of the attempt before this one."""
+        seen: list[EpochChange] = []
+        while len(seen) < len(self._voters):
+            self._ask(asks)
+            wait_s = max(asks[0][0] - time.monotonic(), 0.0) if asks else None
+            for key, _ in self._selector.select(wait_s):
+                for voter in self._taken_back() if key.data is None else self._told(key.data):
+                    voter.decide_s.append(time.monotonic() - voter.voted_at_s)
+                    voter.is_complete = True
+                    if voter.leader.attempt < end:
+                        self._vote(voter)
+                    else:
+                        seen.append(voter.leader.changed())
+        return seen
+
+    def _ask(self, asks: list[tuple[float, int]]) -> None:
+        """Those whose turn it is look at the log, and vote as soon as they find something there."""
+        while asks and asks[0][0] <= time.monotonic():
+            voter = self._voters[asks[0][1]]
+            if voter.leader.sees_loss():
+                heapq.heappop(asks)
+                voter.is_complete = False
+                self._vote(voter)
             else:
-                selector.unregister(voter.connection)
-                num_left -= 1
-    return [voter.decide_s for voter in voters]
+                heapq.heapreplace(asks, (time.monotonic() + self._ask_interval_s, asks[0][1]))
+
+    def _vote(self, voter: _Voter) -> None:
+        voter.voted_at_s = time.monotonic()
+        self._vote_alone(voter) if voter.is_closed else voter.send()
+
+    def _vote_alone(self, voter: _Voter) -> None:
+        future = self._pool.submit(voter.leader.decide, is_complete=voter.is_complete)
+        future.add_done_callback(lambda future: self._give_back(voter, future))
+
+    def _give_back(self, voter: _Voter, future: "Future[float]") -> None:
+        self._alone.put((voter, future))
+        self._waker.send(b"1")
+
+    def _taken_back(self) -> list[_Voter]:
+        """One that has heard of the decision by itself."""
+        self._woken.recv(1)
+        voter, future = self._alone.get()
+        future.result()
+        return [voter]
+
+    def _told(self, voter: _Voter) -> list[_Voter]:
+        """The group, if its relay has told it of the decision."""
+        if voter.hear():
+            return [voter]
+        if voter.is_relayed and voter.is_closed:
+            voter.is_relayed = False
+            self._vote_alone(voter)
+        return []
 
 
 def _address_of(log: DecisionLog, relay: Member) -> Address:
@@ -93,10 +173,10 @@ def _address_of(log: DecisionLog, relay: Member) -> Address:
     return Address.parse(text)
 
 
-def _connect(member: Member, address: Address, selector: selectors.BaseSelector) -> _Voter:
+def _connect(leader: Leader, address: Address, selector: selectors.BaseSelector) -> _Voter:
     connection = socket.create_connection((address.host, address.port), timeout=60.0)
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    voter = _Voter(member=member, connection=connection, token=address.token, inbox=Inbox(address.token))
+    voter = _Voter(leader=leader, connection=connection, token=address.token, inbox=Inbox(address.token))
     selector.register(connection, selectors.EVENT_READ, voter)
     return voter

@@ -49,6 +49,9 @@ from tests.protocol.surroundings import Steps, Surroundings, Until
 from tests.protocol.telling import Telling, majority
 from tests.protocol.violation import Violation
 
+MOVES_OF_STATE = 6
+"""Until its donor has given it, or a piece of it has come: enough for it to change, or to come too late."""
+
 
 class Group:
     """One process of one group."""
@@ -157,7 +160,8 @@ class Group:
                 for repair in self.held.assign(action):
                     self._world.start_in_background(f"{self.name} copies {repair}", self._copy(repair))
             case AdmitGroups(step=step):
-                yield None
+                for _ in range(MOVES_OF_STATE):
+                    yield None
                 given = Content("", "") if self._lacks_params else self._content
                 self._telling.is_due |= not self._lacks_params
                 self._telling.is_whole |= self.held is None
@@ -265,8 +269,8 @@ class Group:
                 step, state = donor.num_updates, donor.whole(repair.slice)
                 if state is None:
                     raise Violation(f"{repair.donor} is to give slice {repair.slice}, and has it not")
-                yield None
-                yield None  # on its way
+                for _ in range(MOVES_OF_STATE):
+                    yield None
                 if repair not in held.repairs:
                     return
                 is_installed = held.install(repair.slice, piece, step, state[piece])

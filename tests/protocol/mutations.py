@@ -1,6 +1,6 @@
 """Protocols with a planted bug each: what the invariants must find."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spare_megatron.control.decision_log import DecisionLog, Voter
@@ -16,8 +16,6 @@ from spare_megatron.core.messages import (
     Event,
     Fence,
     FinishRun,
-    ReadEntry,
-    ReadVotes,
     Retry,
     VotesRead,
 )
@@ -152,26 +150,21 @@ class TakesOldVotes(BlockVotes):
 class TellsItsWholeBlock(BlockVotes):
     """A relay that passes entries on to those, too, whose votes it has not cast."""
 
-    @property
-    def told(self) -> Set[Member]:
-        return self._block
+    told = property(lambda votes: votes._block)  # type: ignore[assignment]
 
 
 class ReadsNothing(Reliance):
     """Leaves the votes to others after a loss, as a relay, too."""
 
-    @property
-    def is_placed(self) -> bool:
-        return True
+    is_placed = True  # type: ignore[assignment]
 
 
 class WaitsForVotesOfTheLost(Controller):
     """Has nobody read votes after a loss before those who were lost have voted, too."""
 
     def _await_votes(self) -> tuple[Action, ...]:
-        num_voters = len(self._attempted_by)
-        read = ReadVotes(attempt=self.attempt, voters=self._attempted_by, num_left=num_voters)
-        return (read, ReadEntry(index=self.head))
+        read, wait = super()._await_votes()
+        return (replace(read, num_left=len(self._attempted_by)), wait)
 
 
 class ReliesOnTheLost(Reliance):

@@ -6,8 +6,8 @@ from random import Random
 
 from spare_megatron.core.topology import Member
 
-_GIVES_UP = 0.2
-"""Chance of doing so, at every moment of a wait."""
+_GIVES_UP = (0.2, 0.01)
+"""Chances of doing so, at every moment of a wait, of which a history has one."""
 _LOST, _REPEATED = 0.1, 0.1
 
 
@@ -34,9 +34,10 @@ class Post:
     def __init__(self, random: Random) -> None:
         self.boxes: defaultdict[Member, Box] = defaultdict(Box)
         self._random = random
+        self._gives_up = random.choice(_GIVES_UP)
 
     def gives_up(self) -> bool:
-        return self._random.random() < _GIVES_UP
+        return self._random.random() < self._gives_up
 
     def num_copies(self) -> int:
         """How often a message arrives."""

@@ -20,7 +20,7 @@ FOUND_AS = {
     "reuses the names of communicators": "is built (twice|for)|meet in one collective",
     "counts a patch twice": "times|named twice",
     "ignores fences": "but the log says|no progress|is fenced|no end",
-    "commits what was discarded": "the sum of a group that was put out",
+    "commits what was discarded": "the sum of a group that was put out|though the members hold",
     "goes on with different parameters": "have different parameters|though the members hold",
     "goes on with copies that differ": "have different parameters|whose parameters are right",
     "counts a copy and its donor as two": "whose parameters are right|halts the run",
@@ -118,6 +118,20 @@ def draw_saves(random: Random) -> Scene:
     )
 
 
+def draw_wrong_returns(random: Random) -> Scene:
+    """One in which groups come back again and again, and some may take over what is wrong."""
+    num_groups, num_steps = 3, random.randint(4, 8)
+    return replace(
+        Scene.draw_returns(random),
+        num_groups=num_groups,
+        redundancy=num_groups,
+        num_steps=num_steps,
+        save_interval_s=None,
+        fault_moves=60 * num_groups * num_steps,
+        fault_budget={"corrupt": 1, "replace": 6},
+    )
+
+
 def draw_lost_relays(random: Random) -> Scene:
     """One in which relays are lost in the attempt in which others were."""
     scene = Scene.draw(random)
@@ -130,7 +144,7 @@ def draw_lost_relays(random: Random) -> Scene:
 
 RARE = {
     "goes on with copies that differ": Scene.draw_returns,
-    "counts a copy and its donor as two": Scene.draw_returns,
+    "counts a copy and its donor as two": draw_wrong_returns,
     "leaves votes to lost relays": draw_lost_relays,
     "compares nothing of its last checkpoint": draw_last_saves,
     "takes anybody's word for a copy": draw_late_copies,

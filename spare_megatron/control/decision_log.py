@@ -21,7 +21,7 @@ _Voter = TypeVar("_Voter", bound=Voter)
 
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
-"""Of all ranks of a run: some tenth of what the embedded store answers."""
+"""Of all ranks of a run: a quarter of what the embedded store's server answers with one processor."""
 
 LOG = "log/"
 """The directory of the entries and of nothing else, which are written in the order of their names."""

@@ -243,6 +243,20 @@ def test_nothing_leaves_a_rank_that_finds_one_bucket_unsound(bucket: int) -> Non
     assert rank.sums.stagings == []
 
 
+def test_what_a_group_brings_is_journaled_before_its_ranks_let_each_other_go() -> None:
+    rank = Rank(num_sums=NUM_BUCKETS)
+
+    def agree(value: int) -> int:
+        assert [type(record).__name__ for record in rank.records] == ["ContributionRecord"]
+        agreed.append(value)
+        return value
+
+    agreed: list[int] = []
+    rank.agreement.highest = agree
+    assert rank.attempt(0).is_complete
+    assert agreed == [Finding.SOUND]
+
+
 def test_nobody_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, repairs=SimpleNamespace(restored=lambda: ()))
     rank.agreement.broken.add(0)

@@ -207,7 +207,9 @@ class Reduction:
         if not self._has_left_early:
             self._probe(Phase.BEFORE_REDUCE)
             self._judge_all(action.step, len(computed))
+            # Before the others of the group are let go: what they send may be kept though the leader is lost.
             self._write_contribution(action, computed)
+            self._agree_on_finding(action.step)
         with self._probe.during(Operation.REDUCE):
             self._reduce(action.step, len(computed), head)
         if self._has_left_early:
@@ -224,7 +226,6 @@ class Reduction:
         for bucket in range(self._first, len(self._guards)):
             if not self._is_sound(bucket, step, num_computed):
                 break
-        self._agree_on_finding(step)
 
     def _is_sound(self, bucket: int, step: int, num_computed: int) -> bool:
         """Judges a local sum. A rank that finds something sends nothing more in this attempt."""

@@ -14,6 +14,7 @@ from typing import Any
 from spare_megatron.control.decision_log import LOG
 from spare_megatron.control.etcd_directory import EtcdDirectory, values_of
 from spare_megatron.control.etcd_gateway import EtcdGateway, Message, StoreLacks, decoded, encoded
+from spare_megatron.control.name_lookups import without_name_lookups
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreTimeout
 from spare_megatron.control.tcp_store import listen
@@ -180,7 +181,8 @@ class EtcdControlStore:
         timeout = timedelta(seconds=timeout_s)
         if rank != 0:
             host, port = self.wait(key, timeout_s).rsplit(" ", 1)
-            return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+            with without_name_lookups():
+                return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
         host = self._gateway.local_host()
         store = listen(host, timeout)
         self.put(key, f"{host} {store.port}")

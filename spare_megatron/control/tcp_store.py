@@ -11,6 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from spare_megatron.control.name_lookups import muted_stderr, without_name_lookups
 from spare_megatron.control.store import StoreLost, StoreTimeout
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -18,7 +19,8 @@ _CONNECT_TIMEOUT_S = 60.0
 
 def serve(address: str, parent: Connection) -> None:
     """Serves a store on this address until the other end of `parent` is closed; sends the port first."""
-    store = listen(address, timedelta(seconds=_CONNECT_TIMEOUT_S))
+    with muted_stderr():  # of a line that says nothing to whoever starts a run; errors are raised
+        store = listen(address, timedelta(seconds=_CONNECT_TIMEOUT_S))
     parent.send(store.port)
     with contextlib.suppress(EOFError):
         parent.recv()
@@ -33,14 +35,15 @@ def listen(address: str, timeout: timedelta) -> Any:
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )
+    with without_name_lookups():
+        return dist.TCPStore(
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
 
 
 class TcpControlStore:
@@ -116,7 +119,8 @@ class TcpControlStore:
         import torch.distributed as dist
 
         with _lost_when_unreachable():
-            client = self._client.clone()
+            with without_name_lookups():
+                client = self._client.clone()
             if former is not None:
                 client.delete_key(_gloo_key(*former))
             store = dist.PrefixStore(prefix, client)

@@ -1,0 +1,53 @@
+"""torch asks for the host name of whoever it connects to or accepts, for its log alone, and the rest waits for that.
+
+The control store's server does so in the loop that serves everybody, each rank in the middle of a recovery, and all
+ranks at once. A name server that is far away, busy, or loses one packet in a thousand would decide how long a recovery
+takes: glibc asks again after 5 s. torch 2.13 gives up for the life of the process once a name could not be looked up,
+so it is made to give up with the first.
+"""
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def without_name_lookups() -> Iterator[None]:
+    """Fails what this thread asks name servers meanwhile, at once. Names in /etc/hosts are found.
+
+    torch says in a line on stderr that a host name cannot be retrieved, once.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        libc.__res_init()
+        resolver = libc.__res_state
+    except AttributeError:  # another C library than glibc
+        yield
+        return
+    resolver.restype = ctypes.POINTER(_Resolver)
+    state = resolver().contents
+    before, state.retry = state.retry, 0
+    try:
+        yield
+    finally:
+        state.retry = before
+
+
+@contextlib.contextmanager
+def muted_stderr() -> Iterator[None]:
+    """Drops what C++ prints on stderr meanwhile; for a process without other threads."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+
+
+class _Resolver(ctypes.Structure):
+    """The beginning of glibc's `struct __res_state`, one for each thread (resolv.h)."""
+
+    _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int))

@@ -54,6 +54,7 @@ class BlockVotes:
 
     def __init__(self, attempt: int, block: Sequence[Member], relay: Member, vote: str) -> None:
         self.attempt = attempt
+        self._relay = relay
         self._block = frozenset(block)
         self._votes = {relay: vote}
         self._missing = set(block) - {relay}
@@ -65,6 +66,17 @@ class BlockVotes:
         self._votes.setdefault(voter, vote)
         self._missing.discard(voter)
         return True
+
+    def fold(self, entry: Entry) -> bool:
+        """Takes in what the log says while votes are missing. Returns whether nobody needs them any more.
+
+        After a loss everybody who is left still votes, and finds that out at a moment of its own: who did not wait for
+        them would have most of a large run vote directly.
+        """
+        if not isinstance(entry, Fence) or entry.hits(self._relay):
+            return True
+        self._missing = {voter for voter in self._missing if not entry.hits(voter)}
+        return False
 
     @property
     def votes(self) -> Mapping[Member, str]:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spare_megatron.core.messages import Fence, Retry
 from spare_megatron.core.relays import Blocks, BlockVotes
 from spare_megatron.core.topology import GroupId, Member
 
@@ -87,3 +88,15 @@ def test_a_vote_that_is_told_twice_is_one_vote() -> None:
     assert votes.take(7, *members(1), "second")
     assert votes.votes == dict(zip(members(0, 1), ("mine", "first"), strict=True))
     assert not votes.missing
+
+
+def test_a_loss_costs_a_block_only_the_vote_of_the_lost_one_and_another_entry_ends_the_wait() -> None:
+    back = Member(GroupId(2), 1)
+    votes = BlockVotes(7, (*members(0, 1), back), *members(0), "mine")
+    assert not votes.fold(Fence(group=GroupId(9), reason="killed"))
+    assert not votes.fold(Fence(group=GroupId(2), reason="of its first life"))
+    assert votes.missing == {*members(1), back}
+    assert not votes.fold(Fence(group=GroupId(2), incarnation=1, reason="killed"))
+    assert votes.missing == set(members(1))
+    assert votes.fold(Fence(group=GroupId(0), reason="the relay is"))
+    assert votes.fold(Retry(step=3, attempt=7))

@@ -52,7 +52,8 @@ class VoteRelay:
         Args:
             votes: Where they go.
             timeout_s: Longest wait. Nobody waits again for a member that was missing then, until it says something.
-            is_decided: Whether the log says something new, so that others need to be told of it first.
+            is_decided: Whether the log says something after which nobody needs these votes. Asked while some are
+                missing; who is lost meanwhile is not among them any more.
         """
         end_s = time.monotonic() + timeout_s
         while True:

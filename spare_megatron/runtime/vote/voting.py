@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.control.store import ControlStore, StoreTimeout
-from spare_megatron.core.messages import Entry, VotesRead
+from spare_megatron.core.messages import Entry, VotesRead, decode_entry
 from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.topology import Member
 from spare_megatron.core.votes import Vote, encode_vote
@@ -171,7 +171,17 @@ class Voting:
     def _collect(self, block: Sequence[Member], parts: RelayParts) -> Mapping[Member, str]:
         """The votes that the group casts as a relay."""
         votes = BlockVotes(self._attempt, block, self._member, self._vote)
-        parts.relay.collect(votes, parts.collect_s, lambda: self.agreement.is_written(self.agreement.head))
+        index = self.agreement.head
+
+        def is_decided() -> bool:
+            nonlocal index
+            while self.agreement.is_written(index):
+                if votes.fold(decode_entry(self.agreement.await_entry(index))):
+                    return True
+                index += 1
+            return False
+
+        parts.relay.collect(votes, parts.collect_s, is_decided)
         return votes.votes
 
     def _cast(self, votes: Mapping[Member, str]) -> VotesRead | None:

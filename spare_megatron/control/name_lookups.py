@@ -11,6 +11,9 @@ import ctypes
 import os
 from collections.abc import Iterator
 
+_RES_INIT = 1
+"""Of the options of a `_Resolver`: the rest holds."""
+
 
 @contextlib.contextmanager
 def without_name_lookups() -> Iterator[None]:
@@ -20,13 +23,14 @@ def without_name_lookups() -> Iterator[None]:
     """
     libc = ctypes.CDLL(None)
     try:
-        libc.__res_init()
         resolver = libc.__res_state
     except AttributeError:  # another C library than glibc
         yield
         return
     resolver.restype = ctypes.POINTER(_Resolver)
     state = resolver().contents
+    if not state.options & _RES_INIT:
+        libc.__res_init()  # else the first look would do that, and overwrite what is set here
     before, state.retry = state.retry, 0
     try:
         yield
@@ -50,4 +54,4 @@ def muted_stderr() -> Iterator[None]:
 class _Resolver(ctypes.Structure):
     """The beginning of glibc's `struct __res_state`, one for each thread (resolv.h)."""
 
-    _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int))
+    _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int), ("options", ctypes.c_ulong))

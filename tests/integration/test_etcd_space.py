@@ -28,6 +28,8 @@ pytestmark = pytest.mark.timeout(180)
 
 DEMO = Path(__file__).parents[2] / "configs/run/demo_cpu.toml"
 QUOTA_BYTES, FILLING_BYTES = 4 << 20, 1 << 19
+NUM_STEPS = 120
+"""Of a run whose store is full long before its last."""
 SOON_S = 30.0
 """Far less than any timeout of the runs here: who is told does not wait for one."""
 
@@ -142,10 +144,10 @@ def test_a_run_ends_with_its_last_step_and_goes_on_from_there_when_there_is_room
     optimizer: OptimizerConfig,
 ) -> None:
     monkeypatch.setattr(driver, "_STORE_LOOK_S", 0.05)
-    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=200, optimizer=optimizer)
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=NUM_STEPS, optimizer=optimizer)
     # Longer than a supervisor waits for ranks that save their state: none may wait for an entry for so long.
     config = with_etcd(config, small_cluster, decision_timeout_s=600.0)
-    saving = dataclasses.replace(config.checkpoint, interval_steps=100, folder=str(tmp_path / "shared"))
+    saving = dataclasses.replace(config.checkpoint, interval_steps=NUM_STEPS // 2, folder=str(tmp_path / "shared"))
     config = dataclasses.replace(config, checkpoint=saving)
     filled_at_s: list[float] = []
 
@@ -169,4 +171,4 @@ def test_a_run_ends_with_its_last_step_and_goes_on_from_there_when_there_is_room
     relieve(small_cluster)
     ended = complete_run(resumed(config, tmp_path / "shared"), tmp_path / "again")
     assert (ended.summary.outcome, ended.summary.verdict) == ("finished", "valid"), ended.summary
-    assert ended.summary.steps_committed == 200 - run.summary.steps_committed
+    assert ended.summary.steps_committed == NUM_STEPS - run.summary.steps_committed

@@ -13,10 +13,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,7 +138,7 @@ def predicted_wall_error(journal: Journal) -> float | None:
 
 
 def run_all(options: argparse.Namespace) -> tuple[dict[str, list[Run]], list[str]]:
-    """Interleaved runs, whose order turns around from run to run; and what became of those that failed."""
+    """Interleaved runs, whose order turns around from run to run; and where those failed that did, with a traceback."""
     runs: dict[str, list[Run]] = {way: [] for way in options.ways}
     failed: list[str] = []
     for number in range(options.runs):
@@ -151,8 +151,8 @@ def run_all(options: argparse.Namespace) -> tuple[dict[str, list[Run]], list[str
                 began_s = time.monotonic()
                 try:
                     run = run_once(options, way, number, Path(scratch) / f"{way}-{number}")
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failed.append(f"run {number}, {way}: {error}")
+                except Exception:  # noqa: BLE001  (whatever it is, hours of other runs are not lost for it)
+                    failed.append(f"run {number}, {way}: {traceback.format_exc().rstrip()}")
                     print(failed[-1], file=sys.stderr)
                     continue
                 runs[way].append(run)

@@ -191,6 +191,23 @@ def test_no_run_is_measured_where_a_later_one_would_be_too_short(monkeypatch: py
         run_all(options(steps=steps, runs=20, ways=[OURS]))
 
 
+def test_a_run_that_raises_what_nobody_expects_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the sixth hour took the results of all runs before it along."""
+
+    def run_once(_options: argparse.Namespace, way: str, number: int, _folder: Path) -> Run:
+        if (way, number) == (OURS, 1):
+            raise KeyError("a record that nobody knows")
+        return run_of(0.9)
+
+    monkeypatch.setattr("benchmarks.goodput.run_once", run_once)
+    runs, failed = run_all(options(steps=1000, runs=3, ways=[OURS, "without_rejoin"]))
+    assert {way: len(found) for way, found in runs.items()} == {OURS: 2, "without_rejoin": 3}
+    [told] = failed
+    assert told.startswith("run 1, ours: Traceback")
+    assert told.endswith("KeyError: 'a record that nobody knows'")
+    assert "in run_once" in told
+
+
 def die_once(folder: Path, victim: int, group: int, up: Barrier | None) -> None:
     """The victim dies in its first life, the others end after its second has begun."""
     mark = folder / "second-life"

@@ -82,14 +82,30 @@ def assert_interrupted(process: subprocess.Popen[str], descendants: Sequence[psu
     assert check_journal(read_journal(run_dir)).verdict != "invalid"
 
 
-def test_ranks_do_not_outlive_a_supervisor_that_is_killed(text_corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", ["nothing", "supervisor", "ranks", "all"])
+def test_nothing_outlives_a_driver_that_is_killed(text_corpus: Path, tmp_path: Path, stopped: str) -> None:
+    """Whoever is stopped for good cannot see that the driver is gone."""
     with training(text_corpus, tmp_path) as (process, descendants):
+        for victim in chosen(process.pid, stopped):
+            victim.suspend()
         process.kill()
         process.wait(END_TIMEOUT_S)
         assert left_of(descendants) == []
     verdict = check_journal(read_journal(tmp_path / "run"))
     assert verdict.verdict == "unknown"
     assert any("no end" in reason for reason in verdict.reasons)
+
+
+def chosen(driver_pid: int, whom: str) -> list[psutil.Process]:
+    """Processes of a run below its fork server. Those of the ranks, their keeper and spares are its supervisor's."""
+    [server] = [child for child in psutil.Process(driver_pid).children() if child.children()]
+    [supervisor] = [child for child in server.children() if child.children()]
+    return {
+        "nothing": [],
+        "supervisor": [supervisor],
+        "ranks": supervisor.children(),
+        "all": server.children(recursive=True),
+    }[whom]
 
 
 @contextlib.contextmanager

@@ -1,10 +1,14 @@
 """How a run's processes are ended: who goes first, and what a second Ctrl-C does."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from spare_megatron.runtime.process.processes import Child, start_child
 
 pytestmark = pytest.mark.timeout(60)
 
+ROOT = Path(__file__).parents[2]
 IS_THERE = "the store is there"
 PATIENT_S = 10.0
 """For so long a process that has been told to end is waited for."""
@@ -53,6 +58,44 @@ def children() -> Iterator[list[Child]]:
 def child(children: list[Child], target: Any, *args: Any) -> Child:
     children.append(start_child(multiprocessing.get_context("fork"), "child", target, *args))
     return children[-1]
+
+
+def _stop(driver: Connection) -> None:
+    """A supervisor that is stopped for good."""
+    driver.send("about to stop")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def be_driver() -> None:
+    """The main function of a driver that tells the process of its supervisor, and waits to be killed."""
+    forkserver.ensure_running()
+    supervisor = start_child(multiprocessing.get_context("forkserver"), "supervisor", _stop)
+    supervisor.reports.recv()
+    print(supervisor.pid, flush=True)
+    signal.pause()
+
+
+def _await_status(process: psutil.Process, *wanted: str) -> None:
+    end_s = time.monotonic() + PATIENT_S
+    while (status := process.status()) not in wanted:
+        assert time.monotonic() < end_s, status
+        time.sleep(0.005)
+
+
+def test_a_process_that_is_stopped_for_good_does_not_outlive_a_driver_that_is_killed() -> None:
+    """It cannot see that the driver is gone."""
+    command = [sys.executable, "-c", f"from {__name__} import be_driver; be_driver()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as driver:
+        assert driver.stdout is not None
+        supervisor = psutil.Process(int(driver.stdout.readline()))
+        try:
+            _await_status(supervisor, psutil.STATUS_STOPPED)
+            driver.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                _await_status(supervisor, psutil.STATUS_ZOMBIE)  # not every container reaps orphans
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                supervisor.kill()
 
 
 def test_the_store_goes_when_the_ranks_are_gone(tmp_path: Path, children: list[Child]) -> None:

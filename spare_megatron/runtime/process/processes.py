@@ -81,13 +81,27 @@ class Child:
 
 
 def start_child(context: BaseContext, name: str, target: Callable[..., None], *args: Any) -> Child:
-    """Starts `target(*args, pipe)` in a process of its own."""
+    """Starts `target(*args, pipe)` in a process of its own. One that the fork server forks is gone when we are."""
     ours, theirs = context.Pipe(duplex=True)
+    if isinstance(context, ForkServerContext):
+        args = (forkserver._forkserver._forkserver_pid, target, *args)  # type: ignore[attr-defined]
+        target = _with_fork_server
     process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
     with end_signal.blocked():
         process.start()
     theirs.close()
     return Child(process=process, reports=ours)
+
+
+def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) -> None:
+    """Runs the target in a child of the fork server, which ends when nobody holds the other end of a pipe to it.
+
+    Every child of it is given that end. If the driver alone keeps it, the driver's death is the fork server's, and that
+    is the death of all others, also of those that are stopped and cannot see that the driver is gone.
+    """
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    die_with(server_pid)
+    target(*args)
 
 
 def start_hub(context: ForkServerContext) -> Child:
@@ -126,9 +140,9 @@ def start_embedded_store(
     """
     if hub is not None:
         address = HUB_ADDRESS
-        child = start_child(context, "control-store", run_in_network_of, hub.pid, _serve_store, address)
+        child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
     else:
-        child = start_child(context, "control-store", _serve_store, address)
+        child = start_child(context, "control-store", serve, address)
     if not child.reports.poll(_STORE_START_TIMEOUT_S):
         end_child(child)
         raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s")
@@ -137,16 +151,6 @@ def start_embedded_store(
     except EOFError:
         end_child(child)
         raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None
-
-
-def _serve_store(address: str, driver: Connection) -> None:
-    """Serves until the driver is gone, or, if it is stopped and cannot see that, until the fork server is gone, too.
-
-    The fork server goes when the driver and its other children are gone, those that hold the end of a pipe to it.
-    """
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    die_with(os.getppid())
-    serve(address, driver)
 
 
 def end_child(child: Child) -> None:

@@ -5,9 +5,11 @@ import resource
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ from spare_megatron.runtime.state.piece_client import PieceClient
 from spare_megatron.runtime.state.piece_server import PieceServer
 from spare_megatron.runtime.state.state_source import StateSource
 from spare_megatron.runtime.wire.piece_wire import NONCE_BYTES, Address, NotOffered, TransferBroken, WrongStep, receive
+from tests.unit.silent_server import POINTS, Point, SilentServer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -283,6 +286,33 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
             PieceClient(address, SHORT_S)
     with pytest.raises(TransferBroken, match="no connection"):
         PieceClient(address, TIMEOUT_S)
+
+
+def ask(address: Address, timeout_s: float, is_over: Callable[[], bool]) -> None:
+    with closing(PieceClient(address, timeout_s, is_over=is_over)) as client:
+        client.fetch("state", STEP, Piece(0, 100))
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_server_that_says_nothing_is_left_as_soon_as_it_is_of_no_use(point: Point) -> None:
+    """Wherever that is. A machine without power closes no connection, and its time is that of a slow one."""
+    looks, began_s = chain([False, False], repeat(True)), time.monotonic()
+    with closing(SilentServer(point)) as silent, pytest.raises(TransferBroken, match="not waited for any longer"):
+        ask(silent.address, TIMEOUT_S, lambda: next(looks))
+    assert time.monotonic() - began_s < TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_server_that_says_nothing_is_waited_for_while_it_may_be_of_use(point: Point) -> None:
+    looks: list[float] = []
+
+    def look() -> bool:
+        looks.append(time.monotonic())
+        return False
+
+    with closing(SilentServer(point)) as silent, pytest.raises(TransferBroken, match=r"within 0\.3 s"):
+        ask(silent.address, SHORT_S, look)
+    assert looks
 
 
 def test_a_server_that_is_closed_leaves_no_thread_and_ends_its_clients(source: StateSource) -> None:

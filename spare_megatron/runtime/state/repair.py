@@ -18,7 +18,7 @@ from spare_megatron.runtime.state.slice_content import SliceContent
 from spare_megatron.runtime.wire.piece_wire import Address, NotOffered, TransferBroken, WrongStep
 
 _TIMEOUT_S = 10.0
-"""A donor that has not sent a piece by then is asked anew, unless the log has named another."""
+"""A donor that has not sent a piece by then is asked anew. One that is lost is left as soon as the log says so."""
 _OTHER_STEP_S = 0.002
 """The donor has made an update that this rank has not, or the other way round: soon both have."""
 _BROKEN_S = 0.2
@@ -55,7 +55,7 @@ class SliceRepairs:
         self._probe = probe
         self._error: Exception | None = None  # that ended the thread
         self._copying = Copying(member, lambda number: contents[number].num_pieces)
-        self._servers: dict[Member, Address] = {}
+        self._servers: dict[Member, Address] = {}  # of all who are asked for pieces
         self._bytes_per_s = bytes_per_s
         self._awaits_update = awaits_update
         self._bucket: TokenBucket | None = None
@@ -88,8 +88,6 @@ class SliceRepairs:
                 self._optimizer.begin(sorted(missing))
             donors = self._copying.donors
             self._servers = {donor: self._servers.get(donor) or self._find_server(donor) for donor in donors}
-            if self._client is not None and self._client[0] not in donors:
-                self._client[1].abort()
         self._wake.set()
 
     def whole(self) -> dict[SliceId, bool]:
@@ -177,13 +175,10 @@ class SliceRepairs:
     def _connected(self, donor: Member, server: Address) -> PieceClient:
         if self._client is None or self._client[0] != donor:
             self._hang_up()
-            client = PieceClient(server, _TIMEOUT_S)
-            with self._lock:
-                self._client = donor, client
+            self._client = donor, PieceClient(server, _TIMEOUT_S, is_over=lambda: donor not in self._servers)
         return self._client[1]
 
     def _hang_up(self) -> None:
-        with self._lock:
-            if self._client is not None:
-                self._client[1].close()
-            self._client = None
+        if self._client is not None:
+            self._client[1].close()
+        self._client = None

@@ -11,6 +11,7 @@ import hmac
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -20,6 +21,8 @@ NONCE_BYTES = 32
 _MAC_BYTES = 32
 _REQUEST = struct.Struct("!32sqQQ")
 _ANSWER = struct.Struct("!BqQ")
+LOOK_S = 0.05
+"""How often who waits for the other side looks whether that is of any use: a machine without power says nothing."""
 
 
 class WrongStep(Exception):
@@ -95,13 +98,22 @@ class Channel:
         token: The server's token.
         nonce: The server's greeting.
         timeout_s: Longest wait for a whole request or answer that has begun, and for the other side to take one.
+        is_over: As in `receive`, while an answer is awaited.
     """
 
-    def __init__(self, connection: socket.socket, token: str, nonce: bytes, timeout_s: float) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        token: str,
+        nonce: bytes,
+        timeout_s: float,
+        is_over: Callable[[], bool] | None = None,
+    ) -> None:
         self._connection = connection
         self._key = bytes.fromhex(token)
         self._nonce = nonce
         self._timeout_s = timeout_s
+        self._is_over = is_over
 
     def ask(self, request: Request) -> memoryview:
         """Client: the bytes of a piece.
@@ -113,11 +125,11 @@ class Channel:
         """
         head = _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
         self._send(head + self._mac(head))
-        answer = receive(self._connection, _ANSWER.size + _MAC_BYTES, self._timeout_s)
+        answer = receive(self._connection, _ANSWER.size + _MAC_BYTES, self._timeout_s, is_over=self._is_over)
         status, step, num_bytes = _ANSWER.unpack_from(answer)
         if num_bytes not in (0, request.piece.size):
             raise TransferBroken("an answer to another request")
-        content = receive(self._connection, num_bytes, self._timeout_s)
+        content = receive(self._connection, num_bytes, self._timeout_s, is_over=self._is_over)
         if not hmac.compare_digest(answer[_ANSWER.size :], self._mac(head, answer[: _ANSWER.size], content)):
             raise TransferBroken("an answer is damaged, or a stranger's")
         if status == Status.WRONG_STEP:
@@ -167,21 +179,40 @@ class Channel:
             raise TransferBroken(f"the other side takes nothing: {error}") from error
 
 
-def receive(connection: socket.socket, num_bytes: int, timeout_s: float, *, may_end: bool = False) -> memoryview:
+def receive(
+    connection: socket.socket,
+    num_bytes: int,
+    timeout_s: float,
+    *,
+    may_end: bool = False,
+    is_over: Callable[[], bool] | None = None,
+) -> memoryview:
     """So many bytes, or none where the other side may leave and has.
 
+    Args:
+        connection: Where they come from.
+        num_bytes: How many.
+        timeout_s: Longest wait for all of them.
+        may_end: Whether the other side may close the connection instead.
+        is_over: Whether nobody needs them any more, looked at every LOOK_S while nothing comes.
+
     Raises:
-        TransferBroken: They have not come in time, or never will.
+        TransferBroken: They have not come in time, or never will, or it is over.
     """
     data = memoryview(bytearray(num_bytes))
     end_s = time.monotonic() + timeout_s
     num_received = 0
     while num_received < num_bytes:
+        left_s = end_s - time.monotonic()
         try:
             # 0 would not be a short wait but another way of working.
-            connection.settimeout(max(end_s - time.monotonic(), 1e-6))
+            connection.settimeout(max(left_s if is_over is None else min(left_s, LOOK_S), 1e-6))
             some = connection.recv_into(data[num_received:])
         except TimeoutError as error:
+            if is_over is not None and is_over():
+                raise TransferBroken("the other side is not waited for any longer") from error
+            if time.monotonic() < end_s:
+                continue
             raise TransferBroken(f"{num_bytes - num_received} bytes have not come within {timeout_s:g} s") from error
         except OSError as error:
             raise TransferBroken(f"nothing comes: {error}") from error

@@ -70,7 +70,7 @@ def go_on_from_memory(config: RunConfig, before: int, after: int) -> tuple[list[
     for group, trainer in enumerate(again):
         loader = loader_of(keeper, trainer, GroupId(group))
         loader.held()
-        loader.load(ATTEMPT, [SliceId(shard) for shard in hosts.stack(GroupId(group))], ())
+        loader.load(ATTEMPT, [SliceId(shard) for shard in hosts.stack(GroupId(group))], (), 0)
     answers.append(train(again, config, later))
     groups.assert_alike_on_hosts(again, hosts.hosts)
     return answers, records

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import SimpleNamespace
 from typing import cast
@@ -30,11 +31,13 @@ from spare_megatron.runtime.state.state_transfer import LengthFirst
 from spare_megatron.runtime.vote.agreement import GroupAgreement
 from spare_megatron.runtime.wire.keeper_wire import Part
 from spare_megatron.runtime.wire.piece_wire import Address, NotOffered, TurnedAway
+from tests.unit.silent_server import SilentServer
 
 pytestmark = pytest.mark.timeout(60)
 
 TIMEOUT_S = 20.0
 ATTEMPT = 7
+HEAD = 11
 STATE = torch.arange(1000, dtype=torch.float32)
 COPY = LengthFirst(b"what it is")._data + STATE.numpy().tobytes()
 SHA256 = hashlib.sha256(COPY).hexdigest()
@@ -67,7 +70,9 @@ def server(kept: Kept) -> Iterator[PieceServer]:
     server.close()
 
 
-def loader(servers: dict[Member, Address], state: torch.Tensor) -> SnapshotLoader:
+def loader(
+    servers: dict[Member, Address], state: torch.Tensor, is_lost: Callable[[Member], bool] = lambda member: False
+) -> SnapshotLoader:
     """That of rank 0 of group 0, into this tensor, with nothing on its own node."""
     waiting = [Waiting(member=member, offers=(), held=(Held(ATTEMPT, 0, SHA256),)) for member in servers]
     told = {
@@ -80,7 +85,13 @@ def loader(servers: dict[Member, Address], state: torch.Tensor) -> SnapshotLoade
         position=0,
         trainer=cast(GroupTrainer, SimpleNamespace(incoming_state=lambda description: incoming, stacked=None)),
         keeper=cast(KeeperClient, None),
-        agreement=cast(GroupAgreement, SimpleNamespace(waiting_to_restart=lambda groups: waiting)),
+        agreement=cast(
+            GroupAgreement,
+            SimpleNamespace(
+                waiting_to_restart=lambda groups: waiting,
+                is_lost=lambda member, head: head == HEAD and is_lost(member),
+            ),
+        ),
         store=cast(ControlStore, SimpleNamespace(wait=lambda key, timeout_s: told[key])),
         groups=[GroupId(group) for group in range(8)],
         timeout_s=TIMEOUT_S,
@@ -121,7 +132,7 @@ def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
 
     clock.on_pause = let_in
     state = torch.zeros_like(STATE)
-    loader({member(3): server.address}, state).load(ATTEMPT, (), [member(0), member(3)])
+    loader({member(3): server.address}, state).load(ATTEMPT, (), [member(0), member(3)], HEAD)
     assert torch.equal(state, STATE)
     assert clock.num_pauses == 3
 
@@ -136,7 +147,7 @@ def test_where_nobody_is_left_to_answer_it_fails(server: PieceServer, monkeypatc
     clock = Clock(monkeypatch)
     server.close()
     with pytest.raises(JoinFailed, match="no connection"):
-        loader({member(3): server.address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(3)])
+        loader({member(3): server.address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(3)], HEAD)
     assert clock.num_pauses == 2
 
 
@@ -147,7 +158,9 @@ def test_those_who_take_part_are_asked_first(kept: Kept, server: PieceServer) ->
     late.start()
     state = torch.zeros_like(STATE)
     with closing(late):
-        loader({member(1): late.address, member(5): server.address}, state).load(ATTEMPT, (), [member(0), member(5)])
+        loader({member(1): late.address, member(5): server.address}, state).load(
+            ATTEMPT, (), [member(0), member(5)], HEAD
+        )
     assert torch.equal(state, STATE)
     assert kept.num_reads > 0
     assert unasked.num_reads == 0
@@ -164,7 +177,7 @@ def test_who_does_not_greet_costs_a_short_wait_once_and_the_next_is_asked(
         present = [member(1), member(5)]
         loading = loader({member(1): address, member(5): server.address}, torch.zeros_like(STATE))
         for _ in range(3):
-            loading.load(ATTEMPT, (), present)
+            loading.load(ATTEMPT, (), present, HEAD)
         assert time.monotonic() - began_s < TIMEOUT_S
         silent.setblocking(False)
         silent.accept()[0].close()
@@ -179,7 +192,9 @@ def test_where_nobody_listens_the_next_is_asked_at_once(server: PieceServer, mon
     closed.start()
     closed.close()
     state = torch.zeros_like(STATE)
-    loader({member(1): closed.address, member(5): server.address}, state).load(ATTEMPT, (), [member(1), member(5)])
+    loader({member(1): closed.address, member(5): server.address}, state).load(
+        ATTEMPT, (), [member(1), member(5)], HEAD
+    )
     assert torch.equal(state, STATE)
     assert clock.num_pauses == 0
 
@@ -192,11 +207,60 @@ def test_who_never_greets_and_is_the_only_one_is_asked_again_for_as_long_as_it_m
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address(host="127.0.0.1", port=silent.getsockname()[1], token="00")
         with pytest.raises(JoinFailed, match=r"32 bytes have not come within 0\.05 s"):
-            loader({member(1): address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(1)])
+            loader({member(1): address}, torch.zeros_like(STATE)).load(ATTEMPT, (), [member(1)], HEAD)
     assert clock.num_pauses == 2
 
 
 def test_one_who_is_late_is_asked_where_nobody_else_has_it(kept: Kept, server: PieceServer) -> None:
     state = torch.zeros_like(STATE)
-    loader({member(1): server.address}, state).load(ATTEMPT, (), [member(0), member(5)])
+    loader({member(1): server.address}, state).load(ATTEMPT, (), [member(0), member(5)], HEAD)
     assert torch.equal(state, STATE)
+
+
+def test_a_holder_that_is_switched_off_in_the_transfer_is_left_when_the_log_says_so(
+    kept: Kept, server: PieceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stands, and the time for a piece is that of a slow network."""
+    clock, began_s = Clock(monkeypatch), time.monotonic()
+    asked: list[Member] = []
+
+    def is_lost(holder: Member) -> bool:
+        asked.append(holder)
+        return holder == member(1)
+
+    state = torch.zeros_like(STATE)
+    with closing(SilentServer("answer")) as silent:
+        servers = {member(1): silent.address, member(5): server.address}
+        loader(servers, state, is_lost).load(ATTEMPT, (), [member(1), member(5)], HEAD)
+    assert torch.equal(state, STATE)
+    assert asked[0] == member(1)
+    assert kept.num_reads > 0
+    assert clock.num_pauses == 0
+    assert time.monotonic() - began_s < TIMEOUT_S / 2
+
+
+class SlowOnce(Kept):
+    """Gives nothing to the first who asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = threading.Lock()
+        self.is_over = threading.Event()
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes:
+        if self._first.acquire(blocking=False):
+            self.is_over.wait(TIMEOUT_S)
+        return super().read(name, step, piece)
+
+
+def test_the_node_of_a_lost_group_is_waited_for_where_nobody_else_has_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node outlives its ranks, and so does what it keeps."""
+    clock, kept = Clock(monkeypatch), SlowOnce()
+    server = PieceServer("127.0.0.1", kept, TIMEOUT_S)
+    server.start()
+    state = torch.zeros_like(STATE)
+    with closing(server):
+        loader({member(1): server.address}, state, lambda _: True).load(ATTEMPT, (), [member(1)], HEAD)
+        kept.is_over.set()
+    assert torch.equal(state, STATE)
+    assert clock.num_pauses == 1

@@ -121,7 +121,7 @@ class GroupExecutor:
             JoinFailed: It cannot be loaded.
         """
         self._head = head
-        self._start_over.load(action, self._agreement.member)
+        self._start_over.load(action, self._agreement.member, head)
         self._step = None
         self.num_steps = action.step
         self._digests.check(action.step, self.num_restarts)

@@ -154,10 +154,10 @@ class StartOver:
             with self._loading(step_of(self._first)):
                 self._load_first(self._first, slices)
 
-    def load(self, action: LoadCheckpoint, member: Member) -> None:
+    def load(self, action: LoadCheckpoint, member: Member, head: int) -> None:
         """Takes over the checkpoint or the snapshot, or what the run began with, and the slices the group is to host.
 
-        Collective over: all ranks of the group.
+        Collective over: all ranks of the group, with the number of log entries folded so far.
 
         Raises:
             JoinFailed: It is not there any more.
@@ -170,7 +170,7 @@ class StartOver:
                 self._load_checkpoint(action, slices)
             else:
                 assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
-                self._snapshots.load(action.snapshot, slices, action.members)
+                self._snapshots.load(action.snapshot, slices, action.members, head)
         self._load_s = time.monotonic() - began_s
 
     def _load_checkpoint(self, action: LoadCheckpoint, slices: Collection[SliceId]) -> None:

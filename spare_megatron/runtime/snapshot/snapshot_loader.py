@@ -45,6 +45,13 @@ class _Copy(NamedTuple):
     slice: SliceId | None
 
 
+class _Holder(NamedTuple):
+    """Who has said to have a copy, and its SHA-256."""
+
+    member: Member
+    sha256: str
+
+
 class SnapshotLoader:
     """What the nodes hold for this rank.
 
@@ -84,6 +91,8 @@ class SnapshotLoader:
         self._progress = progress
         self._own: dict[_Copy, str] = {}  # what the own node has, and its SHA-256
         self._broken: set[str] = set()  # servers to be asked after the others
+        self._head = 0
+        self._lost: set[Member] = set()  # holders that were lost while they were asked
 
     def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...], tuple[str, ...]]:
         """Snapshots of the group's rank positions that are whole on its nodes.
@@ -120,17 +129,19 @@ class SnapshotLoader:
             tuple(text for _, _, texts in gathered for text in texts),
         )
 
-    def load(self, attempt: int, slices: Collection[SliceId], members: Collection[Member]) -> None:
+    def load(self, attempt: int, slices: Collection[SliceId], members: Collection[Member], head: int) -> None:
         """Takes over the snapshot of this attempt: from the own node what is there.
 
         Args:
             attempt: The snapshot.
             slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
             members: Who takes part, and takes it over as well.
+            head: Entries of the log folded so far.
 
         Raises:
             JoinFailed: Nobody has it any more, or nobody who has it has answered in time.
         """
+        self._head = head
 
         @cache
         def waiting() -> Sequence[Waiting]:
@@ -169,7 +180,7 @@ class SnapshotLoader:
         return ""
 
     def _load_from(
-        self, servers: dict[str, str], copy: _Copy, begin: Callable[[bytes], TensorBytes], failure: str
+        self, servers: dict[str, _Holder], copy: _Copy, begin: Callable[[bytes], TensorBytes], failure: str
     ) -> None:
         """The same from the first of these that has it, and time.
 
@@ -179,10 +190,10 @@ class SnapshotLoader:
         name = Part(self._position, copy.slice).name
         alive_at_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while servers and time.monotonic() - alive_at_s < self._timeout_s:
-            for server, sha256 in list(servers.items()):
+            for server, holder in list(servers.items()):
                 try:
-                    with contextlib.closing(self._connected(server)) as client:
-                        self._read(partial(client.fetch, name, copy.attempt), sha256, begin)
+                    with contextlib.closing(self._connected(server, holder.member)) as client:
+                        self._read(partial(client.fetch, name, copy.attempt), holder.sha256, begin)
                     self._broken.discard(server)
                     return
                 except TurnedAway as error:
@@ -198,23 +209,38 @@ class SnapshotLoader:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise JoinFailed(f"the snapshot of attempt {copy.attempt} of rank {name} has not come: {failure}")
 
-    def _connected(self, server: str) -> PieceClient:
-        return PieceClient(Address.parse(server), self._timeout_s, connect_timeout_s=_CONNECT_TIMEOUT_S)
+    def _connected(self, server: str, holder: Member) -> PieceClient:
+        return PieceClient(
+            Address.parse(server),
+            self._timeout_s,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+            is_over=lambda: self._has_just_lost(holder),
+        )
 
-    def _servers(self, copy: _Copy, waiting: Sequence[Waiting], members: Collection[Member]) -> dict[str, str]:
-        """Who has said to have it, each with its SHA-256, in the order in which to ask: the broken ones last."""
+    def _has_just_lost(self, holder: Member) -> bool:
+        """Whether the log says for the first time that the holder is lost: another may have the copy.
+
+        Its node may be there nevertheless, and is waited for where nobody else has it.
+        """
+        if holder in self._lost or not self._agreement.is_lost(holder, self._head):
+            return False
+        self._lost.add(holder)
+        return True
+
+    def _servers(self, copy: _Copy, waiting: Sequence[Waiting], members: Collection[Member]) -> dict[str, _Holder]:
+        """Where it is said to be, in the order in which to ask: the broken ones last."""
         holders = []
         for one in waiting:
             of_rank = {(held.attempt, held.position) for held in one.held}
             of_slices = {(held.attempt, held.slice) for held in one.slices}
             if (copy.attempt, self._position) in of_rank if copy.slice is None else copy in of_slices:
                 holders.append(one.member)
-        found: dict[str, str] = {}
+        found: dict[str, _Holder] = {}
         for holder in in_order_to_ask(holders, members, self._member.group):
             server, copies = json.loads(self._store.wait(_keeper_key(holder, self._position), self._timeout_s))
             for attempt, number, sha256 in copies:
                 if (attempt, number) == copy:
-                    found[server] = sha256
+                    found[server] = _Holder(holder, sha256)
         return dict(sorted(found.items(), key=lambda one: one[0] in self._broken))
 
     def _read(self, read: Callable[[Piece], memoryview], sha256: str, begin: Callable[[bytes], TensorBytes]) -> None:

@@ -1,7 +1,10 @@
-"""When a lost group is started again, on which nodes, and whether in processes that wait for that."""
+"""When a lost group is started again, on which nodes, whether in processes that wait for that, and from whose state."""
 
 import math
 from collections.abc import Collection, Mapping
+
+from spare_megatron.core.messages import AdmitGroups
+from spare_megatron.core.topology import Member
 
 LONG_LIFE_INTERVALS = 4.0
 """A group that was up for this many heartbeat intervals before it was lost has shown that it can be."""
@@ -45,6 +48,20 @@ def takes_spares(num_short_lives: int) -> bool:
     [True, False, False]
     """
     return num_short_lives == 0
+
+
+def in_order_to_give(admission: AdmitGroups, newcomer: Member) -> tuple[Member, ...]:
+    """Whom a group that is admitted asks for its state: its donor, and each next one where that does not give it.
+
+    All of them have the same state, until an update that needs the newcomer.
+
+    >>> members = tuple(Member(group) for group in (0, 1, 2, 3))
+    >>> admission = AdmitGroups(step=5, members=members[1:2], donors=members[2:3], earlier=(*members[:1], *members[2:]))
+    >>> [donor.group for donor in in_order_to_give(admission, members[1])]
+    [2, 3, 0]
+    """
+    first = admission.earlier.index(admission.donors[admission.members.index(newcomer)])
+    return (*admission.earlier[first:], *admission.earlier[:first])
 
 
 class Gathering:

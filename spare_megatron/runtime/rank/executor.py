@@ -143,12 +143,11 @@ class GroupExecutor:
         """
         self._head = head
         with self._probe.during(Operation.JOIN):
-            self._transfer.run(action, head, has_state=not self.lacks_params)
+            donor = self._transfer.run(action, head, has_state=not self.lacks_params)
         if self.lacks_params:
             self._agreement.publish_digest(head - 1, NO_DIGEST)
             return
         self._digests.take()
-        donor = dict(zip(action.members, action.donors, strict=True)).get(self._agreement.member)
         self._digests.hash_rest(copied_from=None if donor is None else donor.group)
         if donor is not None:
             with self._probe.during(Operation.JOIN):

@@ -9,10 +9,12 @@ from spare_megatron.core.liveness import Operation
 from spare_megatron.core.messages import AdmitGroups
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.pieces import Piece, pieces_of
+from spare_megatron.core.rejoin import in_order_to_give
 from spare_megatron.core.topology import Member
 from spare_megatron.mcore.state import ForeignState, IncomingState
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.probe import RankProbe
+from spare_megatron.runtime.process.processes import say
 from spare_megatron.runtime.state.join import JoinFailed
 from spare_megatron.runtime.state.piece_client import PieceClient
 from spare_megatron.runtime.state.state_source import Content, StateSource
@@ -28,7 +30,8 @@ _DESCRIPTION, _TENSORS = "description", "tensors"
 class StateTransfer:
     """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes.
 
-    The donor goes on meanwhile: its state does not change before the next update, which needs the newcomer.
+    All who took part before let their state be read, so that the loss of a donor does not cost the newcomer its life.
+    They go on meanwhile: their state does not change before the next update, which needs the newcomer.
 
     Args:
         trainer: The rank's part of the model.
@@ -56,25 +59,31 @@ class StateTransfer:
         self._timeout_s = timeout_s
         self._probe = probe
 
-    def run(self, action: AdmitGroups, head: int, *, has_state: bool) -> None:
-        """Offers the state to those this group is the donor of, or takes it.
+    def run(self, action: AdmitGroups, head: int, *, has_state: bool) -> Member | None:
+        """Offers the state to those who are admitted, or takes it, if this group is one of them.
+
+        Collective over: all ranks of the group.
 
         Args:
             action: Who is admitted, and who gives to whom.
             head: Entries of the log folded so far.
             has_state: Whether this group has a state to give: all parameters are those of this step.
 
+        Returns:
+            Who has given its state to this group; None if it took part before.
+
         Raises:
             JoinFailed: The state has not come.
         """
-        for newcomer, donor in zip(action.members, action.donors, strict=True):
-            if self._agreement.member == donor:
-                self._probe.between_steps(action.step, Phase.JOIN)
-                self._offer(action.step, has_state)
-            elif self._agreement.member == newcomer:
-                self._probe.between_steps(action.step, Phase.JOIN)
-                self._take(action.step, donor, head)
+        member, donor = self._agreement.member, None
+        if member in (*action.donors, *action.members):
+            self._probe.between_steps(action.step, Phase.JOIN)
+        if member in action.members:
+            donor = self._take(action, head)
+        else:
+            self._offer(action.step, has_state)
         self._probe.between_steps(action.step, Phase.JOIN_CONFIRM)
+        return donor
 
     def _offer(self, step: int, has_state: bool) -> None:
         if not has_state:
@@ -84,21 +93,38 @@ class StateTransfer:
         tensors = _Told(state.tensors, self._probe)
         self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: tensors})
 
-    def _take(self, step: int, donor: Member, head: int) -> None:
+    def _take(self, action: AdmitGroups, head: int) -> Member:
+        """Takes the state of the first who gives it to all ranks of the group: whose it is goes into their vote."""
+        failure = ""
+        for donor in in_order_to_give(action, self._agreement.member):
+            fetch = self._fetch_from(donor, action.step, head)
+            with self._probe.during(Operation.SETTLE):
+                [is_everywhere] = self._agreement.shared([fetch.state is not None])
+            if fetch.state is not None and is_everywhere:
+                with self._probe.during(Operation.CHECK), self._source.changing(action.step):
+                    fetch.state.install()
+                return donor
+            why = fetch.failure if fetch.state is None else "another rank of this group could not take it"
+            failure = f"group {donor.group} has not given its state: {why}"
+            say(failure)
+            del fetch  # there is no room for a second state
+            if self._agreement.is_lost(self._agreement.member, head):
+                break
+        raise JoinFailed(failure)
+
+    def _fetch_from(self, donor: Member, step: int, head: int) -> "_Fetch":
+        """What has come from this donor. It is left as soon as the log says that it is lost."""
         fetch = _Fetch(self._find_server(donor), step, self._trainer, self._timeout_s, self._probe)
         fetch.start()
         ask_log_at_s = 0.0
+        # Until it has ended: it may still write where the state of another is to go.
         while fetch.is_alive():
             fetch.join(_POLL_S)
             self._probe.progress()
-            if time.monotonic() >= ask_log_at_s:
-                if self._agreement.is_lost(donor, head):
-                    raise JoinFailed(f"group {donor.group} was lost before it had given its state")
+            if not fetch.is_left and time.monotonic() >= ask_log_at_s:
+                fetch.is_left = self._agreement.is_lost(donor, head)
                 ask_log_at_s = time.monotonic() + _LOG_POLL_S
-        if fetch.state is None:
-            raise JoinFailed(f"group {donor.group} did not give its state: {fetch.failure}")
-        with self._probe.during(Operation.CHECK), self._source.changing(step):
-            fetch.state.install()
+        return fetch
 
 
 class _Fetch(threading.Thread):
@@ -107,6 +133,7 @@ class _Fetch(threading.Thread):
     Attributes:
         state: The state, when all of its bytes are here.
         failure: Why they are not, for people.
+        is_left: Set by the main thread: the other rank's group is lost.
     """
 
     def __init__(
@@ -120,29 +147,30 @@ class _Fetch(threading.Thread):
         self._probe = probe
         self.state: IncomingState | None = None
         self.failure = "it ended early"
+        self.is_left = False
 
     def run(self) -> None:
         try:
-            with contextlib.closing(PieceClient(self._server, self._timeout_s)) as client:
+            with contextlib.closing(PieceClient(self._server, self._timeout_s, is_over=lambda: self.is_left)) as client:
                 description = self._description(client)
                 if not description:
                     self.failure = "it lacks parameters itself"
                     return
                 state = self._trainer.incoming_state(description)
                 for piece in pieces_of(state.tensors.num_bytes):
-                    state.tensors.write(piece, client.fetch(_TENSORS, self._step, piece))
+                    state.tensors.write(piece, self._piece(client, _TENSORS, piece))
                     if not piece.start:
                         self._probe(Phase.JOIN_TRANSFER)
                 self.state = state
         except (TransferBroken, NotOffered, WrongStep, ForeignState) as error:
-            self.failure = str(error)
+            self.failure = "it is lost" if self.is_left else str(error)
 
     def _description(self, client: PieceClient) -> bytes:
         """All but the tensors, as soon as the donor has come so far."""
         end_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                length = client.fetch(_DESCRIPTION, self._step, LengthFirst.PIECE)
+                length = self._piece(client, _DESCRIPTION, LengthFirst.PIECE)
                 break
             except (NotOffered, WrongStep) as error:
                 is_too_late = isinstance(error, WrongStep) and error.present > self._step
@@ -150,7 +178,12 @@ class _Fetch(threading.Thread):
                     raise
             time.sleep(_POLL_S)
         pieces = LengthFirst.pieces(length)
-        return b"".join(client.fetch(_DESCRIPTION, self._step, piece) for piece in pieces)
+        return b"".join(self._piece(client, _DESCRIPTION, piece) for piece in pieces)
+
+    def _piece(self, client: PieceClient, name: str, piece: Piece) -> memoryview:
+        if self.is_left:
+            raise TransferBroken("it is lost")
+        return client.fetch(name, self._step, piece)
 
 
 class _Told:

@@ -1,0 +1,211 @@
+"""Whose state a group that comes back takes over, and what it does about those who do not give theirs."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from spare_megatron.core.messages import AdmitGroups
+from spare_megatron.core.phases import Phase
+from spare_megatron.core.pieces import PIECE_BYTES
+from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.mcore.probe import SilentProbe
+from spare_megatron.mcore.tensor_bytes import TensorBytes
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.runtime.process.probe import RankProbe
+from spare_megatron.runtime.state.join import JoinFailed
+from spare_megatron.runtime.state.piece_server import PieceServer
+from spare_megatron.runtime.state.state_source import StateSource
+from spare_megatron.runtime.state.state_transfer import StateTransfer
+from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.runtime.wire.piece_wire import Address
+from tests.unit.silent_server import POINTS, Point, SilentServer
+
+pytestmark = pytest.mark.timeout(60)
+
+TIMEOUT_S = 40.0
+"""For a piece. Nobody here is to wait for so long."""
+STEP, HEAD = 7, 11
+NEWCOMER = Member(GroupId(1), 1)
+EARLIER = tuple(Member(GroupId(group)) for group in (0, 2, 3))
+ADMISSION = AdmitGroups(step=STEP, members=(NEWCOMER,), donors=EARLIER[1:2], earlier=EARLIER)
+"""Group 2 gives; then 3, and then 0."""
+NUM_BYTES = 2 * PIECE_BYTES + 17
+
+
+class Probe(SilentProbe):
+    """Keeps the moments between steps."""
+
+    def __init__(self) -> None:
+        self.moments: list[Phase] = []
+
+    def between_steps(self, step: int, phase: Phase) -> None:
+        assert step == STEP
+        self.moments.append(phase)
+
+
+class Rank:
+    """The one rank of a group, whose state is so many times the same byte.
+
+    Args:
+        member: Its group.
+        value: The byte.
+        find: Where others serve their state.
+        is_lost: What the log says.
+        others_have_it: What the other ranks of the group say, each time they are asked.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        value: int = 0,
+        *,
+        find: Callable[[Member], Address] | None = None,
+        is_lost: Callable[[Member], bool] = lambda _: False,
+        others_have_it: Sequence[bool] = (True,) * 3,
+    ) -> None:
+        self.state = torch.full((NUM_BYTES,), value, dtype=torch.uint8)
+        self.is_installed = False
+        self.probe = Probe()
+        self.source = StateSource()
+        self.server = PieceServer("127.0.0.1", self.source, TIMEOUT_S)
+        self.server.start()
+        said = iter(others_have_it)
+        agreement = SimpleNamespace(
+            member=member,
+            is_lost=lambda other, head: head == HEAD and is_lost(other),
+            shared=lambda flags: [flag and next(said) for flag in flags],
+        )
+        self.transfer = StateTransfer(
+            trainer=cast(GroupTrainer, self),
+            agreement=cast(GroupAgreement, agreement),
+            source=self.source,
+            find_server=find or _nobody,
+            timeout_s=TIMEOUT_S,
+            probe=cast(RankProbe, self.probe),
+        )
+
+    def outgoing_state(self) -> Any:
+        return SimpleNamespace(description=b"as ever", tensors=TensorBytes([self.state]))
+
+    def incoming_state(self, description: bytes) -> Any:
+        assert description == b"as ever"
+        return SimpleNamespace(tensors=TensorBytes([self.state]), install=self._install)
+
+    def _install(self) -> None:
+        self.is_installed = True
+
+    def run(self, *, has_state: bool = True) -> Member | None:
+        return self.transfer.run(ADMISSION, HEAD, has_state=has_state)
+
+
+def _nobody(member: Member) -> Address:
+    raise AssertionError(f"{member} is asked for nothing")
+
+
+@pytest.fixture
+def earlier() -> Iterator[Mapping[Member, Rank]]:
+    """Those who took part before: the state of each is its group's number."""
+    with ExitStack() as stack:
+        ranks = {member: Rank(member, member.group) for member in EARLIER}
+        for rank in ranks.values():
+            stack.callback(rank.server.close)
+        yield ranks
+
+
+def newcomer(earlier: Mapping[Member, Rank], servers: Mapping[Member, Address] | None = None, **settings: Any) -> Rank:
+    """That of the group that comes back. Some of the others may be elsewhere."""
+    addresses = {member: rank.server.address for member, rank in earlier.items()} | dict(servers or {})
+    return Rank(NEWCOMER, 255, find=addresses.__getitem__, **settings)
+
+
+def assert_taken(rank: Rank, donor: Member) -> None:
+    assert bool((rank.state == int(donor.group)).all())
+    assert rank.is_installed
+    assert not [thread for thread in threading.enumerate() if thread.name == "fetch-state"]
+
+
+def test_the_donor_gives_and_the_others_could(earlier: Mapping[Member, Rank]) -> None:
+    """Faults that strike a donor strike the one that the log names."""
+    for member, rank in earlier.items():
+        assert rank.run() is None
+        named = [Phase.JOIN] if member == ADMISSION.donors[0] else []
+        assert rank.probe.moments == [*named, Phase.JOIN_CONFIRM]
+    new = newcomer(earlier)
+    with closing(new.server):
+        assert new.run() == EARLIER[1]
+    assert_taken(new, EARLIER[1])
+    assert new.probe.moments == [Phase.JOIN, Phase.JOIN_CONFIRM]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_donor_that_was_switched_off_is_left_when_the_log_says_so_and_another_gives(
+    earlier: Mapping[Member, Rank], point: Point
+) -> None:
+    """It cost the newcomer its life, and the group another return."""
+    for rank in earlier.values():
+        rank.run()
+    began_s, donor = time.monotonic(), ADMISSION.donors[0]
+    with closing(SilentServer(point)) as silent:
+
+        def is_lost(other: Member) -> bool:
+            if other == donor:
+                silent.await_client(TIMEOUT_S)
+            return other == donor
+
+        new = newcomer(earlier, {donor: silent.address}, is_lost=is_lost)
+        with closing(new.server):
+            assert new.run() == EARLIER[2]
+    assert_taken(new, EARLIER[2])
+    assert time.monotonic() - began_s < TIMEOUT_S / 2
+
+
+def test_a_donor_whose_connection_breaks_is_left_before_the_log_says_so(earlier: Mapping[Member, Rank]) -> None:
+    for rank in earlier.values():
+        rank.run()
+    earlier[EARLIER[1]].server.close()
+    new = newcomer(earlier)
+    with closing(new.server):
+        assert new.run() == EARLIER[2]
+    assert_taken(new, EARLIER[2])
+
+
+def test_all_ranks_of_a_group_take_the_state_of_one_donor(earlier: Mapping[Member, Rank]) -> None:
+    """Votes tell whose it is: two who say the same are one word if one has it from the other."""
+    for rank in earlier.values():
+        rank.run()
+    new = newcomer(earlier, others_have_it=[False, True])
+    with closing(new.server):
+        assert new.run() == EARLIER[2]
+    assert_taken(new, EARLIER[2])
+
+
+def test_who_lacks_parameters_is_passed_over(earlier: Mapping[Member, Rank]) -> None:
+    for member, rank in earlier.items():
+        rank.run(has_state=member == EARLIER[0])
+    new = newcomer(earlier)
+    with closing(new.server):
+        assert new.run() == EARLIER[0]
+    assert_taken(new, EARLIER[0])
+
+
+def test_where_nobody_gives_it_the_group_is_lost_again(earlier: Mapping[Member, Rank]) -> None:
+    for rank in earlier.values():
+        rank.run(has_state=False)
+    new = newcomer(earlier)
+    with closing(new.server), pytest.raises(JoinFailed, match="group 0 has not given its state: it lacks parameters"):
+        new.run()
+    assert not new.is_installed
+
+
+def test_a_group_that_is_lost_itself_asks_nobody_else(earlier: Mapping[Member, Rank]) -> None:
+    for rank in earlier.values():
+        rank.run(has_state=False)
+    new = newcomer(earlier, is_lost=lambda other: other == NEWCOMER)
+    with closing(new.server), pytest.raises(JoinFailed, match="group 2 has not given"):
+        new.run()

@@ -10,7 +10,7 @@ from pathlib import Path
 from spare_megatron.bench.memory import Memory, memory_of
 from spare_megatron.config.implications import implications
 from spare_megatron.config.model_shape import flops_per_token
-from spare_megatron.config.schema import CheckpointConfig, FaultsConfig, MetricsConfig, RunConfig, SnapshotConfig
+from spare_megatron.config.schema import FaultsConfig, MetricsConfig, RunConfig, SnapshotConfig
 from spare_megatron.config.validate import resolve_device
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
@@ -86,7 +86,16 @@ def training_alone(config: RunConfig) -> RunConfig:
         config,
         train=dataclasses.replace(config.train, max_minutes=None),
         faults=FaultsConfig(),
-        checkpoint=CheckpointConfig(),
+        # Those of restarts stay: others have been chosen to fit them.
+        checkpoint=dataclasses.replace(
+            config.checkpoint,
+            cadence="fixed",
+            interval_steps=None,
+            interval_s=None,
+            keep_every_steps=None,
+            folder="",
+            load="",
+        ),
         snapshot=SnapshotConfig(),
         metrics=MetricsConfig(peak_tflops=config.metrics.peak_tflops),
     )
@@ -95,7 +104,10 @@ def training_alone(config: RunConfig) -> RunConfig:
 def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
     """Why this cannot be measured, beside what keeps it from being trained."""
     if config.train.steps <= NUM_WARMUP + 1:
-        yield f"train.steps={config.train.steps}: the first {NUM_WARMUP} steps are not measured; set more than 6"
+        yield (
+            f"train.steps={config.train.steps}: the first {NUM_WARMUP} steps are not measured; set --steps to more "
+            f"than {NUM_WARMUP + 1}"
+        )
     if config.cluster.num_nodes > 1 or config.cluster.launcher != "local":
         yield (
             f"cluster.num_nodes={config.cluster.num_nodes}, cluster.launcher={config.cluster.launcher}: this measures "

@@ -56,8 +56,8 @@ def throughput(
     with explained_errors("bench throughput"):
         if out is not None:
             check_output_file("--out", out)
-        short = [*(overrides or ()), f"train.steps={steps}", "optimizer.warmup_steps=0"]
-        loaded = training_alone(load_runnable("bench throughput", config, short))
+        short = [f"train.steps={steps}", "optimizer.warmup_steps=0", *(overrides or ())]
+        loaded = load_runnable("bench throughput", config, short, training_alone)
         if found := list(problems_of(loaded, has_plain=not alone)):
             raise ValueError("this cannot be measured:\n" + "\n".join(f"  - {text}" for text in found))
         interrupt_by_signals()

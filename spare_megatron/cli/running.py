@@ -22,8 +22,19 @@ if TYPE_CHECKING:
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def load_runnable(command: str, path: Path, overrides: Sequence[str]) -> "RunConfig":
+def load_runnable(
+    command: str,
+    path: Path,
+    overrides: Sequence[str],
+    restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
+) -> "RunConfig":
     """The configuration, after telling what may not be meant.
+
+    Args:
+        command: For the message.
+        path: The preset.
+        overrides: Of its settings.
+        restrict: Leaves out what the command does not run, before the rest is judged.
 
     Raises:
         ValueError: It cannot run here; the text has every reason.
@@ -32,7 +43,7 @@ def load_runnable(command: str, path: Path, overrides: Sequence[str]) -> "RunCon
     from spare_megatron.config.validate import problems, warnings
     from spare_megatron.runtime.driver.run import look_at_machine
 
-    config = load_run_config(path, overrides).config
+    config = restrict(load_run_config(path, overrides).config)
     machine = look_at_machine(config)
     found = problems(config, machine)
     if found:

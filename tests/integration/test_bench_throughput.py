@@ -83,6 +83,31 @@ def test_a_preset_that_ends_by_time_is_measured_to_the_last_step() -> None:
     assert training_alone(config).train.max_minutes is None
 
 
+def test_what_is_left_out_keeps_nothing_from_being_measured(text_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preset's faults were refused for steps that `--steps` leaves out, or a folder that nobody writes to."""
+    measured: list[RunConfig] = []
+
+    def stop(config: RunConfig, *_: object, **__: object) -> None:
+        measured.append(config)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(throughput, "measure", stop)
+    absent = ["checkpoint.interval_steps=0", "snapshot.every_steps=1", "train.max_minutes=-1"]
+    for preset in ("wipeout_cpu", "campaign_cpu"):
+        words = words_of([f"data.corpus={text_corpus}", *absent])
+        code, _, told = run(PRESETS / f"{preset}.toml", *words, "--steps", "12")
+        assert (code, "far enough" in told) == (1, True), told
+    run(DEMO, *words_of([f"data.corpus={text_corpus}", "train.steps=13", "optimizer.warmup_steps=3"]))
+    assert [config.train.steps for config in measured] == [12, 12, 13]
+    assert [config.optimizer.warmup_steps for config in measured] == [0, 0, 3]
+
+
+def test_restarts_stay_as_they_fit_the_waits_of_the_run() -> None:
+    settings = ["control.decision_timeout_s=250", "checkpoint.restart_wait_s=20", "checkpoint.interval_steps=5"]
+    checkpoint = training_alone(load_run_config(DEMO, settings).config).checkpoint
+    assert (checkpoint.is_wanted, checkpoint.restart_wait_s) == (False, 20.0)
+
+
 def test_a_run_that_has_lost_a_group_is_no_figure(text_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is valid, and its steps are not those of a run in which nothing fails."""
     start_run, summaries = throughput.start_run, []
@@ -132,7 +157,7 @@ def test_sigterm_leaves_no_process_of_plain_megatron(text_corpus: Path, tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--steps", "6"], "train.steps=6: the first 5 steps are not measured"),
+        (["--steps", "6"], "train.steps=6: the first 5 steps are not measured; set --steps to more"),
         (["--set", "cluster.num_nodes=2"], "cluster.num_nodes=2"),
         (["--set", "layout.pipeline_parallel=2", "--set", "layout.virtual_pipeline=2"], "layout.virtual_pipeline=2"),
         (["--out", "/nowhere/figures.json"], "--out /nowhere/figures.json"),

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
+
+if TYPE_CHECKING:
+    from spare_megatron.config.schema import RunConfig
 
 
 def campaign(
@@ -42,6 +45,7 @@ def campaign(
     times = [] if minutes is None else [f"train.max_minutes={minutes}"]
     with explained_errors("campaign"):
         loaded = load_runnable("campaign", config, [*(overrides or ()), *times])
+        _refuse_a_run_without_faults(loaded)
         folder = choose_run_dir(loaded, run_dir)
         check_folders(loaded, folder)
         with told_interruption("campaign", folder), ProcessWatch() as watch:
@@ -65,3 +69,20 @@ def campaign(
             sys.stdout.write(result() + "\n")
         sys.stdout.flush()
     raise typer.Exit(1 if problems else 0)
+
+
+def _refuse_a_run_without_faults(config: "RunConfig") -> None:
+    """Raises ValueError where the run could only end with the finding that no fault struck."""
+    from spare_megatron.faults.rates import draw_faults
+
+    faults = config.faults
+    if faults.trace:
+        return
+    if faults.mean_steps is None:
+        raise ValueError("faults.trace is empty and faults.mean_steps absent: no fault would strike; set one of them")
+    if not draw_faults(config):
+        raise ValueError(
+            f"faults.mean_steps={faults.mean_steps} draws no fault that redundancy can mask in train.steps="
+            f"{config.train.steps}, of which the last faults.recovery_steps={faults.recovery_steps} are spared; lower "
+            f"faults.mean_steps or faults.recovery_steps, or raise train.steps or spare.redundancy"
+        )

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
+from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.campaign import CampaignFigures, FaultCount, campaign_figures
 from spare_megatron.journal.check import fold_journal
@@ -314,7 +315,8 @@ def test_figures_are_shown_though_their_file_cannot_be_written(tmp_path: Path, m
         (run_dir / "campaign.json").symlink_to("/dev/full")
         return summarize(journal)
 
-    monkeypatch.setattr("spare_megatron.cli.campaign.load_runnable", lambda *_: RunConfig())
+    config = RunConfig(faults=FaultsConfig(trace=(FaultConfig(phase=Phase.FORWARD),)))
+    monkeypatch.setattr("spare_megatron.cli.campaign.load_runnable", lambda *_: config)
     monkeypatch.setattr("spare_megatron.cli.campaign.run_and_show", train)
     monkeypatch.setattr("spare_megatron.cli.running.interrupt_by_signals", lambda: None)
     monkeypatch.setattr(process_watch, "ProcessWatch", NothingSeen)
@@ -323,3 +325,23 @@ def test_figures_are_shown_though_their_file_cannot_be_written(tmp_path: Path, m
     unwritten = "campaign.json could not be written: [Errno 28] No space left on device"
     assert unwritten in json.loads(result.stdout)["problems"]
     assert unwritten in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        (FaultsConfig(), "faults.trace is empty and faults.mean_steps absent: no fault would strike; set one of them"),
+        (
+            FaultsConfig(mean_steps=1000.0, recovery_steps=5),
+            "faults.mean_steps=1000.0 draws no fault that redundancy can mask in train.steps=20, of which the last",
+        ),
+    ],
+)
+def test_a_campaign_without_faults_is_refused_before_it_has_trained_for_hours(
+    faults: FaultsConfig, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spare_megatron.cli.campaign.load_runnable", lambda *_: RunConfig(faults=faults))
+    result = CliRunner().invoke(app, ["campaign", "any.toml", "--run-dir", str(tmp_path / "run")])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()

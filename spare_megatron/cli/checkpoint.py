@@ -125,7 +125,7 @@ def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
         ("size", f"{manifest.num_bytes} bytes in {len(manifest.files)} files"),
         *((f"layout.{name}", str(value)) for name, value in manifest.layout.items()),
         *((f"spare.{name}", str(value)) for name, value in manifest.placement.items()),
-        *((name, str(value)) for name, value in manifest.terms.items()),
+        *((name, str(value)) for name, value in manifest.terms.items() if value != ""),
     ]
 
 

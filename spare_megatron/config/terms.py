@@ -6,6 +6,31 @@ from spare_megatron.config.schema import RunConfig
 
 Terms = Mapping[str, int | float | str | bool | None]
 
+FUNCTION_IN_MEGATRON: Mapping[str, object] = {
+    "activation_func": "gelu",
+    "activation_func_clamp_value": None,
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "gated_linear_unit": False,
+    "glu_linear_offset": 0.0,
+    "kv_channels": None,
+    "layernorm_epsilon": 1e-5,
+    "layernorm_zero_centered_gamma": False,
+    "no_rope_freq": None,
+    "normalization": "LayerNorm",
+    "num_query_groups": None,
+    "qk_layernorm": False,
+    "rotary_interleaved": False,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "window_attn_skip_freq": None,
+    "window_size": None,
+}
+"""Megatron's fields that say which function of its parameters the model is, and their defaults. The others say how it
+is computed, and may change on the way."""
+
 
 def terms_of(config: RunConfig) -> Terms:
     """What fixes the model and the order of its data, by setting.
@@ -27,9 +52,11 @@ def terms_of(config: RunConfig) -> Terms:
         "train.seed": train.seed,
         "train.steps": train.steps,
         _BATCH: global_batch(config),
+        _MEGATRON: _function_of(config),
     }
 
 
+_MEGATRON = "[megatron]"
 _BATCH = "layout.num_groups x spare.microbatches_per_shard x train.micro_batch_size"
 
 
@@ -38,11 +65,22 @@ def global_batch(config: RunConfig) -> int:
     return config.layout.num_groups * config.spare.microbatches_per_shard * config.train.micro_batch_size
 
 
+def _function_of(config: RunConfig) -> str:
+    """The fields that make another model than Megatron's defaults, in the order of their names."""
+    fields = {name: config.megatron.get(name, default) for name, default in sorted(FUNCTION_IN_MEGATRON.items())}
+    return ", ".join(f"{name}={value}" for name, value in fields.items() if value != FUNCTION_IN_MEGATRON[name])
+
+
 def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """What keeps a run from going on from a checkpoint with these terms, for people; empty when nothing does."""
     ours = terms_of(config)
+    theirs = {_MEGATRON: ours[_MEGATRON], **theirs}  # earlier versions did not say
     return [
-        f"{key} = {ours[key]}, and the checkpoint was trained with {theirs.get(key)}; set it to that"
+        f"{key} = {_told(ours[key])}, and the checkpoint was trained with {_told(theirs.get(key))}; set it to that"
         for key in ours
         if ours[key] != theirs.get(key)
     ]
+
+
+def _told(value: object) -> object:
+    return "none of its fields that change the model" if value == "" else value

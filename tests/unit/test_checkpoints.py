@@ -344,6 +344,18 @@ def test_groups_and_microbatches_may_change_if_the_global_batch_stays(tmp_path: 
     assert differences(terms_of(CONFIG), config) == []
 
 
+def test_fields_of_megatron_that_make_another_model_are_terms_of_the_training() -> None:
+    """With another activation function the parameters fit, and training went on with a model nobody had trained."""
+    silu = replace(CONFIG, megatron={"activation_func": "silu", "recompute_granularity": "selective"})
+    (text,) = differences(terms_of(CONFIG), silu)
+    assert text.startswith("[megatron] = activation_func=silu, and the checkpoint was trained with none of its fields")
+    assert differences(terms_of(silu), CONFIG) != []
+    assert differences(terms_of(silu), replace(CONFIG, megatron={"activation_func": "silu"})) == []
+    assert differences(terms_of(CONFIG), replace(CONFIG, megatron={"normalization": "LayerNorm"})) == []
+    untold = {key: value for key, value in terms_of(CONFIG).items() if key != "[megatron]"}
+    assert differences(untold, silu) == [], "a checkpoint of an earlier version"
+
+
 def test_a_checkpoint_that_holds_all_steps_leaves_nothing_to_train(tmp_path: Path) -> None:
     save(tmp_path, CONFIG.train.steps)
     with pytest.raises(ValueError, match="nothing left to train"):

@@ -1,6 +1,8 @@
 """A run's configuration in Megatron's terms, and what of Megatron's cannot be had."""
 
 import dataclasses
+import traceback
+import warnings
 from enum import Enum
 from typing import Any
 
@@ -36,9 +38,30 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
 
     Raises:
         ValueError: `[megatron]` has a field that Megatron does not know or that cannot be had, or a value of a type
-            that is not the field's.
+            that is not the field's, or one that Megatron refuses.
     """
     _refuse(config)
+    fields = _fields(config, device)
+    with warnings.catch_warnings(action="ignore"):  # of Megatron about Megatron
+        try:
+            return TransformerConfig(**fields)
+        except Exception as error:  # its checks raise whatever their operations do
+            raise ValueError(_refused_by_megatron(config, error)) from error
+
+
+def _refused_by_megatron(config: RunConfig, error: Exception) -> str:
+    """What was set and what Megatron says to that; of an assertion without a text the line that it stands in."""
+    said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line
+    told = ", ".join(f"megatron.{key}={value!r}" for key, value in config.megatron.items()) or "this model and layout"
+    return f"megatron-core refuses {told}: {said}; change it"
+
+
+def _fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Every field of Megatron's that is set.
+
+    Raises:
+        ValueError: `[megatron]` has a value of a type that is not the field's.
+    """
     model, layout = config.model, config.layout
     dtype = torch.bfloat16 if model.precision == "bf16" else torch.float32
     fields: dict[str, Any] = {
@@ -67,7 +90,7 @@ def transformer_config(config: RunConfig, device: torch.device) -> TransformerCo
     if device.type == "cpu":
         fields["use_cpu_initialization"] = True
     fields |= {key: _megatron_value(key, value) for key, value in config.megatron.items()}
-    return TransformerConfig(**fields)
+    return fields
 
 
 def _refuse(config: RunConfig) -> None:

@@ -1,6 +1,7 @@
 """A run's configuration in Megatron's terms: what is passed on, and what is refused before it trains wrong."""
 
 import dataclasses
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
+from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
 from spare_megatron.config.validate_megatron import COUNTED_WITH
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
@@ -119,6 +121,25 @@ def test_what_cannot_be_had_is_refused_with_the_reason(fields: dict[str, Any], m
         transformer_config(with_megatron(**fields), CPU)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"recompute_granularity": "selective", "recompute_num_layers": 2},
+            "megatron.recompute_granularity='selective', megatron.recompute_num_layers=2: When using",
+        ),
+        ({"no_rope_freq": 3}, "megatron.no_rope_freq=3: no_rope_freq=3 should be divisible by"),
+        # An assertion without a text.
+        ({"fine_grained_activation_offloading": True}, "assert self.offload_modules is not None and len("),
+    ],
+)
+def test_what_megatron_refuses_is_one_line_that_names_what_was_set(fields: dict[str, Any], message: str) -> None:
+    """A run showed a traceback of Megatron's."""
+    with pytest.raises(ValueError, match=f"^megatron-core refuses .*{re.escape(message)}") as refused:
+        transformer_config(with_megatron(**fields), CPU)
+    assert "\n" not in str(refused.value)
+
+
 def test_what_is_counted_with_before_megatron_is_there_has_megatrons_types() -> None:
     types = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
     for key, kind in COUNTED_WITH.items():
@@ -126,6 +147,12 @@ def test_what_is_counted_with_before_megatron_is_there_has_megatrons_types() -> 
         assert fits(example, types[key]), key
         others = [value for value in (True, 1, "text", 1.5) if type(value) is not kind]
         assert not any(fits(value, types[key]) for value in others), key
+
+
+def test_fields_that_say_which_model_it_is_have_megatrons_defaults() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    theirs = {name: defaults[name] for name in FUNCTION_IN_MEGATRON}
+    assert theirs | {"activation_func": theirs["activation_func"].__name__} == FUNCTION_IN_MEGATRON
 
 
 def test_megatrons_defaults_fit_its_types() -> None:

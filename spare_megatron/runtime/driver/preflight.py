@@ -1,10 +1,13 @@
 """What can be found wrong with a run, and prepared for it, only with Megatron at hand. Before any rank starts."""
 
+import contextlib
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.runtime.process.processes import end_child, fork_server, run_to_end, start_child
+from spare_megatron.runtime.process.processes import Child, describe_exit, end_child, fork_server, start_child
+
+_END_TIMEOUT_S = 10.0
 
 
 def preflight(config: RunConfig) -> None:
@@ -16,11 +19,35 @@ def preflight(config: RunConfig) -> None:
     """
     child = start_child(fork_server(), "preflight", _check_and_prepare, config)
     try:
-        error = run_to_end(child, config.control.startup_timeout_s)
+        if error := _hear(child, config):
+            raise ValueError(error)
     finally:
         end_child(child)
-    if error is not None:
-        raise ValueError(error)
+
+
+def _hear(child: Child, config: RunConfig) -> str:
+    """What the check has found; empty if nothing.
+
+    Raises:
+        ValueError: It was killed, or did not end in time.
+    """
+    limit_s, error = config.control.startup_timeout_s, ""
+    if not wait([child.reports, child.process.sentinel], limit_s):
+        raise ValueError(
+            f"the sample index of data.corpus={config.data.corpus} was not built within control.startup_timeout_s="
+            f"{limit_s:g}; raise that, or see whether the storage there hangs"
+        )
+    if child.reports.poll():
+        with contextlib.suppress(EOFError):
+            error = child.reports.recv()
+    child.process.join(_END_TIMEOUT_S)
+    if not error and child.process.exitcode != 0:
+        raise ValueError(
+            f"the process that builds the sample index of data.corpus={config.data.corpus} has ended with "
+            f"{describe_exit(child.process.exitcode)}; SIGKILL is most often for memory, which fewer train.steps need "
+            f"less of"
+        )
+    return error
 
 
 def _check_and_prepare(config: RunConfig, reports: Connection) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext, ForkContext, ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -219,21 +219,3 @@ def say(text: object) -> None:
     """Prints what people may want to read in a log, one that a full disk keeps from growing any more, too."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
-
-
-def run_to_end(child: Child, timeout_s: float) -> str | None:
-    """Waits for a process that reports at most one text, its error; returns that text.
-
-    Raises:
-        ValueError: It was killed, or did not end in time.
-    """
-    error: str | None = None
-    if not wait([child.reports, child.process.sentinel], timeout_s):
-        raise ValueError(f"{child.process.name} did not end within {timeout_s:g} s")
-    if child.reports.poll():
-        with contextlib.suppress(EOFError):
-            error = child.reports.recv()
-    child.process.join(_REAP_TIMEOUT_S)
-    if error is None and child.process.exitcode != 0:
-        raise ValueError(f"{child.process.name} ended with {describe_exit(child.process.exitcode)}")
-    return error

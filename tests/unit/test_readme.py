@@ -13,10 +13,12 @@ import spare_megatron.config.schema as schema
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.validate import Machine, problems
 from spare_megatron.core.messages import Entry
+from spare_megatron.core.phases import Phase
 from spare_megatron.journal.lines import KINDS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs/settings.md"
+CAMPAIGNS = ROOT / "docs/campaigns.md"
 JOURNAL, RUNBOOK = ROOT / "docs/journal.md", ROOT / "docs/runbook.md"
 VALUES = r"\.\.\.|\[[^]]*\]|\(\.\.\.\)|\b[0-9.]+\b|SIG[A-Z]+|[a-z]+\.[a-z_]+=?"
 """What stands for a value in a message on a page."""
@@ -85,6 +87,15 @@ def test_the_preset_that_is_shown_can_run_where_there_are_gpus(tmp_path: Path) -
     config = load_run_config(tmp_path / "mine.toml").config
     assert problems(config, Machine(num_gpus=8, num_cores=8, has_corpus=True)) == []
     assert config.name == "mine"
+
+
+def test_the_page_of_campaigns_has_every_kind_and_every_phase() -> None:
+    """The schema sends whoever looks for the kinds there, and half of them were on no page."""
+    text = CAMPAIGNS.read_text().partition("## Faults")[2]
+    rows = re.findall(r"^\| `([a-z_]+)` \|", text.partition("| `kind` |")[2], re.MULTILINE)
+    assert set(rows) == set(get_args(schema.FaultKind))
+    moments = "".join(re.findall(r"^\| (?:of a step|after a loss|between steps).*$", text, re.MULTILINE))
+    assert set(re.findall(r"`([a-z_]+)`", moments)) - {"step"} == {str(phase) for phase in Phase}
 
 
 def missing_in_tables(text: str, kinds: Mapping[str, type[Any]]) -> dict[str, set[str]]:

@@ -1,5 +1,6 @@
 """From dotted keys with plain values, as TOML has them, to the dataclasses of the schema."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
@@ -92,7 +93,8 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
         if value in get_args(kind) and isinstance(value, str):
             return value
     elif kind is float and type(value) in (int, float):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # a whole number beyond any float
+            return float(value)
     elif type(value) is kind:
         return value
     raise _Misfit(f"{key}={value!r} must be {describe_kind(kind)}")

@@ -15,6 +15,7 @@ from spare_megatron.config.validate_checkpoint import checkpoint_problems
 from spare_megatron.config.validate_data import data_problems
 from spare_megatron.config.validate_faults import fault_problems
 from spare_megatron.config.validate_megatron import megatron_problems
+from spare_megatron.config.validate_memory import memory_problems
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
 from spare_megatron.config.validate_rates import rate_problems
@@ -23,6 +24,12 @@ from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_
 from spare_megatron.config.validate_spares import spare_problems
 from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
+
+_LEAST_BUCKET_MIB, _MOST_BUCKET_MIB = 2.0**-10, 2.0**20
+_LEAST_HEARTBEAT_S = 0.01
+"""As long as a healthy thread may have to wait for a processor."""
+_MOST_WAIT_S = 1e8
+"""Libraries count nanoseconds in 64 bits, and add the time since the machine was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +43,8 @@ class Machine:
         can_isolate: Processes may be given networks of their own: root, and `ip` and `nsenter` are there.
         can_listen: `control.listen_address` is an address of this machine.
         corpus_vocab_size: The vocabulary it was written with, where that is known.
-        memory_bytes: That of one of its machines, or what one process may take of it, where that is known.
+        memory_bytes: That of one of its machines, where that is known.
+        process_memory_bytes: What one process may take of it, where that is known.
     """
 
     num_gpus: int
@@ -46,6 +54,7 @@ class Machine:
     can_listen: bool = True
     corpus_vocab_size: int | None = None
     memory_bytes: int | None = None
+    process_memory_bytes: int | None = None
 
 
 def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:
@@ -60,7 +69,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
 
     Each text names the value, the limit and the setting to change.
     """
-    return [
+    found = [
         *_name(config),
         *_too_small(config),
         *_infinite(config),
@@ -85,9 +94,12 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
             config,
             has_corpus=machine.has_corpus,
             corpus_vocab_size=machine.corpus_vocab_size,
-            memory_bytes=machine.memory_bytes,
+            memory_bytes=machine.process_memory_bytes,
         ),
     ]
+    if not found and resolve_device(config, machine) == "cpu":
+        found = list(memory_problems(config, machine.memory_bytes))
+    return found
 
 
 def warnings(config: RunConfig, machine: Machine) -> list[str]:
@@ -144,8 +156,11 @@ def _too_small(config: RunConfig) -> Iterator[str]:
         for key, value in settings.items():
             if value < least:
                 yield f"{key}={value} must be at least {least}; raise it"
-    if not config.reduce.bucket_mib > 0.0:
-        yield f"reduce.bucket_mib={config.reduce.bucket_mib} must be above 0; raise it"
+    if not _LEAST_BUCKET_MIB <= config.reduce.bucket_mib <= _MOST_BUCKET_MIB:
+        yield (
+            f"reduce.bucket_mib={config.reduce.bucket_mib} lies outside {_LEAST_BUCKET_MIB:.2g} (1 KiB) to "
+            f"{_MOST_BUCKET_MIB:g} (1 TiB); change it"
+        )
     if train.max_minutes is not None and not train.max_minutes > 0:
         yield f"train.max_minutes={train.max_minutes} must be above 0; raise it, or remove it to train all steps"
     factor = train.gradient_outlier_factor
@@ -209,6 +224,10 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         # Causal attention is balanced by giving each rank one early and one late piece of the sequence.
         pieces = 2 * layout.context_parallel
         divisions.append(("model.seq_length", model.seq_length, "2 x layout.context_parallel", pieces))
+    query_groups = config.megatron.get("num_query_groups")
+    if type(query_groups) is int:
+        heads = ("model.num_attention_heads", model.num_attention_heads)
+        divisions.append((*heads, "megatron.num_query_groups", query_groups))
     if config.megatron.get("sequence_parallel"):
         divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
     ranks = ("the number of ranks", config.parallel.num_ranks)
@@ -249,8 +268,11 @@ def _timeouts(config: RunConfig) -> Iterator[str]:
         "control.group_timeout_s": control.group_timeout_s,
     }
     for key, value in waits.items():
-        if not value > 0.0:
-            yield f"{key}={value} must be above 0; raise it"
+        least_s = _LEAST_HEARTBEAT_S if key == "control.heartbeat_interval_s" else 0.0
+        if not value > least_s:
+            yield f"{key}={value} must be above {least_s:g}; raise it"
+        elif value > _MOST_WAIT_S:
+            yield f"{key}={value:g} exceeds {_MOST_WAIT_S:g}, three years, and longer ones overflow; lower it"
     if not min(waits.values()) > 0.0:
         return
     lost, away = "2 x control.heartbeat_interval_s", "control.store_timeout_s"

@@ -7,6 +7,18 @@ from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_OF_A_JOIN, P
 
 _WHILE_SUMS_GROW = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
 """Phases at which the local gradient sums have yet to enter the reduction."""
+_FOR_GOOD = (
+    "kill",
+    "raise",
+    "kill_supervisor",
+    "kill_store",
+    "nan",
+    "bit_flip",
+    "param_flip",
+    "moment_flip",
+)
+"""Kinds that do not pass by themselves."""
+_MOST_SECONDS = 1e6
 
 
 def fault_problems(config: RunConfig) -> Iterator[str]:
@@ -91,10 +103,19 @@ def _unlikely_times(config: RunConfig, where: str, fault: FaultConfig) -> Iterat
             f"{where}.kind={fault.kind} strikes a store that the run has started itself, and "
             f"control.store={config.control.store}; set that to embedded or choose another kind"
         )
-    if fault.seconds is not None and fault.kind != "clock_jump" and not fault.seconds > 0:
-        yield f"{where}.seconds={fault.seconds} must be above 0; raise it, or remove it for a fault that lasts"
-    if fault.seconds is None and fault.kind in ("slow", "clock_jump"):
-        yield f"{where}.kind={fault.kind} needs {where}.seconds: by how much?"
+    if fault.seconds is None:
+        if fault.kind in ("slow", "clock_jump"):
+            yield f"{where}.kind={fault.kind} needs {where}.seconds: by how much?"
+    elif fault.kind in _FOR_GOOD:
+        yield f"{where}.seconds={fault.seconds} means nothing for kind={fault.kind}, which is for good; remove it"
+    elif fault.kind == "clock_jump":
+        if not abs(fault.seconds) <= _MOST_SECONDS:
+            yield f"{where}.seconds={fault.seconds} must lie within {_MOST_SECONDS:g} on either side of 0; change it"
+    elif not 0 < fault.seconds <= _MOST_SECONDS:
+        yield (
+            f"{where}.seconds={fault.seconds} must be above 0 and at most {_MOST_SECONDS:g}; change it, or remove it "
+            f"for a fault that lasts"
+        )
 
 
 def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) -> Iterator[str]:

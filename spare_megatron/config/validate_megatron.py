@@ -61,3 +61,5 @@ def megatron_problems(config: RunConfig) -> Iterator[str]:
             yield f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it"
         elif type(value) is not COUNTED_WITH.get(key, type(value)):
             yield f"megatron.{key}={value!r} must be {describe_kind(COUNTED_WITH[key])}; change it"
+        elif COUNTED_WITH.get(key) is int and isinstance(value, int) and value < 1:
+            yield f"megatron.{key}={value} must be at least 1; raise it"

@@ -5,6 +5,11 @@ from collections.abc import Iterator
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.comparison import LEAST_HOSTS_TO_COMPARE
 
+_LEAST_MEAN_STEPS = 0.1
+"""Faults are drawn one by one, and those that find no group that may be hit are drawn in vain."""
+_LEAST_SHAPE = 0.1
+"""Below, nearly all faults come at once and then none for longer than any run; far below, their mean overflows."""
+
 
 def rate_problems(config: RunConfig) -> Iterator[str]:
     """Why faults of these kinds, at this rate, cannot be drawn for the run."""
@@ -15,15 +20,15 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
         yield "faults.mean_steps draws faults, and faults.trace states them; remove one of them"
     if config.optimizer.sharding == "stacked":
         yield from _too_few_hosts(config)
-    above_zero = {
-        "faults.mean_steps": faults.mean_steps,
-        "faults.shape": faults.shape,
-        "faults.max_seconds": faults.max_seconds,
-        "faults.recovery_steps": faults.recovery_steps,
-    }
-    for key, value in above_zero.items():
-        if not value > 0:
-            yield f"{key}={value} must be above 0; raise it"
+    for key, value, least in (
+        ("faults.mean_steps", faults.mean_steps, _LEAST_MEAN_STEPS),
+        ("faults.shape", faults.shape, _LEAST_SHAPE),
+    ):
+        if not value >= least:
+            yield f"{key}={value} must be at least {least:g}; raise it"
+    for key, length in (("faults.max_seconds", faults.max_seconds), ("faults.recovery_steps", faults.recovery_steps)):
+        if not length > 0:
+            yield f"{key}={length} must be above 0; raise it"
     if not 0.0 <= faults.domain_share <= 1.0:
         yield f"faults.domain_share={faults.domain_share} lies outside 0 to 1; choose a share"
     yield from _impossible_kinds(config)

@@ -217,3 +217,10 @@ def test_a_port_that_is_taken_is_named(run_dir: Path) -> None:
         port = taken.getsockname()[1]
         told = spare("serve", run_dir, "--port", port, expected=2)
     assert f"--port {port}: Address already in use; choose another, or 0 for a free one" in told
+
+
+@pytest.mark.parametrize("corpus", ["", ".", "/"])
+def test_a_corpus_without_a_name_is_missing_like_any_other(corpus: str) -> None:
+    """`PosixPath('.') has an empty name` was all that was told to whoever had not set it."""
+    told = spare("train", "--config", DEMO, "--set", f"data.corpus={corpus}", expected=2)
+    assert "spare train: this configuration cannot run:\n  - data.corpus" in told

@@ -85,6 +85,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
         ("redundancy=3", "spare.redundancy"),
         ("layout.groups=3", "layout.num_groups"),
         ("train.step=3", "train.steps"),
+        ("model.num_query_groups=2", "megatron.num_query_groups"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_valid_one_and_its_source(override: str, nearest: str) -> None:
@@ -107,6 +108,7 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
         ("train.steps=2.0", "train.steps=2.0 must be a whole number"),
         ("train.steps=true", "train.steps=True must be a whole number"),
         ("model.hidden_dropout=false", "model.hidden_dropout=False must be a number"),
+        (f"optimizer.eps=1{400 * '0'}", "0 must be a number"),
         ("model.tie_embeddings=1", "model.tie_embeddings=1 must be true or false"),
         ("name=3", "name=3 must be a string"),
         ("cluster.device=tpu", "cluster.device='tpu' must be one of auto, cpu, gpu"),

@@ -77,8 +77,8 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "optimizer.redundancy=5 exceeds layout.num_groups=4",
         ),
         (
-            ["optimizer.sharding=stacked", "reduce.bucket_mib=1e-5"],
-            "reduce.bucket_mib=1e-05 must be at least 1.9e-05 with optimizer.sharding=stacked and layout.num_groups=4",
+            ["optimizer.sharding=stacked", "reduce.bucket_mib=0.001", "layout.num_groups=300"],
+            "reduce.bucket_mib=0.001 must be at least 0.0011 with optimizer.sharding=stacked and layout.num_groups=300",
         ),
         (["reduce.timeout_s=0"], "reduce.timeout_s=0.0 must be above 0"),
         (["control.store=etcd"], "control.store=etcd needs control.endpoints"),
@@ -98,6 +98,11 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["megatron.num_layers=3"], "megatron.num_layers follows from model.num_layers"),
         (["megatron.calculate_per_token_loss=false"], "megatron.calculate_per_token_loss cannot be set"),
         (["megatron.kv_channels=sixteen"], "megatron.kv_channels='sixteen' must be a whole number; change it"),
+        (["megatron.num_query_groups=0"], "megatron.num_query_groups=0 must be at least 1; raise it"),
+        (
+            ["megatron.num_query_groups=3"],
+            "model.num_attention_heads=4 is not a multiple of megatron.num_query_groups=3",
+        ),
         (["megatron.add_bias_linear=0"], "megatron.add_bias_linear=0 must be true or false; change it"),
         (["megatron.sequence_parallel=true"], "megatron.sequence_parallel=true does not work on CPUs"),
         (["megatron.recompute_granularity=full"], "megatron.recompute_granularity=full does not work on CPUs"),
@@ -163,6 +168,18 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
             "faults.trace[0].bit=3 means nothing for kind=kill",
         ),
         (
+            ["faults.trace=[{phase='backward', kind='kill', seconds=3.0}]"],
+            "faults.trace[0].seconds=3.0 means nothing for kind=kill, which is for good; remove it",
+        ),
+        (
+            ["faults.trace=[{phase='backward', kind='hang', seconds=inf}]"],
+            "faults.trace[0].seconds=inf must be above 0 and at most 1e+06; change it, or remove it for a fault that",
+        ),
+        (
+            ["faults.trace=[{phase='backward', kind='clock_jump', seconds=nan}]"],
+            "faults.trace[0].seconds=nan must lie within 1e+06 on either side of 0; change it",
+        ),
+        (
             ["faults.trace=[{phase='backward', kind='bit_flip', bit=32}]"],
             "faults.trace[0].bit=32 lies outside 0 to 31",
         ),
@@ -176,8 +193,11 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         ),
         (["train.gradient_outlier_factor=1"], "train.gradient_outlier_factor=1.0 must be above 1, or 0"),
         (["train.gradient_outlier_factor=nan"], "train.gradient_outlier_factor=nan must be above 1, or 0"),
-        (["reduce.bucket_mib=0"], "reduce.bucket_mib=0.0 must be above 0"),
-        (["reduce.bucket_mib=inf"], "reduce.bucket_mib=inf must be finite"),
+        (["reduce.bucket_mib=0"], "reduce.bucket_mib=0.0 lies outside 0.00098 (1 KiB) to 1.04858e+06 (1 TiB); change"),
+        (["reduce.bucket_mib=1e308"], "reduce.bucket_mib=1e+308 lies outside 0.00098 (1 KiB)"),
+        (["reduce.bucket_mib=nan"], "reduce.bucket_mib=nan lies outside"),
+        (["control.heartbeat_interval_s=1e-6"], "control.heartbeat_interval_s=1e-06 must be above 0.01; raise it"),
+        (["control.startup_timeout_s=1e10"], "control.startup_timeout_s=1e+10 exceeds 1e+08, three years, and longer"),
         (["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf must be finite"),
         (["data.corpus="], "data.corpus is empty"),
         (["train.seed=4294967296"], "train.seed=4294967296 exceeds 4294967295"),
@@ -201,12 +221,24 @@ def test_a_missing_corpus_comes_with_the_command_that_writes_it() -> None:
 
 def test_more_steps_than_memory_has_room_for_their_samples_are_a_problem() -> None:
     """Megatron counts epochs one by one for minutes, and then asks for the memory."""
-    machine = dataclasses.replace(CPU, memory_bytes=2**34)
+    machine = dataclasses.replace(CPU, process_memory_bytes=2**34)
     text = only_problem("train.steps=1000000000000", "train.max_minutes=5", machine=machine)
     assert "train.steps=1000000000000 of 32 sequences each need a sample index of 3.58e+05 GiB, and this" in text
     assert "this machine has 16 GiB of memory for it; lower it: where train.max_minutes ends the run" in text
     assert problems(configured("train.steps=1000000"), machine) == []
     assert problems(configured("train.steps=1000000000000"), CPU) == [], "that of the nodes may be unknown"
+
+
+def test_ranks_that_the_kernel_would_kill_for_memory_are_a_problem_on_cpus_only() -> None:
+    large = ("model.hidden_size=4096", "model.num_layers=32")  # 6.4 billion parameters of 16 bytes, 4 times
+    machine = dataclasses.replace(CPU, memory_bytes=2**38)
+    text = only_problem(*large, machine=machine)
+    assert "4 ranks on one machine (layout.num_groups=4) need 385 GiB for parameters, gradients, buckets and" in text
+    assert "and it has 256 GiB of memory; lower layout.num_groups" in text
+    assert problems(configured(*large, "cluster.device=gpu"), dataclasses.replace(machine, num_gpus=4)) == []
+    by_hand = ("cluster.launcher=hand", "cluster.num_nodes=2", "control.store=etcd", "control.endpoints=['http://a:1']")
+    assert problems(configured(*large, *by_hand), machine) == [], "two of them on each machine"
+    assert problems(configured(*large), CPU) == [], "that of the machine may be unknown"
 
 
 def test_an_address_of_another_machine_is_no_place_for_the_store() -> None:

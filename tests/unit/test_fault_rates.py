@@ -308,8 +308,8 @@ def test_beginning_and_end_of_the_run_are_spared() -> None:
     ("overrides", "text"),
     [
         (("faults.trace=[{phase='forward'}]",), "remove one of them"),
-        (("faults.mean_steps=0",), "faults.mean_steps=0.0 must be above 0"),
-        (("faults.shape=0",), "faults.shape=0.0 must be above 0"),
+        (("faults.mean_steps=1e-9",), "faults.mean_steps=1e-09 must be at least 0.1; raise it"),
+        (("faults.shape=0.001",), "faults.shape=0.001 must be at least 0.1; raise it"),
         (("faults.domain_share=1.5",), "lies outside 0 to 1"),
         (("faults.kinds=['kill_store']",), "has kill_store, which ends the run"),
         (("faults.kinds=['moment_flip']",), "has moment_flip, which is never drawn"),

@@ -51,7 +51,7 @@ def rank_main(spec: RankSpec, reports: Connection) -> None:
 
 def look_at_machine(config: RunConfig) -> Machine:
     """What this machine offers a run."""
-    corpus = Path(config.data.corpus)
+    corpus = config.data.corpus
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     return Machine(
         num_gpus=num_machines * _count_gpus(),
@@ -60,7 +60,8 @@ def look_at_machine(config: RunConfig) -> Machine:
         can_listen=_can_listen(config.control.listen_address),
         corpus_vocab_size=_corpus_vocab_size(corpus),
         memory_bytes=_memory_bytes(),
-        has_corpus=all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx")),
+        process_memory_bytes=_process_memory_bytes(),
+        has_corpus=all(Path(corpus + ending).is_file() for ending in (".bin", ".idx")),
     )
 
 
@@ -173,10 +174,14 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
 
 
 def _memory_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _process_memory_bytes() -> int:
     """What a process may take: the machine's memory, or less where a limit is set (ulimit -v)."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
+    return _memory_bytes() if limit == resource.RLIM_INFINITY else min(_memory_bytes(), limit)
 
 
 def _can_listen(address: str) -> bool:
@@ -192,13 +197,13 @@ def _can_listen(address: str) -> bool:
     return True
 
 
-def _corpus_vocab_size(prefix: Path) -> int | None:
+def _corpus_vocab_size(prefix: str) -> int | None:
     """The vocabulary that the corpus was written with, where it says so.
 
     Raises:
         ValueError: What should say so says something else.
     """
-    note = prefix.with_name(prefix.name + ".json")
+    note = Path(prefix + ".json")
     if not note.is_file():
         return None
     with note.open("rb") as file:

@@ -68,10 +68,11 @@ def model_shape(config: RunConfig) -> ModelShape:
     per_value = 1 if megatron.get("normalization") == "RMSNorm" else 2
     norm = hidden * per_value
     norms = 2 * norm
-    matrices = hidden * (heads + 2 * keys) + heads * hidden + hidden * wide + ffn * hidden
+    gates = heads if megatron.get("attention_output_gate") else 0
+    matrices = hidden * (heads + gates + 2 * keys) + heads * hidden + hidden * wide + ffn * hidden
     biases = 0
     if has_bias or megatron.get("add_qkv_bias"):
-        biases += heads + 2 * keys
+        biases += heads + gates + 2 * keys
     if megatron.get("qk_layernorm"):
         norms += 2 * head * per_value
     if has_bias:

@@ -14,7 +14,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
 from spare_megatron.config.validate_data import data_problems
 from spare_megatron.config.validate_faults import fault_problems
-from spare_megatron.config.validate_megatron import megatron_problems
+from spare_megatron.config.validate_megatron import ON_GPUS_ALONE, fields_set, megatron_problems
 from spare_megatron.config.validate_memory import memory_problems
 from spare_megatron.config.validate_metrics import metrics_problems
 from spare_megatron.config.validate_optimizer import optimizer_problems
@@ -328,10 +328,8 @@ def _device(config: RunConfig, machine: Machine) -> Iterator[str]:
         if config.layout.context_parallel > 1 and config.model.transformer_impl == "local":
             yield _only_transformer_engine(config)
         return
-    if config.megatron.get("sequence_parallel"):
-        yield "megatron.sequence_parallel=true does not work on CPUs; set it to false or use cluster.device=gpu"
-    if config.megatron.get("recompute_granularity") == "full":
-        yield "megatron.recompute_granularity=full does not work on CPUs; remove it or use cluster.device=gpu"
+    for field in fields_set(config, ON_GPUS_ALONE):
+        yield f"{field} does not work on CPUs; remove it or use cluster.device=gpu"
     if config.model.transformer_impl == "transformer_engine":
         yield "model.transformer_impl=transformer_engine needs cluster.device=gpu; set it to auto or local"
     if config.layout.context_parallel > 1:

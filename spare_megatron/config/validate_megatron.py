@@ -1,6 +1,6 @@
 """What is wrong with `[megatron]`, as far as that can be said without Megatron; `mcore.transformer` says the rest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from spare_megatron.config.building import describe_kind
 from spare_megatron.config.schema import RunConfig
@@ -37,9 +37,32 @@ FIXED_IN_MEGATRON = {
 }
 """Megatron's fields that a masked loss depends on, and why they are not to be had."""
 
+OF_TRANSFORMER_ENGINE = (
+    "cpu_offloading",
+    "fp4",
+    "fp8",
+    "softmax_type",
+    "window_attn_skip_freq",
+    "window_size",
+)
+"""Megatron's fields that only layers of transformer-engine heed: others would pass most of them over in silence."""
+
+ON_GPUS_ALONE = (
+    *OF_TRANSFORMER_ENGINE,
+    "fused_single_qkv_rope",
+    "gradient_accumulation_fusion",
+    "layernorm_zero_centered_gamma",
+    "memory_efficient_layer_norm",
+    "persist_layer_norm",
+    "recompute_granularity",
+    "sequence_parallel",
+)
+"""Megatron's fields with which no rank could be built, or none could compute, on CPUs."""
+
 COUNTED_WITH: dict[str, type] = {
     "add_bias_linear": bool,
     "add_qkv_bias": bool,
+    "attention_output_gate": bool,
     "batch_p2p_comm": bool,
     "gated_linear_unit": bool,
     "kv_channels": int,
@@ -63,3 +86,11 @@ def megatron_problems(config: RunConfig) -> Iterator[str]:
             yield f"megatron.{key}={value!r} must be {describe_kind(COUNTED_WITH[key])}; change it"
         elif COUNTED_WITH.get(key) is int and isinstance(value, int) and value < 1:
             yield f"megatron.{key}={value} must be at least 1; raise it"
+
+
+def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
+    """Those of Megatron's fields with these names that are switched on, as they are written."""
+    for name in names:
+        value = config.megatron.get(name)
+        if value not in (None, False, "vanilla"):
+            yield f"megatron.{name}={'true' if value is True else value}"

@@ -19,6 +19,7 @@ from megatron.core.utils import get_te_version
 
 from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.validate_megatron import OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.versions import check_version
@@ -117,6 +118,8 @@ def layer_spec(config: RunConfig, transformer: TransformerConfig, device: torch.
             f"layout.context_parallel={config.layout.context_parallel} needs the attention of transformer-engine on "
             f"GPUs; set it to 1"
         )
+    if passed_over := ", ".join(fields_set(config, OF_TRANSFORMER_ENGINE)):
+        raise ValueError(f"{passed_over}: only layers of transformer-engine have that, and these are not; remove it")
     spec = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization)
     spec.submodules.self_attention.submodules.core_attention = TorchCoreAttention
     return spec

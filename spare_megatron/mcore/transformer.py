@@ -25,8 +25,22 @@ _UNSAFE = {
     "num_microbatches_with_partial_activation_checkpoints": "a patch has another number of microbatches",
     "defer_embedding_wgrad_compute": "it finishes gradients at the end of a schedule, and a patch is a second one",
     "delay_wgrad_compute": "it finishes gradients outside the backward pass",
+    "pipeline_model_parallel_layout": "stages hold equally many layers here, as layout.pipeline_parallel says",
+    "enable_cuda_graph": "a patch has another number of microbatches than the graph of a step",
+    "external_cuda_graph": "a patch has another number of microbatches than the graph of a step",
+    "cuda_graph_impl": "a patch has another number of microbatches than the graph of a step",
+    "multi_latent_attention": "its sizes are in a configuration of its own, which is not built here",
+    "heterogeneous_block_specs": "its layers are in a configuration of its own, which is not built here",
+    "experimental_attention_variant": "layers have Megatron's usual attention here, and it would be passed over",
+    "linear_attention_freq": "layers have Megatron's usual attention here, and it would be passed over",
+    "qk_l2_norm": "layers have no such norm here, and it would be passed over",
+    "qk_clip": "Megatron's own training loop clips, and it would be passed over",
+    "apply_residual_connection_post_layernorm": "megatron-core passes it over",
+    "config_logger_dir": "it asks for process groups of Megatron's global state, which are not there",
 }
-"""Fields of Megatron's that would train something wrong without an error, and why."""
+"""Fields of Megatron's that would train something else than was asked for without an error, or end every rank, and why.
+"""
+_OFF = (None, False, 0, "", "none")
 
 
 def transformer_config(config: RunConfig, device: torch.device) -> TransformerConfig:
@@ -109,7 +123,7 @@ def _refuse(config: RunConfig) -> None:
             raise ValueError(f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead")
         if key in FIXED_IN_MEGATRON:
             raise ValueError(f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it")
-        if key in _UNSAFE and value not in (None, False, 0) and (key, value) != ("expert_model_parallel_size", 1):
+        if key in _UNSAFE and value not in _OFF and (key, value) != ("expert_model_parallel_size", 1):
             raise ValueError(f"megatron.{key}={value} cannot be had: {_UNSAFE[key]}; remove it")
     _refuse_combinations(config)
 

@@ -103,6 +103,9 @@ def test_names_stand_for_functions_and_enumerations() -> None:
         ({"num_moe_experts": 8}, "inside one group only"),
         ({"mtp_num_layers": 1}, "not reduced over groups"),
         ({"defer_embedding_wgrad_compute": True}, "a patch is a second one"),
+        ({"cuda_graph_impl": "local"}, "a patch has another number of microbatches than the graph"),
+        ({"qk_l2_norm": True}, "would be passed over"),
+        ({"linear_attention_freq": 2}, "would be passed over"),
         ({"attention_backend": "flush"}, "did you mean flash"),
         ({"activation_func": "gelo"}, "no function of torch"),
         ({"activation_func": 3}, r"megatron\.activation_func=3 must be a function"),
@@ -138,6 +141,17 @@ def test_what_megatron_refuses_is_one_line_that_names_what_was_set(fields: dict[
     with pytest.raises(ValueError, match=f"^megatron-core refuses .*{re.escape(message)}") as refused:
         transformer_config(with_megatron(**fields), CPU)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_only_transformer_engine_heeds_is_refused_with_other_layers(device: str) -> None:
+    """They trained without sliding windows, and nothing was said."""
+    model = ModelConfig(transformer_impl="local")
+    for fields in ({"window_size": [8, 0]}, {"softmax_type": "learnable"}):
+        config = RunConfig(model=model, megatron=fields)
+        transformer = transformer_config(config, torch.device(device))
+        with pytest.raises(ValueError, match=rf"megatron\.{next(iter(fields))}=.*only layers of transformer-engine"):
+            layer_spec(config, transformer, torch.device(device))
 
 
 def test_what_is_counted_with_before_megatron_is_there_has_megatrons_types() -> None:

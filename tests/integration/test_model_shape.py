@@ -35,6 +35,7 @@ def count_parameters(config: RunConfig) -> int:
         (1, True, {}),
         (2, True, {"add_bias_linear": False, "add_qkv_bias": True}),
         (1, False, LLAMA_LIKE),
+        (1, True, {"attention_output_gate": True, "num_query_groups": 2}),
     ],
 )
 def test_each_stage_holds_as_many_parameters_as_the_shape_says(

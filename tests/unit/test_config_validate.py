@@ -106,6 +106,12 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["megatron.add_bias_linear=0"], "megatron.add_bias_linear=0 must be true or false; change it"),
         (["megatron.sequence_parallel=true"], "megatron.sequence_parallel=true does not work on CPUs"),
         (["megatron.recompute_granularity=full"], "megatron.recompute_granularity=full does not work on CPUs"),
+        (
+            ["megatron.recompute_granularity=selective"],
+            "megatron.recompute_granularity=selective does not work on CPUs",
+        ),
+        (["megatron.fp8=hybrid"], "megatron.fp8=hybrid does not work on CPUs; remove it or use cluster.device=gpu"),
+        (["megatron.window_size=[8, 0]"], "megatron.window_size=[8, 0] does not work on CPUs"),
         (["model.transformer_impl=transformer_engine"], "needs cluster.device=gpu"),
         (["layout.context_parallel=2"], "layout.context_parallel=2 needs the attention of transformer-engine"),
         (

@@ -369,7 +369,7 @@ def _weak_redundancy(config: RunConfig) -> Iterator[str]:
             f"layout.num_groups={num_groups}; lower one of the former"
         )
     shared = placement.max_shared_hosts
-    if shared > 1:
+    if shared > 1 and spare.redundancy < num_groups:  # where every group hosts all, none is lost with fewer
         needed = spare.redundancy * (spare.redundancy - 1) + 1
         yield (
             f"some two shards share {shared} of their spare.redundancy={spare.redundancy} hosts, so fewer losses may "

@@ -316,6 +316,11 @@ def test_shards_that_share_hosts_are_doubtful() -> None:
     assert "from about layout.num_groups=7 on" in text
 
 
+def test_groups_that_all_host_every_shard_cannot_do_better() -> None:
+    assert warnings(configured("layout.num_groups=5", "spare.redundancy=5"), CPU) == []
+    assert "share 3 of their" in warnings(configured("layout.num_groups=5", "spare.redundancy=4"), CPU)[0]
+
+
 def test_a_vocabulary_smaller_than_that_of_the_corpus_is_refused() -> None:
     machine = dataclasses.replace(CPU, corpus_vocab_size=300)
     (problem,) = problems(RunConfig(data=DataConfig(corpus="text")), machine)

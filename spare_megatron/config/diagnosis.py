@@ -267,7 +267,7 @@ def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) 
     if not checkpoint.is_wanted:
         return
     size = implications(config).checkpoint_bytes
-    room = (checkpoint.keep_last + 1) * size
+    room = (checkpoint.keep_last + 2) * size
     if facts.folder_free_bytes < size:
         yield finding(
             f"{folder} has {gib(facts.folder_free_bytes)} free, and a checkpoint takes {gib(size)}; make room or "
@@ -275,8 +275,9 @@ def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) 
         )
     elif facts.folder_free_bytes < room:
         yield finding(
-            f"{folder} has {gib(facts.folder_free_bytes)} free, and checkpoint.keep_last={checkpoint.keep_last} and "
-            f"one that is being written take {gib(room)}; make room or lower checkpoint.keep_last",
+            f"{folder} has {gib(facts.folder_free_bytes)} free, and checkpoint.keep_last={checkpoint.keep_last}, one "
+            f"that has yet to be confirmed and one that is being written take {gib(room)}; make room or lower "
+            f"checkpoint.keep_last",
             is_problem=False,
         )
     if node.write is not None:

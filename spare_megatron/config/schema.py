@@ -177,7 +177,7 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Trains on while a checkpoint is written; otherwise all groups wait until it is on the disk."""
     keep_last: int = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept, beside those that later steps have yet to confirm."""
     keep_every_steps: int | None = None
     """One checkpoint out of so many steps is kept for good."""
     folder: str = ""

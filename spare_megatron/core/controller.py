@@ -351,7 +351,7 @@ class Controller:
     def _save(self, at_s: float, *, is_last: bool) -> SaveCheckpoint:
         action = self._saves.take(self.step, at_s, self.voters, self.epoch, self.ownership, is_last=is_last)
         self._doubts.begun(action)
-        return action
+        return replace(action, doubtful=tuple(sorted(self._saves.void | self._doubts.unsettled)))
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
         """The slices are held like this from here on."""

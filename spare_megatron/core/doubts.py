@@ -50,9 +50,9 @@ class Doubts:
         self._saves.append(_Save(action=action, writers=writers))
 
     @property
-    def are_settled(self) -> bool:
-        """Whether nothing is left to be compared."""
-        return not self._saves
+    def unsettled(self) -> frozenset[int]:
+        """Committed steps of what is left to be compared."""
+        return frozenset(save.action.step for save in self._saves)
 
     def fold(self, entry: Entry) -> tuple[RefuseCheckpoint, ...]:
         """What does not count for this entry. Each is said once."""
@@ -120,6 +120,6 @@ def why_refused(action: SaveCheckpoint, entries: Iterator[Entry]) -> str:
     for entry in entries:
         for refusal in doubts.fold(entry):
             return refusal.reason
-        if doubts.are_settled:
+        if not doubts.unsettled:
             break
     return ""

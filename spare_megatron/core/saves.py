@@ -42,6 +42,7 @@ class SaveCheckpoint:
         hosts: For each slice of the optimizer's state, who holds it; none where everybody has all state.
         owners: For each slice, the host that is to write it (`core.slice_saves`).
         is_last: The run has no further steps.
+        doubtful: Steps after which something was saved that is not known to be right; this is one of them.
     """
 
     step: int
@@ -52,6 +53,7 @@ class SaveCheckpoint:
     hosts: Hosts = ()
     owners: tuple[Member, ...] = ()
     is_last: bool = False
+    doubtful: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,8 @@ class Saves:
         self._first_step = first_step
         self._taken: dict[int, SaveCheckpoint] = {}  # but for those that are refused, or undone
         self._refused: Member | None = None  # who has saved what was refused last
+        self.void: set[int] = set()
+        """Steps after which was saved what is refused, or undone."""
         life_s = self._policy.group_life_s
         self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
 
@@ -178,6 +182,7 @@ class Saves:
         """These checkpoints do not count."""
         for refusal in refusals:
             del self._taken[refusal.step]
+            self.void.add(refusal.step)
             self._refused = refusal.member
 
     def lacks_last(self, step: int) -> bool:
@@ -191,6 +196,7 @@ class Saves:
 
     def restarted(self, step: int, at_s: float) -> None:
         """Training begins again after this many committed steps: later ones are undone."""
+        self.void |= {saved for saved in self._taken if saved > step}
         self._taken = {saved: action for saved, action in self._taken.items() if saved <= step}
         self._begin(step, at_s)
         self._under_way = None
@@ -232,6 +238,7 @@ class Saves:
             is_last=is_last,
         )
         self._taken[step] = action
+        self.void.discard(step)
         return action
 
     def _begin(self, step: int, at_s: float) -> None:

@@ -12,7 +12,8 @@
    slices, hosts go that are right where not more than half of them are known to be, by copies compared before.
 6. After a wipe-out training starts again only in lives that have not taken part, from what was saved, and with a host
    for every shard; or a group says why not.
-7. No run ends with a checkpoint that is wrong, if it is the last, or by who was put out for wrong state (`saved`).
+7. No run ends with a checkpoint that is wrong, if it is the last, or by who was put out for wrong state (`saved`). When
+   one is refused, another is left, if there ever was one.
 8. No log entry is written twice; no communicator's name is used twice (`communicators`).
 """
 

@@ -22,6 +22,7 @@ from spare_megatron.core.messages import (
 from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.restart import Restarts
 from spare_megatron.core.restart_messages import WaitingRead
+from spare_megatron.core.retention import superseded
 from spare_megatron.core.saves import SaveCheckpoint
 from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
@@ -31,8 +32,6 @@ from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.runtime.checkpoint.refusals import refusal_in_log
 from spare_megatron.runtime.vote.agreement import GroupAgreement
 from tests.protocol.slices import SliceStates
-
-NO_LIFE_IS_LATER = 10**6
 
 
 class CommitsWithoutAllVotes(Controller):
@@ -73,7 +72,7 @@ class FencesLaterLives(Controller):
     """Takes a fence for one of the group, whichever incarnation it names."""
 
     def _lose(self, fence: Fence) -> tuple[Action, ...]:
-        return super()._lose(replace(fence, incarnation=NO_LIFE_IS_LATER))
+        return super()._lose(replace(fence, incarnation=10**6))
 
 
 class AdmitsTheFenced(Controller):
@@ -352,6 +351,7 @@ class Protocol:
     reliance_type: type[Reliance] = Reliance
     voice_type: type[GroupAgreement] = GroupAgreement
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str] = refusal_in_log
+    superseded: Callable[..., frozenset[int]] = superseded
 
 
 CORRECT = Protocol()
@@ -388,6 +388,7 @@ MUTATIONS = {
     "copies slices in the step of the loss": Protocol(slices_type=CopiesAtOnce),
     "makes checkpoints visible without a look at the log": Protocol(refusal_in_log=lambda log, head, action: ""),
     "compares what it has saved in one step alone": Protocol(controller_type=DoubtsOnce),
+    "removes what is right for what may be wrong": Protocol(superseded=lambda of, _, *kept: superseded(of, (), *kept)),
 }
 MUTATIONS_OF_COMPARISONS = {
     "compares parameters alone": Protocol(controller_type=ComparesParamsAlone),

@@ -39,6 +39,12 @@ class Saved:
         self._aside: dict[tuple[int, Member], Content] = {}
         self._visible: dict[int, tuple[Member, Content]] = {}
         self._is_right_at_end = False
+        self._num_dropped = 0
+
+    @property
+    def visible(self) -> Collection[int]:
+        """Committed steps of what can be seen, and is not refused."""
+        return tuple(self._visible)
 
     def begun(self, member: Member, step: int, content: Content) -> None:
         """A member writes what it holds after so many steps, where nobody sees it."""
@@ -53,6 +59,13 @@ class Saved:
         if not content.is_wrong:
             self.params[step] = content.params
 
+    def dropped(self, steps: Collection[int]) -> None:
+        """What was saved after so many steps is superseded, and removed."""
+        for step in steps:
+            self._visible.pop(step, None)
+            self.params.pop(step, None)
+        self._num_dropped += len(steps)
+
     def refused(self, process: str, step: int, member: Member, doubtful: Collection[str] | None) -> None:
         """What the member has saved after so many steps is not to be used.
 
@@ -65,6 +78,8 @@ class Saved:
         saved_by, content = self._visible.get(step, (None, None))
         if saved_by == member:
             del self._visible[step]
+            if self._num_dropped and not self._visible:
+                raise Violation(f"{process} refuses all that is left, and what was right before has been removed")
         else:
             content = self._aside.pop((step, member), None)
         is_doubtful = doubtful is None or f"{member.group}.{member.incarnation}" in doubtful

@@ -45,6 +45,12 @@ class Saving:
             yield None
             if self._world.is_there(self._member) and not reason:
                 saves.published(self._member, action.step)
+                yield None
+                if self._world.is_there(self._member):
+                    earlier = [step for step in saves.visible if step <= action.step]
+                    superseded = self._world.superseded(earlier, action.doubtful, self._world.keep_last, None)
+                    saves.dropped(superseded)
+                    self._world.invariants.counts["superseded checkpoint"] += len(superseded)
         self._num_under_way -= 1
 
     def _refusal(self, action: SaveCheckpoint, head: int) -> Steps:

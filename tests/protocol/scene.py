@@ -36,6 +36,8 @@ class Scene:
     """After a wipe-out."""
     fan_in: int = 1
     """Most groups whose votes one of them casts."""
+    keep_last: int = 9
+    """Newest checkpoints that are kept. With 1 nothing else is left if that turns out to be wrong."""
 
     @classmethod
     def draw(cls, random: Random) -> "Scene":
@@ -63,6 +65,7 @@ class Scene:
             slice_redundancy=min(num_groups, random.choice((0, 0, 0, 1, 2, 3, 3))),
             num_buckets=random.choice((1, 1, 5)),
             fan_in=random.choice((1, 1, 2, 3)),
+            keep_last=random.choice((1, 9)),
         )
 
     @classmethod
@@ -90,6 +93,7 @@ class Scene:
             max_restarts=random.randint(1, 4),
             slice_redundancy=min(num_groups, random.choice((0, 0, 1, 2))),
             fan_in=random.choice((1, 1, 2)),
+            keep_last=random.choice((1, 9)),
         )
 
     @classmethod

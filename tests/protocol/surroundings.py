@@ -36,6 +36,7 @@ class Surroundings(Protocol):
     votes_type: type[BlockVotes]
     reliance_type: type[Reliance]
     fan_in: int
+    keep_last: int
     post: Post
     communicators: Communicators
     invariants: Invariants
@@ -43,6 +44,7 @@ class Surroundings(Protocol):
     num_buckets: int
     window_type: type[BucketWindow]
     refusal_in_log: Callable[[DecisionLog, int, SaveCheckpoint], str]
+    superseded: Callable[..., frozenset[int]]
     states: dict[tuple[int, int], dict[Member, Content]]
     may_restart: bool
     num_waiting: int

@@ -28,7 +28,7 @@ FOUND_AS = {
     "admits a group that was fenced while it waited": "but the log says|no progress|without the votes",
     "starts again with lives that took part": "with lives that took part",
     "starts again without hosts": "without a host",
-    "counts votes on an earlier attempt": "without the votes|different plans|though the members voted",
+    "counts votes on an earlier attempt": "without the votes|different plans|though the members voted|are right",
     "gathers parameters from lost owners": "gathers parameters without slice",
     "counts copies that are not finished": "counts as a host of slice|gathers parameters without slice",
     "lets go of slices before they are copied": "counts as a host of slice|gathers parameters|and has it not",
@@ -52,6 +52,7 @@ FOUND_AS = {
     "copies slices in the step of the loss": "whose sums have not come to it",
     "makes checkpoints visible without a look at the log": "before it was put out is wrong, and is used",
     "compares what it has saved in one step alone": "before it was put out is wrong, and is used",
+    "removes what is right for what may be wrong": "refuses all that is left",
 }
 
 
@@ -112,10 +113,16 @@ def draw_saves(random: Random) -> Scene:
         redundancy=2,
         num_steps=num_steps,
         save_interval_s=1.0,
+        keep_last=9,
         slice_redundancy=0,
         fault_moves=20 * num_groups * num_steps,
         fault_budget={**dict.fromkeys(scene.fault_budget, 0), "corrupt": 1, "pause": 1},
     )
+
+
+def draw_few_kept(random: Random) -> Scene:
+    """One of these in which the newest alone is kept."""
+    return replace(draw_saves(random), keep_last=1)
 
 
 def draw_wrong_returns(random: Random) -> Scene:
@@ -154,6 +161,7 @@ RARE = {
     "copies slices in the step of the loss": draw_copies,
     "makes checkpoints visible without a look at the log": draw_saves,
     "compares what it has saved in one step alone": draw_saves,
+    "removes what is right for what may be wrong": draw_few_kept,
 }
 
 

@@ -72,7 +72,8 @@ class World:
         self.reliance_type = protocol.reliance_type
         self.window_type = protocol.window_type
         self.refusal_in_log = protocol.refusal_in_log
-        self.fan_in = scene.fan_in
+        self.superseded = protocol.superseded
+        self.fan_in, self.keep_last = scene.fan_in, scene.keep_last
         self.post = Post(random)
         self.num_buckets = scene.num_buckets
         self.communicators = Communicators()

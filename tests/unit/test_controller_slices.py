@@ -92,7 +92,9 @@ def test_every_update_is_followed_by_a_gather_from_the_owners() -> None:
     assert gather == GatherParams(step=1, owners=everybody)
     # What is saved is whole.
     hosts = controller.ownership and controller.ownership.hosts
-    assert save == SaveCheckpoint(step=1, member=everybody[0], voters=everybody, epoch=0, hosts=hosts, owners=everybody)
+    assert save == SaveCheckpoint(
+        step=1, member=everybody[0], voters=everybody, epoch=0, hosts=hosts, owners=everybody, doubtful=(1,)
+    )
     assert kinds([compute, reduce, read]) == [ComputeStep, AttemptReduce, ReadEntry]
 
 

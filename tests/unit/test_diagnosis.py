@@ -43,7 +43,7 @@ FACTS = NodeFacts(
     store_space=None,
     corpus_bytes=(1000, 100),
     sees_folder=True,
-    folder_free_bytes=4 * CHECKPOINT,
+    folder_free_bytes=5 * CHECKPOINT,
 )
 LINK = Rate(bytes_per_s=1e9)
 
@@ -103,7 +103,7 @@ def test_of_healthy_nodes_nothing_is_said() -> None:
         ({"sees_folder": False, "folder_free_bytes": 0}, "storage", True, "/ck is not the folder that the driver's"),
         ({"write": Rate(failure="Permission denied")}, "storage", True, "/ck cannot be written: Permission denied"),
         ({"folder_free_bytes": CHECKPOINT - 1}, "storage", True, "and a checkpoint takes"),
-        ({"folder_free_bytes": 3 * CHECKPOINT - 1}, "storage", False, "checkpoint.keep_last=2 and one that is"),
+        ({"folder_free_bytes": 4 * CHECKPOINT - 1}, "storage", False, "checkpoint.keep_last=2, one that has yet"),
         ({"write": Rate(bytes_per_s=CHECKPOINT / 1801)}, "storage", True, "and checkpoint.timeout_s=1800"),
         ({"write": Rate(bytes_per_s=0.0)}, "storage", True, "takes 0 B a second"),
         ({"link": Rate(failure="refused")}, "network", True, "next cannot be reached from here: refused"),
@@ -126,7 +126,7 @@ def test_a_node_that_is_unfit_is_named_with_value_limit_and_what_to_do(
         {"clock": Clock(ahead_s=-1.9, error_s=0.0)},
         {"open_files": 352},
         {"has_infiniband": False, "locked_memory_bytes": 65536},
-        {"folder_free_bytes": 3 * CHECKPOINT},
+        {"folder_free_bytes": 4 * CHECKPOINT},
         {"write": Rate(bytes_per_s=CHECKPOINT / 1799)},
         {"link": Rate(bytes_per_s=0.34e9)},
         {"gpus": (*(GPU,) * 8,), "busy_ports": (2379,)},  # n3 is no member of etcd

@@ -180,3 +180,30 @@ def test_whoever_starts_again_from_the_last_step_compares_it_and_ends() -> None:
     actions = fold(controller, LAST, Restart(step=1, members=lives))
     assert isinstance(actions[-2], AttemptFinish)
     assert fold(controller, decided(controller, "aaaa")) == [FinishRun(step=1)]
+
+
+def doubtful_in(controller: Controller, *entries: Entry) -> tuple[int, ...]:
+    """With the save that the last of some entries asks for."""
+    [save] = saves_in(fold(controller, *entries))
+    return save.doubtful
+
+
+def test_what_two_commits_have_not_come_after_is_doubtful_and_does_not_supersede_what_is_right() -> None:
+    controller = make_controller()
+    found = [doubtful_in(controller, Commit(step=step, attempt=step, save=True)) for step in range(4)]
+    assert found == [(1,), (1, 2), (2, 3), (3, 4)]
+
+
+def test_what_is_refused_or_undone_stays_doubtful_until_it_is_saved_again() -> None:
+    controller = make_controller()
+    lives = tuple(Member(GroupId(group), 1) for group in range(4))
+    commits = [Commit(step=step, attempt=step, save=True) for step in range(4)]
+    fold(controller, *commits, Restart(step=2, members=lives))
+    again = [Commit(step=step, attempt=step + 3, save=step != 3) for step in range(2, 5)]
+    assert doubtful_in(controller, again[0]) == (3, 4)
+    assert doubtful_in(controller, *again[1:]) == (4, 5), "undone, and not compared yet"
+    refused = fold(controller, Fence(group=GroupId(1), incarnation=1, reason="it differs", discard=True))
+    assert [one.step for one in refusals_in(refused)] == [5]
+    retry = Retry(step=5, attempt=8, recompute=True)
+    later = [retry, Commit(step=5, attempt=9), Commit(step=6, attempt=10, save=True)]
+    assert doubtful_in(controller, *later) == (4, 5, 7)

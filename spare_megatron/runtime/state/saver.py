@@ -306,7 +306,7 @@ class Saver:
         # What is refused supersedes nothing, and stays for whoever wants to know what went wrong.
         steps = [step for step in earlier if not refusal_of(checkpoint_path(self._folder, step))]
         try:
-            drop(self._folder, superseded(steps, policy.keep_last, policy.keep_every_steps))
+            drop(self._folder, superseded(steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps))
         except OSError as error:
             save.reason = f"what it supersedes could not be removed: {error}"
 

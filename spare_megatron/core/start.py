@@ -1,10 +1,11 @@
 """Whether a run can begin without the groups that are lost before training does.
 
-A broken machine costs its groups, at the start as later. What two machines raise is no fault of either: each group in
-turn would use up its lives, and come to the same. So the run ends at once, and names the exception.
+A broken machine costs its groups, at the start as later, also one that never comes. What two machines raise is no fault
+of either: each group in turn would use up its lives, and come to the same. So the run ends at once, and names the
+exception. So it does where those who raised, and those whose nodes are not there, are all who host something.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -60,13 +61,10 @@ class Start:
         self._losses.append(loss)
         if loss.concerns_all:
             return f"group {loss.group} was lost before training began: rank {loss.rank}: {loss.cause}"
-        raised: dict[GroupId, EarlyLoss] = {}
-        for other in self._losses:
-            if other.error:
-                raised.setdefault(other.group, other)
+        raised = self._first_of_each(lambda other: bool(other.error))
         first = next(iter(raised.values()), self._losses[0])
         if len({other.group for other in self._losses}) == self._layout.num_groups:
-            return f"all groups were lost before training began; group {first.group}: rank {first.rank}: {first.cause}"
+            return f"all groups were lost before training began; group {first.group}: {_why(first)}"
         alike = [other for other in self._losses if loss.error and other.error == loss.error]
         groups = sorted({int(other.group) for other in alike})
         nodes = {self._layout.node_of(other.group, other.rank) for other in alike}
@@ -75,12 +73,22 @@ class Start:
                 f"groups {groups} raised the same before training began, which no redundancy masks: rank {loss.rank}: "
                 f"{loss.cause}"
             )
-        if any(raised.keys() >= set(hosts) for hosts in self._hosts):
+        # Whoever was killed on a node that is there is started again.
+        gone = self._first_of_each(lambda other: bool(other.error) or other.rank < 0)
+        if any(gone.keys() >= set(hosts) for hosts in self._hosts):
+            first = next(iter(gone.values()))
             return (
-                f"groups {sorted(map(int, raised))} raised before training began, and no other has what they host; "
-                f"group {first.group}: rank {first.rank}: {first.cause}"
+                f"groups {sorted(map(int, gone))} were lost before training began, and no other has what they host; "
+                f"group {first.group}: {_why(first)}"
             )
         return ""
+
+    def _first_of_each(self, is_meant: Callable[[EarlyLoss], bool]) -> dict[GroupId, EarlyLoss]:
+        """Of each group that has such losses the first, in the order in which they came."""
+        found: dict[GroupId, EarlyLoss] = {}
+        for loss in filter(is_meant, self._losses):
+            found.setdefault(loss.group, loss)
+        return found
 
     @cached_property
     def _hosts(self) -> Sequence[Collection[GroupId]]:
@@ -91,3 +99,8 @@ class Start:
             return hosts
         placed = make_placement("golomb", slices.num_groups, slices.redundancy, slices.groups_per_domain)
         return (*hosts, *placed.hosts)
+
+
+def _why(loss: EarlyLoss) -> str:
+    """For people. The cause of a whole node's loss names the node."""
+    return f"rank {loss.rank}: {loss.cause}" if loss.rank >= 0 else loss.cause

@@ -1,10 +1,6 @@
 """Groups whose ranks stand on several nodes come back, on the nodes that are left and those that are back."""
 
-import multiprocessing
-import os
-import subprocess
-from dataclasses import dataclass, replace
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +9,8 @@ from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultsConfi
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import LossRecord, StartRecord, UpdateRecord
-from spare_megatron.runtime.driver.remote_node import look_after_node
-from spare_megatron.runtime.process.processes import die_with
 from spare_megatron.runtime.process.reports import GroupRejoined
+from tests.integration.forked_supervisors import Forks
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill
 
@@ -24,45 +19,6 @@ pytestmark = pytest.mark.timeout(300)
 STEPS = 10
 AWAITED = (4, 8)
 """The steps at whose ends the first and the second group that is lost are taken in."""
-START_S = 60.0
-
-
-class Forked:
-    """A supervisor's process, as `subprocess.Popen` would show it."""
-
-    def __init__(self, process: BaseProcess) -> None:
-        self._process = process
-        self.terminate, self.kill = process.terminate, process.kill
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout_s: float) -> int:
-        self._process.join(timeout_s)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("supervisor", timeout_s)
-        return self._process.exitcode
-
-
-@dataclass(frozen=True)
-class Forks:
-    """Starts supervisors, and others in the place of lost ones, from the process that stands for them."""
-
-    replaces: bool = True
-
-    def start(self, run_dir: Path, node: int, life: int) -> Forked:
-        process = multiprocessing.get_context("fork").Process(target=supervise, args=(os.getpid(), run_dir, node))
-        process.start()
-        return Forked(process)
-
-    def ended(self, run_dir: Path, node: int) -> None:
-        """There is nothing to be given back."""
-
-
-def supervise(stand_in_pid: int, run_dir: Path, node: int) -> None:
-    die_with(stand_in_pid)
-    look_after_node(run_dir, node, START_S)
-    os._exit(0)  # a thread may be waiting for the store
 
 
 def test_a_group_comes_back_after_the_loss_of_a_rank_and_of_a_whole_node_and_changes_no_bit(

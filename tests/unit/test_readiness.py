@@ -86,8 +86,8 @@ def test_who_waits_in_vain_names_those_who_do_not_come() -> None:
     for group in (GroupId(0), GroupId(2)):
         note_ready(store, group, "itself", 4)
     with pytest.raises(GroupsMissing, match=re.escape("groups [1, 3] have not come up")) as raised:
-        wait_until_ready(store, 4, timeout_s=7.0)
+        wait_until_ready(store, 4, startup_timeout_s=7.0)
     assert "control.startup_timeout_s=7" in str(raised.value)
     for group in (GroupId(1), GroupId(3)):
         note_ready(store, group, "node 0", 4)
-    wait_until_ready(store, 4, timeout_s=7.0)
+    wait_until_ready(store, 4, startup_timeout_s=7.0)

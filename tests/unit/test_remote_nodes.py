@@ -250,6 +250,9 @@ class Lives:
     def get(self, keys: Sequence[str]) -> list[str | None]:
         return ["2" if key.startswith("life/") else None for key in keys]
 
+    def exists(self, key: str) -> bool:
+        return False
+
     def beat(self, key: str, value: str, ttl_s: int) -> None:
         pass
 

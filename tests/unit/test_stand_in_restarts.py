@@ -1,5 +1,6 @@
-"""A stand-in whose supervisor is lost, on a cluster that does not always answer."""
+"""A stand-in whose supervisor is lost, or has not come, on a cluster that does not always answer."""
 
+import dataclasses
 import itertools
 import subprocess
 import threading
@@ -17,7 +18,7 @@ from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.driver import stand_in as module
 from spare_megatron.runtime.driver.node_connection import connect
-from spare_megatron.runtime.process.reports import NodeEnded, RanksReady
+from spare_megatron.runtime.process.reports import NodeEnded, NodeMissing, RanksReady
 from spare_megatron.runtime.process.spec import NodeSpec
 
 WAIT_S = 60.0
@@ -49,6 +50,21 @@ class Step:
         return 0
 
 
+class Broken:
+    """A step that has ended at once."""
+
+    def poll(self) -> int | None:
+        return 127
+
+    def wait(self, timeout_s: float) -> int:
+        return 127
+
+    def terminate(self) -> None:
+        pass
+
+    kill = terminate
+
+
 class Launcher:
     """Starts what it is told to, one after the other; None is a failure."""
 
@@ -63,10 +79,24 @@ class Launcher:
         begin = self._lives.pop(0)
         if begin is None:
             raise ValueError("scontrol failed: Socket timed out on send/recv operation")
-        return Step(run_dir, begin)
+        if begin is nobody:
+            return None
+        return Broken() if begin is broken else Step(run_dir, begin)
 
     def ended(self, run_dir: Path, node: int) -> None:
         self.told.append("ended")
+
+
+def nobody(driver: Connection) -> None:
+    raise AssertionError("it is not started")
+
+
+def broken(driver: Connection) -> None:
+    raise AssertionError("it does not come")
+
+
+def lost_at_once(driver: Connection) -> None:
+    """Before its ranks are ready."""
 
 
 def lost_when_ready(driver: Connection) -> None:
@@ -140,3 +170,33 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
         stand_in._begin()
     waits_s = [later - earlier for earlier, later in itertools.pairwise(tries_s)]
     assert waits_s == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("first", "cause"),
+    [
+        (nobody, "has not come within control.startup_timeout_s=0.05"),
+        (broken, "has not come: what was to start it ended with exit code 127"),
+        (lost_at_once, "was lost before training began"),
+    ],
+)
+def test_a_supervisor_that_is_not_there_before_training_is_told_of_and_another_one_awaited(
+    spec: NodeSpec, first: Callable[[Connection], None], cause: str
+) -> None:
+    """The stand-in ended, and the run with it."""
+    startup_timeout_s = 0.05 if first is nobody else WAIT_S
+    control = dataclasses.replace(spec.config.control, startup_timeout_s=startup_timeout_s)
+    spec = dataclasses.replace(spec, config=dataclasses.replace(spec.config, control=control))
+    launcher = Launcher(first, nobody, there_to_the_end)
+    ours, theirs = Pipe()
+    module._StandIn(launcher, spec, theirs).run()
+    assert [word for word in launcher.told if word != "ended"] == ["start 0", "start 1", "start 1"]
+    missing = NodeMissing(node=1, cause=f"node 1: its supervisor {cause}; look at logs/node-1.log, and at the machine")
+    assert [ours.recv() for _ in range(3)] == [missing, READY, ENDED]
+
+
+def test_one_that_is_lost_later_is_for_the_other_nodes_to_find(spec: NodeSpec) -> None:
+    ours, theirs = Pipe()
+    module._StandIn(Launcher(lost_when_ready, lost_at_once, there_to_the_end), spec, theirs).run()
+    assert [ours.recv() for _ in range(3)] == [READY, READY, ENDED]

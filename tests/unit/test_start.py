@@ -12,6 +12,9 @@ NUM_GROUPS = 8
 ERROR = "ImportError: libcudart.so.12: cannot open shared object file"
 
 
+MISSING = "node 3: its supervisor has not come"
+
+
 def start(num_nodes: int, redundancy: int = 4, num_groups: int = NUM_GROUPS, **fixed: object) -> Start:
     placement = make_placement("golomb", num_groups, redundancy, 1)
     setup = ControllerSetup(placement=placement, microbatches_per_shard=1, num_steps=1, **fixed)  # type: ignore[arg-type]
@@ -24,6 +27,11 @@ def raised(group: int, error: str = ERROR) -> EarlyLoss:
 
 def killed(group: int) -> EarlyLoss:
     return EarlyLoss(group=GroupId(group), rank=0, cause="SIGKILL")
+
+
+def missing(group: int) -> EarlyLoss:
+    """Its node is not there."""
+    return EarlyLoss(group=GroupId(group), rank=-1, cause=MISSING)
 
 
 def test_one_group_may_raise_as_often_as_it_likes() -> None:
@@ -77,7 +85,9 @@ def test_when_all_are_lost_an_exception_is_named_rather_than_a_signal() -> None:
 def test_groups_that_raised_and_alone_host_something_cannot_be_done_without(fixed: dict[str, object]) -> None:
     begun = start(num_nodes=8, redundancy=1, **fixed)
     reason = begun.lose(raised(5))
-    assert reason.startswith("groups [5] raised before training began, and no other has what they host")
+    assert reason.startswith(
+        "groups [5] were lost before training began, and no other has what they host; group 5: rank 0"
+    )
     assert ERROR in reason
 
 
@@ -88,3 +98,29 @@ def test_data_that_all_can_read_needs_no_host() -> None:
 def test_those_who_are_killed_may_come_back() -> None:
     """The kernel may have had no memory for all of them at once."""
     assert start(num_nodes=8, redundancy=1).lose(killed(5)) == ""
+
+
+def test_a_run_begins_without_a_node_that_others_stand_in_for() -> None:
+    begun = start(num_nodes=4)
+    assert {begun.lose(loss) for loss in (missing(6), missing(7), missing(6), killed(0))} == {""}
+
+
+def test_a_node_that_alone_hosts_something_cannot_be_done_without_and_is_named() -> None:
+    """Unlike whoever was killed, nobody knows whether it comes."""
+    assert start(num_nodes=8, redundancy=1).lose(missing(5)) == (
+        f"groups [5] were lost before training began, and no other has what they host; group 5: {MISSING}"
+    )
+
+
+def test_who_raised_and_who_is_missing_may_together_be_all_who_host_something() -> None:
+    begun = start(num_nodes=4, redundancy=2)
+    hosts = make_placement("golomb", NUM_GROUPS, 2, 1).hosts[0]
+    reasons = [begun.lose(raised(hosts[0])), begun.lose(missing(hosts[1]))]
+    assert reasons[0] == ""
+    assert f"groups {sorted(map(int, hosts))} were lost before training began" in reasons[1]
+
+
+def test_when_all_nodes_are_missing_the_first_is_named() -> None:
+    begun = start(num_nodes=4)
+    reasons = [begun.lose(missing(group)) for group in range(NUM_GROUPS)]
+    assert reasons[-1] == f"all groups were lost before training began; group 0: {MISSING}"

@@ -26,6 +26,7 @@ from spare_megatron.runtime.checkpoint.checkpoints import (
     LAST_STATE,
     Manifest,
     StoredFile,
+    all_checkpoints,
     checkpoint_path,
     folder_of,
     step_of,
@@ -165,6 +166,20 @@ def assemble(path: Path) -> Manifest:
     if is_stacked:
         fields["optimizer"] = {**first.manifest["optimizer"], "writers": counted}
     return Manifest(**fields)
+
+
+def saved_state(config: RunConfig, run_dir: Path) -> str:
+    """Where ranks have saved their state, and whether the next run can begin with it, for people; empty if nowhere."""
+    folders = {folder_of(config, run_dir), run_dir.absolute() / FOLDER}
+    found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_last_state(path)]
+    path = max(found, key=step_of, default=None)
+    if path is None:
+        return ""
+    try:
+        assemble(path)
+    except NotACheckpoint as error:
+        return f"; ranks have saved their state, which is of no use: {error}"
+    return f"; the state is in {path}, for checkpoint.load or --resume"
 
 
 def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> None:

@@ -23,8 +23,9 @@ from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord
-from spare_megatron.runtime.checkpoint.checkpoints import FOLDER, all_checkpoints, folder_of, step_of
-from spare_megatron.runtime.checkpoint.last_state import NotACheckpoint, assemble, is_last_state
+from spare_megatron.runtime.checkpoint.checkpoints import step_of
+from spare_megatron.runtime.checkpoint.last_state import saved_state
+from spare_megatron.runtime.driver.node_loss import fence_node
 from spare_megatron.runtime.driver.shutdown import end_processes, interrupts_call, kill, remove_keys
 from spare_megatron.runtime.driver.stand_in import Launcher, stand_in
 from spare_megatron.runtime.process import end_signal
@@ -47,6 +48,7 @@ from spare_megatron.runtime.process.reports import (
     GroupRejoined,
     GroupRestarted,
     NodeEnded,
+    NodeMissing,
     NodeReport,
     Order,
     RankRaised,
@@ -234,7 +236,7 @@ class Driver:
     def _node_ended(self, node: int) -> None:
         """The supervisor of a node is gone. If it did not end by itself, its ranks died with it.
 
-        The others find its groups lost by its silence, here as on a cluster.
+        The others find its groups lost by its silence, here as on a cluster, once training has begun.
         """
         child = self._nodes[node]
         while child.reports.poll() and (report := _next_report(child.reports)) is not None:
@@ -243,8 +245,17 @@ class Driver:
         failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
         if node in self._ended:
             failure = self._ended[node].failure
-        if failure and not self._store_failure and (len(self._nodes) == 1 or not self._has_begun):
-            raise RunFailed(f"node {node}: {failure}")
+        if failure and not self._store_failure:
+            if len(self._nodes) == 1 or (node in self._ended and not self._has_begun):
+                raise RunFailed(f"node {node}: {failure}")
+            self._lose_node(node, f"node {node}: {failure}")
+
+    def _lose_node(self, node: int, cause: str) -> None:
+        """Nobody looks after a node. Before training begins all wait for its groups, and perhaps nobody watches it."""
+        if not self._has_begun:
+            for record in fence_node(self._store, self._config.parallel, node, cause):
+                self._journal.write(record)
+                self._take(GroupLost.of(record, "", None))
 
     def _take(self, report: NodeReport) -> None:
         match report:
@@ -254,6 +265,9 @@ class Driver:
                     self._order(node, EndEarly())
             case FaultWanted():
                 self._inflict(report)
+                return
+            case NodeMissing(node=node, cause=cause):
+                self._lose_node(node, cause)
                 return
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._last_rejoined[member.group] = member.incarnation
@@ -347,22 +361,9 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------------- end
 
-    def _saved_state(self) -> str:
-        """Where ranks have saved their state, and whether the next run can begin with it, for people."""
-        folders = {folder_of(self._config, self._run_dir), self._run_dir.absolute() / FOLDER}
-        found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_last_state(path)]
-        path = max(found, key=step_of, default=None)
-        if path is None:
-            return ""
-        try:
-            assemble(path)
-        except NotACheckpoint as error:
-            return f"; ranks have saved their state, which is of no use: {error}"
-        return f"; the state is in {path}, for checkpoint.load or --resume"
-
     def _end(self) -> EndRecord:
         if self._store_failure:
-            return EndRecord(outcome="failed", reason=self._store_failure + self._saved_state())
+            return EndRecord(outcome="failed", reason=self._store_failure + saved_state(self._config, self._run_dir))
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
         # A lost group may have been up again and have read in the log how the run ends.
         codes = {code for (group, _), code in exits.items() if group not in self._lost or code == ExitCode.WIPE_OUT}

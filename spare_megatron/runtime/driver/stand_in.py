@@ -1,7 +1,7 @@
 """A process of the driver's machine that stands for a supervisor on another one.
 
-It has that supervisor started, passes on what both sides say, and has another one started where the first is lost. To
-the driver it is the supervisor.
+It has that supervisor started, passes on what both sides say, and has another one started where the first is lost, or
+has not come. To the driver it is the supervisor.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from typing import Protocol
 from spare_megatron.control.open_store import open_store, without_credentials
 from spare_megatron.core.rejoin import restart_delay_s
 from spare_megatron.runtime.driver.node_connection import Door
-from spare_megatron.runtime.process.processes import log_to_file, say
-from spare_megatron.runtime.process.reports import NodeEnded, RanksReady
+from spare_megatron.runtime.process.processes import describe_exit, log_to_file, say
+from spare_megatron.runtime.process.reports import NodeEnded, NodeMissing, RanksReady
 from spare_megatron.runtime.process.spec import NodeSpec
 
 _RETRY_S, _LONGEST_RETRY_S = 2.0, 60.0
@@ -93,8 +93,11 @@ class _StandIn:
                 if supervisor is not None and self._forward(supervisor):
                     self._end_step(_END_S)
                     return
+                if not self._has_begun:
+                    cause = self._why_missing(has_come=supervisor is not None)
+                    self._driver.send(NodeMissing(node=self._spec.node, cause=cause))
                 self._end_step()
-                if not (self._has_begun and self._launcher.replaces):
+                if not self._launcher.replaces:
                     sys.exit(1)
                 say(f"node {self._spec.node}: its supervisor is lost; another one takes its place")
                 self._life += 1
@@ -137,6 +140,18 @@ class _StandIn:
             door.close()
         say(f"node {spec.node}: no supervisor has come")
         return None
+
+    def _why_missing(self, *, has_come: bool) -> str:
+        node, step = self._spec.node, self._step
+        code = None if step is None else step.poll()
+        if has_come:
+            reason = "its supervisor was lost before training began"
+        elif code is not None:
+            reason = f"its supervisor has not come: what was to start it ended with {describe_exit(code)}"
+        else:
+            timeout_s = self._spec.config.control.startup_timeout_s
+            reason = f"its supervisor has not come within control.startup_timeout_s={timeout_s:g}"
+        return f"node {node}: {reason}; look at logs/node-{node}.log, and at the machine"
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         """The step of the supervisor; None if there is none yet. With the run under way a failure is not the last word.

@@ -7,6 +7,10 @@ ALL_GROUPS_READY = "all_groups_ready"
 """Key of the control store that is there when every group is ready to train, or lost."""
 
 
+GRACE_S = 30.0
+"""The driver has this long to leave out nodes that have not come in time, before those who wait for them give up."""
+
+
 class GroupsMissing(ValueError):
     """The run cannot begin, for some groups do not come."""
 
@@ -29,24 +33,24 @@ def note_ready(store: ControlStore, group: GroupId, teller: str, num_groups: int
         store.put(ALL_GROUPS_READY, "yes")
 
 
-def wait_until_ready(store: ControlStore, num_groups: int, timeout_s: float) -> None:
+def wait_until_ready(store: ControlStore, num_groups: int, startup_timeout_s: float) -> None:
     """Returns when nobody waits for any group.
 
     Args:
         store: The control store.
         num_groups: Of the run.
-        timeout_s: `control.startup_timeout_s`.
+        startup_timeout_s: `control.startup_timeout_s`.
 
     Raises:
         GroupsMissing: Some group was neither ready nor lost in time.
     """
     try:
-        store.wait(ALL_GROUPS_READY, timeout_s)
+        store.wait(ALL_GROUPS_READY, startup_timeout_s + GRACE_S)
     except StoreTimeout as late:
         awaited = _awaited(store, num_groups)
         raise GroupsMissing(
-            f"groups {awaited} have not come up within control.startup_timeout_s={timeout_s:g} of the others; the logs "
-            f"of their ranks say how far they are, and whoever is only slow needs a longer one"
+            f"groups {awaited} have not come up within control.startup_timeout_s={startup_timeout_s:g} of the others; "
+            f"the logs of their ranks say how far they are, and whoever is only slow needs a longer one"
         ) from late
 
 

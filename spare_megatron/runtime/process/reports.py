@@ -191,6 +191,19 @@ class RanksStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMissing:
+    """No supervisor looks after a node before its ranks were ready; told by what stands for it.
+
+    Attributes:
+        node: The node.
+        cause: Why, and what to look at.
+    """
+
+    node: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLost:
     """A group has been found lost and is fenced.
 
@@ -282,7 +295,7 @@ class EndEarly:
 
 Order = GoOn | EndEarly
 
-NodeReport = RankReport | RanksStarted | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
+NodeReport = RankReport | RanksStarted | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded
 
 # ------------------------------------------------------------------------------------------------------ from the driver
 

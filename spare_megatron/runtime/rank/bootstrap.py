@@ -9,7 +9,7 @@ import torch.distributed as dist
 from spare_megatron.config.schema import ControlConfig
 from spare_megatron.control.store import ControlStore
 from spare_megatron.runtime.process.pass_times import PassTimes
-from spare_megatron.runtime.process.readiness import note_ready, wait_until_ready
+from spare_megatron.runtime.process.readiness import GRACE_S, note_ready, wait_until_ready
 from spare_megatron.runtime.process.spec import RankSpec
 from spare_megatron.runtime.reduce import nccl
 
@@ -74,7 +74,7 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
 
 def longest_wait_s(control: ControlConfig) -> float:
     """How long ranks wait for their leader, which may wait for the other groups to come up, or for a decision."""
-    return max(control.decision_timeout_s, control.startup_timeout_s) + _MARGIN_S
+    return max(control.decision_timeout_s, control.startup_timeout_s + GRACE_S) + _MARGIN_S
 
 
 def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.ProcessGroup) -> None:

@@ -74,7 +74,7 @@ class Parts:
     def fenced(self, store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
         """Tells the group's other nodes, whose ranks may be waiting for some that are gone."""
         if self._is_divided(member.group):
-            store.put_if_absent(_lost_key(member), json.dumps([entry_index, rank, cause]))
+            tell_fenced(store, member, entry_index, rank, cause)
             if self._present.get(member.group) == member:
                 del self._present[member.group]
 
@@ -113,9 +113,20 @@ class Parts:
         return len(self._layout.nodes_of(group)) > 1
 
 
+def tell_fenced(store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
+    """Tells all nodes of a group that this life of it is fenced, and for what."""
+    store.put_if_absent(_lost_key(member), json.dumps([entry_index, rank, cause]))
+
+
 def incarnation_key(group: GroupId) -> str:
     """Where the number of the group's life stands."""
     return f"incarnation/{group}"
+
+
+def present_member(store: ControlStore, group: GroupId) -> Member:
+    """The group in the life that it is in, as its node has told."""
+    (text,) = store.get([incarnation_key(group)])
+    return Member(group, int(text or 0))
 
 
 def _ready_key(member: Member, node: int) -> str:

@@ -19,7 +19,7 @@ from spare_megatron.core.liveness import BEATS_PER_INTERVAL, ENDED, Absence
 from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY, note_ready
-from spare_megatron.runtime.supervisor.parts import PartLost, Parts, PartsThere, incarnation_key
+from spare_megatron.runtime.supervisor.parts import PartLost, Parts, PartsThere, incarnation_key, present_member
 from spare_megatron.runtime.vote.detect import fence
 from spare_megatron.runtime.vote.fold import LogFollower, Stop
 
@@ -138,6 +138,7 @@ class StoreLink:
         self._beat_at_s = time.monotonic()
         """When the next one is due."""
         self._last_beats: dict[int, int] = {}
+        self._has_begun = False  # training
         self._since_s = time.monotonic()
         self._slow_at_s = -math.inf
         self._thread = threading.Thread(target=self._run, name="store-link", daemon=True)
@@ -217,7 +218,7 @@ class StoreLink:
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted)
             return True
-        member = wanted.member or Member(wanted.group, _incarnation(store, wanted.group))
+        member = wanted.member or present_member(store, wanted.group)
         index = self._parts.find_fence(store, member)
         if index is None:
             keep_beating = partial(self._keep_beating, store)
@@ -250,6 +251,8 @@ class StoreLink:
         watched = [*near, *sorted(self._silent)]  # a silent one may come back, with groups that do
         # With nobody to watch, its own beat: the store has to answer something.
         found = store.get([f"beat/{other}" for other in watched or [self._node]])
+        if not self._has_begun and watched and None in found:
+            self._has_begun = store.exists(ALL_GROUPS_READY)
         now_s = time.monotonic()
         if now_s - began_s > self._interval_s / 2:
             self._slow_at_s = now_s
@@ -269,7 +272,9 @@ class StoreLink:
             self._silent.discard(other)
             return
         if beats is None and other not in self._last_beats:
-            return  # it has not begun, and the start has a timeout of its own
+            if self._has_begun:
+                self._silent.add(other)  # its groups are lost since the start, and the next node in the ring is watched
+            return
         # A beat whose lease has run out does not move any more, either.
         before = self._last_beats.get(other)
         self._last_beats[other] = self._last_beats[other] if beats is None else int(beats)
@@ -281,9 +286,3 @@ class StoreLink:
             self._outbox.send(NodeSilent(node=other, cause=cause))
         elif self._last_beats[other] != before:  # not for having been forgiven: it was not away for that
             self._silent.discard(other)
-
-
-def _incarnation(store: ControlStore, group: GroupId) -> int:
-    """Which life the group is in, as its node has told."""
-    (text,) = store.get([incarnation_key(group)])
-    return 0 if text is None else int(text)

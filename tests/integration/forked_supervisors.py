@@ -1,0 +1,51 @@
+"""Supervisors in processes of their own, as on other machines, started by what stands for them."""
+
+import multiprocessing
+import os
+import subprocess
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from spare_megatron.runtime.driver.remote_node import look_after_node
+from spare_megatron.runtime.process.processes import die_with
+
+START_S = 60.0
+
+
+class Forked:
+    """A supervisor's process, as `subprocess.Popen` would show it."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.terminate, self.kill = process.terminate, process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float) -> int:
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("supervisor", timeout_s)
+        return self._process.exitcode
+
+
+@dataclass(frozen=True)
+class Forks:
+    """Starts supervisors, and others in the place of lost ones, from the process that stands for them."""
+
+    replaces: bool = True
+
+    def start(self, run_dir: Path, node: int, life: int) -> Forked | None:
+        process = multiprocessing.get_context("fork").Process(target=supervise, args=(os.getpid(), run_dir, node))
+        process.start()
+        return Forked(process)
+
+    def ended(self, run_dir: Path, node: int) -> None:
+        """There is nothing to be given back."""
+
+
+def supervise(stand_in_pid: int, run_dir: Path, node: int) -> None:
+    die_with(stand_in_pid)
+    look_after_node(run_dir, node, START_S)
+    os._exit(0)  # a thread may be waiting for the store

@@ -14,7 +14,6 @@ from spare_megatron.config.terms import differences, terms_of
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Fence, Retry, encode_entry
 from spare_megatron.core.phases import Phase
-from spare_megatron.core.retention import superseded
 from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.runtime.checkpoint.checkpoints import (
@@ -180,52 +179,6 @@ def test_dropped_checkpoints_are_gone_and_dropping_twice_is_no_error(tmp_path: P
         save(tmp_path, step)
     drop(tmp_path, [10, 30])
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
-
-
-# -------------------------------------------------------------------------------------------------------- retention
-
-
-STEPS = [10, 20, 30, 40, 50]
-
-
-@pytest.mark.parametrize(
-    ("keep_last", "keep_every_steps", "kept"),
-    [(1, None, [50]), (3, None, [30, 40, 50]), (1, 20, [10, 20, 40, 50]), (9, None, STEPS)],
-)
-def test_the_newest_and_one_of_each_stretch_are_kept(
-    keep_last: int, keep_every_steps: int | None, kept: Sequence[int]
-) -> None:
-    assert set(STEPS) - superseded(STEPS, [], keep_last, keep_every_steps) == set(kept)
-
-
-@pytest.mark.parametrize(
-    ("doubtful", "keep_last", "kept"),
-    [
-        ([50], 1, [40, 50]),
-        ([50], 2, [30, 40, 50]),
-        ([40, 50], 1, [30, 40, 50]),
-        ([20, 50], 1, [40, 50]),  # undone, and of no use any more
-        (STEPS, 1, STEPS),
-        ([60], 1, [50]),
-    ],
-)
-def test_what_may_turn_out_to_be_wrong_supersedes_nothing(
-    doubtful: Sequence[int], keep_last: int, kept: Sequence[int]
-) -> None:
-    """With keep_last=1 the one that was refused was the only one."""
-    assert set(STEPS) - superseded(STEPS, doubtful, keep_last, None) == set(kept)
-
-
-def test_of_a_stretch_one_that_is_right_is_kept_for_good() -> None:
-    assert set(STEPS) - superseded(STEPS, [20, 50], 1, 20) == {10, 30, 40, 50}
-
-
-def test_what_was_kept_for_good_stays_so_as_checkpoints_come_and_go() -> None:
-    present: set[int] = set()
-    for step in range(3, 100, 3):
-        present.add(step)
-        present -= superseded(present, [step], 2, 25)
-    assert sorted(present) == [3, 27, 51, 75, 93, 96, 99]
 
 
 # ------------------------------------------------------------------------------------------------- what is loaded

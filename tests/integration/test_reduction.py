@@ -247,14 +247,23 @@ def test_what_a_group_brings_is_journaled_before_its_ranks_let_each_other_go() -
     rank = Rank(num_sums=NUM_BUCKETS)
 
     def agree(value: int) -> int:
-        assert [type(record).__name__ for record in rank.records] == ["ContributionRecord"]
-        agreed.append(value)
+        journaled.append([type(record).__name__ for record in rank.records])
+        assert rank.sums.stagings == []
         return value
 
-    agreed: list[int] = []
+    journaled: list[list[str]] = []
     rank.agreement.highest = agree
     assert rank.attempt(0).is_complete
-    assert agreed == [Finding.SOUND]
+    assert journaled == [[], ["ContributionRecord"]]
+
+
+def test_a_group_that_brings_nothing_for_its_gradients_are_unsound_journals_nothing() -> None:
+    """`spare check` took it for one whose wrong parameters had gone into the sum."""
+    rank = Rank(num_sums=NUM_BUCKETS)
+    rank.agreement.highest = lambda _value: int(Finding.NOT_FINITE)  # of another rank
+    with pytest.raises(UnsoundGradient, match="is not finite"):
+        rank.attempt(0)
+    assert rank.records == []
 
 
 def test_nobody_waits_for_sums_of_a_step_whose_parameters_some_group_could_not_gather() -> None:

@@ -207,8 +207,9 @@ class Reduction:
         if not self._has_left_early:
             self._probe(Phase.BEFORE_REDUCE)
             self._judge_all(action.step, len(computed))
-            # Before the others of the group are let go: what they send may be kept though the leader is lost.
+            self._agree_on_finding(action.step)  # whoever brings nothing does not journal that it does
             self._write_contribution(action, computed)
+            # Only then are the others of the group let go: what they send may be kept though the leader is lost.
             self._agree_on_finding(action.step)
         with self._probe.during(Operation.REDUCE):
             self._reduce(action.step, len(computed), head)

@@ -77,6 +77,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *_redundancy(config),
         *spare_problems(config),
         *_indivisible(config),
+        *_rotation(config),
         *_schedule(config),
         *optimizer_problems(config),
         *_timeouts(config),
@@ -235,6 +236,17 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
     for key, value, divisor_key, divisor in divisions:
         if divisor > 0 and value % divisor:
             yield f"{key}={value} is not a multiple of {divisor_key}={divisor}; change one of them"
+
+
+def _rotation(config: RunConfig) -> Iterator[str]:
+    model, heads = config.model, max(config.model.num_attention_heads, 1)
+    width = config.megatron.get("kv_channels") or model.hidden_size // heads
+    if model.position_embedding == "rope" and isinstance(width, int) and width % 2:
+        yield (
+            f"model.position_embedding=rope turns pairs of numbers, and a head is {width} wide "
+            f"(model.hidden_size={model.hidden_size} / model.num_attention_heads={heads}, or megatron.kv_channels); "
+            f"make that even"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- training itself

@@ -60,6 +60,10 @@ def test_the_defaults_with_a_corpus_are_fine() -> None:
         (["model.hidden_dropout=1.0"], "model.hidden_dropout=1.0 lies outside [0, 1)"),
         (["model.attention_dropout=-0.1"], "model.attention_dropout=-0.1 lies outside [0, 1)"),
         (["optimizer.beta2=1"], "optimizer.beta2=1.0 lies outside [0, 1)"),
+        (
+            ["model.hidden_size=12", "model.position_embedding=rope"],
+            "a head is 3 wide (model.hidden_size=12 / model.num",
+        ),
         (["layout.virtual_pipeline=2"], "layout.pipeline_parallel=1"),
         (
             ["layout.virtual_pipeline=2", "layout.pipeline_parallel=2", "megatron.batch_p2p_comm=true"],

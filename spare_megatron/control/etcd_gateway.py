@@ -68,7 +68,7 @@ class EtcdGateway:
 
     def __init__(self, spec: EtcdStoreSpec, session: Session | None = None) -> None:
         self._spec = spec
-        self._session = session or Session(tls=_tls_context(spec))
+        self._session = session or Session(tls=tls_context(spec))
         self._endpoints = [urlsplit(endpoint) for endpoint in spec.endpoints]
         self._turn = os.getpid() % len(self._endpoints)  # clients spread over the members
         self._connection: http.client.HTTPConnection | None = None
@@ -280,7 +280,12 @@ def _connection_to(url: SplitResult, tls: ssl.SSLContext | None) -> http.client.
     return http.client.HTTPConnection(url.hostname, url.port)
 
 
-def _tls_context(spec: EtcdStoreSpec) -> ssl.SSLContext | None:
+def tls_context(spec: EtcdStoreSpec) -> ssl.SSLContext | None:
+    """What vouches for etcd and is shown to it; None over http.
+
+    Raises:
+        StoreRefused: A file cannot be used.
+    """
     if urlsplit(spec.endpoints[0]).scheme != "https":
         return None
     try:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spare_megatron.config.schema import ControlConfig
+from spare_megatron.control.etcd_gateway import StoreRefused, tls_context
 from spare_megatron.control.etcd_store import EtcdControlStore
 from spare_megatron.control.spec import Credentials, EtcdStoreSpec, StoreSpec, TcpStoreSpec
 from spare_megatron.control.store import ControlStore
@@ -41,6 +42,18 @@ def etcd_spec(control: ControlConfig, run_name: str, environment: Mapping[str, s
         key_file=control.key_file,
         credentials=_read_credentials(control.credentials_file, environment),
     )
+
+
+def check_files_for_etcd(control: ControlConfig, environment: Mapping[str, str]) -> None:
+    """Refuses certificates and credentials that cannot be used, before anything is started.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    try:
+        tls_context(etcd_spec(control, "unused", environment))
+    except StoreRefused as error:
+        raise ValueError(str(error)) from error
 
 
 def without_credentials(spec: StoreSpec) -> StoreSpec:

@@ -224,3 +224,20 @@ def test_a_corpus_without_a_name_is_missing_like_any_other(corpus: str) -> None:
     """`PosixPath('.') has an empty name` was all that was told to whoever had not set it."""
     told = spare("train", "--config", DEMO, "--set", f"data.corpus={corpus}", expected=2)
     assert "spare train: this configuration cannot run:\n  - data.corpus" in told
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("credentials_file", "control.credentials_file=/nope cannot be read: FileNotFoundError"),
+        ("ca_file", "cannot use control.ca_file, cert_file, key_file = ['/nope']: [Errno 2] No such file or directory"),
+    ],
+)
+def test_files_for_etcd_that_are_not_there_are_told_before_anything_starts(
+    setting: str, message: str, train: list[str], tmp_path: Path
+) -> None:
+    """A missing certificate was a traceback, and missing credentials a run that had failed."""
+    etcd = ["--set", "control.store=etcd", "--set", 'control.endpoints=["https://127.0.0.1:1"]']
+    told = spare(*train, *etcd, "--set", f"control.{setting}=/nope", "--run-dir", tmp_path / "run", expected=2)
+    assert f"spare train: {message}" in told
+    assert not (tmp_path / "run").exists()

@@ -20,6 +20,7 @@ from spare_megatron.config.own_code import commit
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
+from spare_megatron.control.open_store import check_files_for_etcd
 from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.conclusion import conclude
@@ -89,6 +90,8 @@ def start_run(
     device = resolve_device(config, look_at_machine(config))
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
     _check_empty(run_dir)
+    if config.control.store == "etcd":
+        check_files_for_etcd(config.control, os.environ)
     faults = (*resolve_trace(config), *draw_faults(config))
     folder = folder_of(config, run_dir)
     config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))

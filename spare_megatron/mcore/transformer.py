@@ -161,12 +161,22 @@ def _megatron_value(key: str, value: Any) -> Any:
     return meant
 
 
+def _is_activation(function: Any) -> bool:
+    """Whether activations can be given to it and come back; there are others of the same module."""
+    given = torch.ones(2, 2)
+    try:
+        return bool(function(given).shape == given.shape)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False
+
+
 def _named(key: str, value: str, default: Any) -> Any:
     """What a name stands for, where Megatron wants what TOML has no word for; else the text itself."""
     if key == "activation_func":
-        if not hasattr(F, value):
+        if not _is_activation(getattr(F, value, None)):
             raise ValueError(
-                f"megatron.activation_func={value} is no function of torch.nn.functional; try gelu or silu"
+                f"megatron.activation_func={value} is no function of torch.nn.functional from one tensor to another "
+                f"like it; try gelu or silu"
             )
         return getattr(F, value)
     if isinstance(default, Enum):

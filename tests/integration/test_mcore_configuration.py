@@ -108,6 +108,8 @@ def test_names_stand_for_functions_and_enumerations() -> None:
         ({"linear_attention_freq": 2}, "would be passed over"),
         ({"attention_backend": "flush"}, "did you mean flash"),
         ({"activation_func": "gelo"}, "no function of torch"),
+        ({"activation_func": "conv2d"}, "from one tensor to another"),
+        ({"activation_func": "torch"}, "no function of torch"),
         ({"activation_func": 3}, r"megatron\.activation_func=3 must be a function"),
         ({"attention_backend": 1}, r"megatron\.attention_backend=1 must be one of flash, fused, unfused, local, auto"),
         ({"init_method_std": "0.02"}, r"megatron\.init_method_std='0\.02' must be a number; change it"),

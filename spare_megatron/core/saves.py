@@ -116,7 +116,7 @@ class Saves:
         self._gone: set[Member] = set()  # since the last save was begun
         self._lost_since_commit: set[Member] = set()
         self._first_step = first_step
-        self._taken: dict[int, SaveCheckpoint] = {}  # but for those that are refused, or undone
+        self._taken: set[int] = set()  # committed steps, but for what is refused, or undone
         self._refused: Member | None = None  # who has saved what was refused last
         self.void: set[int] = set()
         """Steps after which was saved what is refused, or undone."""
@@ -181,7 +181,7 @@ class Saves:
     def refused(self, refusals: Iterable[RefuseCheckpoint]) -> None:
         """These checkpoints do not count."""
         for refusal in refusals:
-            del self._taken[refusal.step]
+            self._taken.remove(refusal.step)
             self.void.add(refusal.step)
             self._refused = refusal.member
 
@@ -197,7 +197,7 @@ class Saves:
     def restarted(self, step: int, at_s: float) -> None:
         """Training begins again after this many committed steps: later ones are undone."""
         self.void |= {saved for saved in self._taken if saved > step}
-        self._taken = {saved: action for saved, action in self._taken.items() if saved <= step}
+        self._taken = {saved for saved in self._taken if saved <= step}
         self._begin(step, at_s)
         self._under_way = None
         self._lost_since_commit = set()
@@ -227,7 +227,9 @@ class Saves:
         self._num_saves += 1
         self._refused = None
         self._under_way = (step, member)
-        action = SaveCheckpoint(
+        self._taken.add(step)
+        self.void.discard(step)
+        return SaveCheckpoint(
             step=step,
             member=member,
             voters=voters,
@@ -237,9 +239,6 @@ class Saves:
             owners=slices.owners if slices else (),
             is_last=is_last,
         )
-        self._taken[step] = action
-        self.void.discard(step)
-        return action
 
     def _begin(self, step: int, at_s: float) -> None:
         self._last_at_s, self._last_step, self._share = at_s, step, 1.0

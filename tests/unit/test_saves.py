@@ -1,5 +1,6 @@
 """When checkpoints are taken: fixed intervals, failures, and the interval that follows from what a run has measured."""
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.core.experience import PRIOR_SAVE_S, Experience
 from spare_megatron.core.placement import make_placement
-from spare_megatron.core.saves import SaveEnd, SavePolicy, Saves
+from spare_megatron.core.saves import SaveCheckpoint, SaveEnd, SavePolicy, Saves
 from spare_megatron.core.survival import time_to_wipe_out_s
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
@@ -74,6 +75,15 @@ def test_a_restart_undoes_the_saves_of_later_steps() -> None:
     assert saves.saved == {0, 4}
     saves.take(8, 12.0, EVERYBODY, 0)
     assert saves.saved == {0, 4, 8}
+
+
+def test_of_what_was_saved_the_step_alone_is_kept() -> None:
+    """Each save once kept its action, which names every group: most of what a long run of many groups held."""
+    saves = saves_of(interval_s=80.0)
+    voters = tuple(Member(GroupId(group)) for group in range(1000))
+    assert saves.take(4, 4.0, voters, 0).voters is voters
+    assert saves.saved == {0, 4}
+    assert not any(isinstance(holder, SaveCheckpoint) for holder in gc.get_referrers(voters))
 
 
 def test_a_late_word_of_an_earlier_save_says_nothing_of_the_present_one() -> None:

@@ -179,8 +179,9 @@ class Controller:
     def _lose(self, fence: Fence) -> tuple[Action, ...]:
         group = fence.group
         self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
-        left = tuple(voter for voter in self.voters if not fence.hits(voter))
-        self._saves.lost(filter(fence.hits, self._attempted_by))
+        # With thousands of groups a call for each would be most of this.
+        left = tuple(voter for voter in self.voters if voter.group != group or not fence.hits(voter))
+        self._saves.lost(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
         self.restarts.snapshots.lost(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
             # Two who saw it both wrote it, or nobody took part who is lost. It may stand where a decision was to stand.

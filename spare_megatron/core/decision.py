@@ -30,7 +30,8 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
     except KeyError:
         return None
     # With 1000 groups every pass counts, and a driver may hand in one vote for all of them.
-    different = counted[:1] + [vote for vote in counted if vote is not counted[0]]
+    first = next(iter(counted), None)
+    different = counted[:1] + [vote for vote in counted if vote is not first]
     objection = _objection(attempted, votes, different)
     if objection is not None:
         return objection

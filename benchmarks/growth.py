@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from benchmarks.peers.history import spread
+from benchmarks.power_law import fit_if_any
 from benchmarks.rejoin import own_bytes
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.journal.files import Journal, read_journal
@@ -141,21 +142,6 @@ def run_once(options: argparse.Namespace, num_groups: int, run: int, folder: Pat
     return figures_of(read_journal(folder), meter, steps)
 
 
-def fit(groups: Sequence[int], values: Sequence[float]) -> dict[str, float]:
-    """Least squares of the logarithms: the figure is about `coefficient` N^`exponent`.
-
-    >>> {key: round(value, 6) for key, value in fit([2, 4, 8], [6.0, 12.0, 24.0]).items()}
-    {'coefficient': 3.0, 'exponent': 1.0, 'largest_error': 0.0}
-    """
-    exponent, constant = np.polyfit(np.log(groups), np.log(values), 1)
-    errors = np.exp(constant) * np.asarray(groups, float) ** exponent / np.asarray(values) - 1
-    return {
-        "coefficient": float(np.exp(constant)),
-        "exponent": float(exponent),
-        "largest_error": float(np.abs(errors).max()),
-    }
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs of each number of groups in turn; medians over runs, fitted."""
     found: dict[int, list[dict[str, float]]] = {num_groups: [] for num_groups in options.groups}
@@ -169,8 +155,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         points = {num_groups: spread([figures[name] for figures in runs]) for num_groups, runs in found.items()}
         medians = [point["median"] for point in points.values()]
         # Processor time is counted in hundredths of a second, and so may be none of a short run.
-        has_law = len(points) > 1 and min(medians) > 0
-        curves[name] = {"points": points, "law": fit(list(points), medians) if has_law else None}
+        curves[name] = {"points": points, "law": fit_if_any(list(points), medians)}
     return {"groups": options.groups, "runs": options.runs, "steps": options.steps, "curves": curves, **origin()}
 
 

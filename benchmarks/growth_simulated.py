@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -162,7 +162,7 @@ def measure_runs(curve: str, options: argparse.Namespace) -> dict[str, Any]:
     return curve_of(found, RUNS)
 
 
-def curve_of(found: dict[float, list[dict[str, float]]], names: Sequence[str]) -> dict[str, Any]:
+def curve_of(found: dict[float, list[dict[str, float]]], names: Iterable[str]) -> dict[str, Any]:
     """Medians of each figure at each point, and the law of these."""
     medians = {name: [statistics.median(one[name] for one in figures) for figures in found.values()] for name in names}
     laws = {name: fit_if_any(list(found), values) for name, values in medians.items()}
@@ -194,7 +194,7 @@ def main() -> None:
     options = parser.parse_args()
     came_from = origin()
     states = {float(n): [decision_figures(n, options.samples, seed=0)] for n in options.groups if options.samples}
-    decisions = curve_of(states, list(DECISIONS))
+    decisions = curve_of(states, DECISIONS)
     curves = {name: measure_runs(name, options) for name in options.curves}
     if options.json:
         print(json.dumps({**came_from, "decisions": decisions, "curves": curves}))

@@ -18,6 +18,10 @@ NOT_TRAINING: dict[str, tuple[str, set[str]]] = {
         "--stores embedded --groups 6 --fan-in 2 --steps 2 --processes 2 --log 600 --kept 20",
         {"rows", "logs", "kept"},
     ),
+    "growth_simulated": (
+        "--groups 60 120 --samples 3 --curves groups losses --at 60 --steps 12 --seeds 1",
+        {"decisions", "curves"},
+    ),
     "paper_assumptions": ("--steps 3", {"ratio", "rows"}),
     "paper_table": ("--seeds 1 --steps 3 --jobs 1", {"ratio", "rows"}),
     "planner_formulas": ("--samples 20 --most-groups 200", {"endurance", "overhead"}),
@@ -61,3 +65,8 @@ def test_a_command_that_does_not_train(name: str) -> None:
         assert [log["entries"] for log in result["logs"]] == [600]
         assert [kept["steps"] for kept in result["kept"]] == [20]
         assert 0 < threads["fence_ms"]["p50"] < threads["epoch_change_ms"]["p99"]
+    if name == "growth_simulated":
+        assert result["decisions"]["x"] == result["curves"]["groups"]["x"] == [60, 120]
+        losses = result["curves"]["losses"]["figures"]["losses"]["medians"]
+        assert losses[0] < losses[-1]
+        assert all(spent_s > 0 for spent_s in result["curves"]["groups"]["figures"]["run_s"]["medians"])

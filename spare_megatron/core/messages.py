@@ -102,15 +102,12 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """All steps are committed, and every group holds all parameters. Without slices the last commit says as much.
-
-    Attributes:
-        step: Committed steps.
-        attempt: The attempt to end the run.
-    """
+    """All steps are committed, and every group holds all parameters. Without slices the last commit says as much."""
 
     step: int
+    """Committed steps."""
     attempt: int
+    """The attempt to end the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +169,8 @@ def decode_entry(text: str) -> Entry:
             values[name] = tuple(of(*one) for one in values[name])
     if "kept" in values:
         values["kept"] = tuple(values["kept"])
-    for name in ("restored", "released", "proven"):
-        if name in values:
-            values[name] = tuple(SliceCopy(index, Member(*pair)) for index, pair in values[name])
+    for name in values.keys() & {"restored", "released", "proven"}:
+        values[name] = tuple(SliceCopy(index, Member(*pair)) for index, pair in values[name])
     return _ENTRY_KINDS[kind](**values)
 
 

@@ -62,3 +62,14 @@ def test_a_member_that_is_told_to_end_leaves_no_data(tmp_path: Path, number: sig
         shell.send_signal(number)
         assert shell.wait(WAIT_S) == 0
     assert list(folders.iterdir()) == []
+
+
+def test_the_members_of_etcd_know_each_other_and_none_shares_a_port(tmp_path: Path) -> None:
+    """All on one address, as where nodes are rehearsed on one machine."""
+    certificates = issue(tmp_path / "etcd", ["127.0.0.1"])
+    commands = member_commands(["n1", "n2", "n3"], ["127.0.0.1"] * 3, 2379, "job-7", certificates)
+    clusters = {word for command in commands for word in command if word.startswith("--initial-cluster=")}
+    peers = ",".join(f"member-{i}=https://127.0.0.1:{2380 + 2 * i}" for i in range(3))
+    assert clusters == {f"--initial-cluster={peers}"}
+    clients = {word for command in commands for word in command if word.startswith("--listen-client-urls=")}
+    assert clients == {f"--listen-client-urls=https://127.0.0.1:{port}" for port in (2379, 2381, 2383)}

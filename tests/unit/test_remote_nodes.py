@@ -25,8 +25,6 @@ from spare_megatron.runtime.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.runtime.supervisor.orphans import end_without_driver, outcome_of, wait_for_others
 from spare_megatron.runtime.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
 from spare_megatron.slurm.allocation import Claims
-from spare_megatron.slurm.certificates import issue
-from spare_megatron.slurm.etcd import member_commands
 from spare_megatron.slurm.steps import SrunLauncher, node_step, step_command
 
 REPORT = StoreAway(node=1, limit_s=2.0)
@@ -390,14 +388,3 @@ def test_a_node_runs_in_the_container_that_is_asked_for(slurm: SlurmConfig, expe
     for text, name in ((options, "OPTIONS"), (sys.executable, "PYTHON"), (module, "MODULE")):
         command = command.replace(text, name)
     assert command == expected
-
-
-def test_the_members_of_etcd_know_each_other_and_none_shares_a_port(tmp_path: Path) -> None:
-    """All on one address, as where nodes are rehearsed on one machine."""
-    certificates = issue(tmp_path / "etcd", ["127.0.0.1"])
-    commands = member_commands(["n1", "n2", "n3"], ["127.0.0.1"] * 3, 2379, "job-7", certificates)
-    clusters = {word for command in commands for word in command if word.startswith("--initial-cluster=")}
-    peers = ",".join(f"member-{i}=https://127.0.0.1:{2380 + 2 * i}" for i in range(3))
-    assert clusters == {f"--initial-cluster={peers}"}
-    clients = {word for command in commands for word in command if word.startswith("--listen-client-urls=")}
-    assert clients == {f"--listen-client-urls=https://127.0.0.1:{port}" for port in (2379, 2381, 2383)}

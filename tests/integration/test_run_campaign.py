@@ -11,7 +11,7 @@ import pytest
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultKind, FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
-from tests.integration.whole_run import alert_config
+from tests.integration.whole_run import alert_config, kill
 
 pytestmark = [pytest.mark.timeout(450), pytest.mark.slow]
 
@@ -69,7 +69,8 @@ def test_random_faults_with_stacked_state_are_masked(text_corpus: Path, tmp_path
 
 
 def test_a_campaign_ends_in_time_and_fails_if_no_fault_struck(text_corpus: Path, tmp_path: Path) -> None:
-    config = alert_config(text_corpus, LayoutConfig(num_groups=2), steps=100_000)
+    faults = [kill("forward", 99_990, 0)]
+    config = alert_config(text_corpus, LayoutConfig(num_groups=2), steps=100_000, faults=faults)
     code, figures = campaign(config, tmp_path, "--minutes", "0.05")
     assert (code, figures["is_passed"]) == (1, False)
     assert figures["problems"] == ["no fault struck; set faults.mean_steps lower, or train longer"]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spare_megatron.config.model_shape import model_shape
+from spare_megatron.config.model_shape import model_shape, padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.buckets import MAX_STAGED
 
@@ -126,7 +126,7 @@ def _activations_bytes(config: RunConfig) -> int:
     in_flight = float(min(stages, num_shards * config.spare.microbatches_per_shard))
     if layout.virtual_pipeline > 1:
         in_flight = stages + (stages - 1) / layout.virtual_pipeline  # it is padded to a multiple of the stages
-    logits = tokens * 4 * model.vocab_size / tensor
+    logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor
     first = layers * in_flight * tokens * per_token
     last = layers * tokens * per_token + logits
     return round(max(first + (logits if stages == 1 else 0), last))

@@ -219,7 +219,6 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         ("model.hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads),
         ("model.num_attention_heads", model.num_attention_heads, tensor_text, tensor),
         ("model.ffn_hidden_size", ffn, tensor_text, tensor),
-        ("model.vocab_size", model.vocab_size, tensor_text, tensor),
     ]
     if layout.context_parallel > 1:
         # Causal attention is balanced by giving each rank one early and one late piece of the sequence.

@@ -23,6 +23,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+from spare_megatron.config.model_shape import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.stepplan import Microbatch
@@ -249,7 +250,7 @@ def _full_model(config: RunConfig) -> torch.nn.Module:
     return GPTModel(
         config=transformer_config(config, CPU),
         transformer_layer_spec=spec,
-        vocab_size=config.model.vocab_size,
+        vocab_size=padded_vocab_size(config.model.vocab_size, config.layout.tensor_parallel),
         max_sequence_length=config.model.seq_length,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
         position_embedding_type=config.model.position_embedding,

@@ -1,5 +1,6 @@
 """The groups of a benchmark of the control plane in a few processes: as threads, or most of them in event loops."""
 
+import contextlib
 import multiprocessing
 import os
 import statistics
@@ -93,7 +94,7 @@ def run_groups(spec: StoreSpec, groups: Sequence[int], load: Load, servers: Sequ
         if leader.member == LOST:
             leader.die()
     parent.send(_in_threads(Leader.change_epoch, [leader for leader in leaders if leader.member != LOST]))
-    os._exit(0)
+    _await_end(parent)
 
 
 def _in_threads(call: Callable[[Leader], T], leaders: Sequence[Leader]) -> list[T]:
@@ -127,6 +128,13 @@ def run_loop(spec: StoreSpec, groups: Sequence[int], load: Load, parent: Connect
     parent.send(Commits(decide_s=decide_s, client_s=time.process_time() - began_s, server_s=0.0))
     parent.recv()
     parent.send(crowd.change_epoch())
+    _await_end(parent)
+
+
+def _await_end(parent: Connection) -> None:
+    """Stays until it is killed, or the parent is gone: others may still listen to what is here."""
+    with contextlib.suppress(EOFError):
+        parent.recv()
     os._exit(0)
 
 

@@ -107,7 +107,8 @@ def test_its_size_and_quota_are_known_before_and_that_it_is_full(small_cluster: 
     fill(small_cluster)
     after = etcd_space(spec)
     assert after.is_full
-    assert QUOTA_BYTES * 0.7 < after.used_bytes < QUOTA_BYTES * 1.2
+    # A write whose answer is late is sent again, and takes its room twice.
+    assert QUOTA_BYTES * 0.7 < after.used_bytes < QUOTA_BYTES * 3
     relieve(small_cluster)
     with closing(EtcdControlStore(spec)) as store:
         store.put("key", "value")

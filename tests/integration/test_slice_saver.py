@@ -13,7 +13,8 @@ from spare_megatron.mcore.checkpoint import METADATA_FNAME
 from spare_megatron.runtime.checkpoint.checkpoints import StoredFile
 from spare_megatron.runtime.checkpoint.save_board import SaveBoard, SaveFailed
 from spare_megatron.runtime.checkpoint.slice_saver import SliceSaver
-from tests.unit.test_slice_saves import HEAD, DictStore, save_of
+from tests.unit.memory_store import MemoryStore
+from tests.unit.test_slice_saves import HEAD, save_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,11 +34,11 @@ def write(folder: Path, slices: Sequence[SliceId]) -> dict[str, StoredFile]:
     return {"__0_0.distcp": file, METADATA_FNAME: file}
 
 
-def board_of(store: DictStore) -> SaveBoard:
+def board_of(store: MemoryStore) -> SaveBoard:
     return SaveBoard(store, HEAD, SAVE.voters)  # type: ignore[arg-type]
 
 
-def saver_of(member: Member, store: DictStore, aside: Path, timeout_s: float = TIMEOUT_S) -> SliceSaver:
+def saver_of(member: Member, store: MemoryStore, aside: Path, timeout_s: float = TIMEOUT_S) -> SliceSaver:
     return SliceSaver(
         action=SAVE,
         member=member,
@@ -54,12 +55,12 @@ def run_all(savers: Sequence[SliceSaver]) -> list[Future[bool]]:
     return [threads.submit(saver.run) for saver in savers]
 
 
-def fence(store: DictStore, index: int, member: Member) -> None:
+def fence(store: MemoryStore, index: int, member: Member) -> None:
     store.put(entry_key(HEAD + index), encode_entry(Fence(group=member.group)))
 
 
 def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> None:
-    store = DictStore()
+    store = MemoryStore()
     board_of(store).begin()
     savers = [saver_of(member, store, tmp_path) for member in SAVE.voters]
     first, *others = run_all(savers)
@@ -72,7 +73,7 @@ def test_every_slice_is_written_and_the_saver_hears_of_all(tmp_path: Path) -> No
 
 
 def test_another_host_writes_for_a_lost_group_and_nobody_before_there_is_a_folder(tmp_path: Path) -> None:
-    store, lost = DictStore(), OTHERS[1]
+    store, lost = MemoryStore(), OTHERS[1]
     savers = [saver_of(member, store, tmp_path) for member in SAVE.voters if member != lost]
     futures = run_all(savers)
     fence(store, 0, lost)
@@ -89,7 +90,7 @@ def test_another_host_writes_for_a_lost_group_and_nobody_before_there_is_a_folde
 
 
 def test_a_slice_that_all_hosts_take_along_fails_the_save(tmp_path: Path) -> None:
-    store = DictStore()
+    store = MemoryStore()
     for index, host in enumerate(SAVE.hosts[2]):
         fence(store, index, host)
     with pytest.raises(SaveFailed, match=r"all hosts of slices \[2\] are lost"):
@@ -97,7 +98,7 @@ def test_a_slice_that_all_hosts_take_along_fails_the_save(tmp_path: Path) -> Non
 
 
 def test_who_waits_for_a_group_that_says_nothing_gives_up_in_time(tmp_path: Path) -> None:
-    store = DictStore()
+    store = MemoryStore()
     board_of(store).begin()
     with pytest.raises(SaveFailed, match=r"longer than checkpoint.timeout_s=0.5"):
         saver_of(SAVER, store, tmp_path, timeout_s=0.5).run()

@@ -33,7 +33,7 @@ from spare_megatron.runtime.checkpoint.loading import resolve_load, resumed
 from spare_megatron.runtime.checkpoint.refusals import REFUSAL, refusal_in_log, refusal_of, refuse
 from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, newest_valid, read_manifest, verify
 from spare_megatron.runtime.process.lock import locked
-from tests.unit.test_slice_saves import DictStore
+from tests.unit.memory_store import MemoryStore
 
 CONFIG = RunConfig()
 STACKED = replace(CONFIG, optimizer=replace(CONFIG.optimizer, sharding="stacked", redundancy=1))
@@ -254,7 +254,7 @@ def test_what_is_refused_before_it_is_visible_never_becomes_so(tmp_path: Path) -
 
 def test_what_the_log_refuses_since_the_save_began_is_not_to_become_visible() -> None:
     """Also where much has been written since, and nothing for what was written before."""
-    log, head = DecisionLog(DictStore()), 3  # type: ignore[arg-type]
+    log, head = DecisionLog(MemoryStore()), 3  # type: ignore[arg-type]
     action = SaveCheckpoint(step=10, member=MEMBERS[0], voters=MEMBERS, epoch=1)
     wrong = Fence(group=GroupId(0), reason="its parameters differ", discard=True)
     retries = [Retry(step=10, attempt=attempt) for attempt in range(100)]

@@ -12,6 +12,7 @@ from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.runtime.process.agenda import Agenda
 from spare_megatron.runtime.supervisor.parts import PartLost, Parts, PartsThere, incarnation_key
 from spare_megatron.runtime.supervisor.restarts import Restarts
+from tests.unit.memory_store import MemoryStore
 
 GROUP = GroupId(0)
 INTERVAL_S = 1.0
@@ -48,20 +49,6 @@ def test_a_node_that_begins_to_beat_or_beats_again_is_there() -> None:
 # -------------------------------------------------------------------------------------------------- what is told
 
 
-class Store:
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def put(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def put_if_absent(self, key: str, value: str) -> str:
-        return self.values.setdefault(key, value)
-
-    def get(self, keys: Sequence[str]) -> list[str | None]:
-        return [self.values.get(key) for key in keys]
-
-
 class Clock:
     now_s = 0.0
 
@@ -76,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class OneNode:
     """A node that beats and looks when it is told to."""
 
-    def __init__(self, store: Store, clock: Clock, node: int, life: int = 0) -> None:
+    def __init__(self, store: MemoryStore, clock: Clock, node: int, life: int = 0) -> None:
         self.told: list[PartsThere | PartLost] = []
         self.parts = Parts(Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, life, INTERVAL_S, self.hear)
         self.store, self.clock, self.node = store, clock, node
@@ -109,7 +96,7 @@ NEXT = Member(GROUP, 1)
 
 
 def test_all_nodes_begin_as_soon_as_the_last_is_ready_and_name_the_life_first(clock: Clock) -> None:
-    store = Store()
+    store = MemoryStore()
     one, other = OneNode(store, clock, 0), OneNode(store, clock, 1)
     one.wait(NEXT)
     look_both(one, other)
@@ -122,7 +109,7 @@ def test_all_nodes_begin_as_soon_as_the_last_is_ready_and_name_the_life_first(cl
 
 
 def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock: Clock) -> None:
-    store = Store()
+    store = MemoryStore()
     one, other, stranger = OneNode(store, clock, 0), OneNode(store, clock, 1), OneNode(store, clock, 2)
     one.fenced(Member(GROUP))
     for node in (one, other, stranger):
@@ -141,7 +128,7 @@ def test_a_loss_is_told_to_the_other_nodes_of_the_group_and_its_life_alone(clock
 
 
 def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_is_back(clock: Clock) -> None:
-    store = Store()
+    store = MemoryStore()
     one, lost = OneNode(store, clock, 0), OneNode(store, clock, 1)
     lost.wait(NEXT)
     lost.look(4)
@@ -158,7 +145,7 @@ def test_what_a_lost_supervisor_has_said_counts_for_nothing_also_when_its_node_i
 
 
 def test_nobody_begins_with_a_node_that_has_ended(clock: Clock) -> None:
-    store = Store()
+    store = MemoryStore()
     one, other = OneNode(store, clock, 0), OneNode(store, clock, 1)
     other.wait(NEXT)
     one.wait(NEXT)
@@ -179,7 +166,7 @@ class World:
     """A group of as many nodes, whose supervisors come and go, with what each of them does at a loss."""
 
     def __init__(self, clock: Clock, seed: int) -> None:
-        self.clock, self.random, self.store = clock, random.Random(seed), Store()
+        self.clock, self.random, self.store = clock, random.Random(seed), MemoryStore()
         self.layout = Layout(num_groups=1, pipeline_parallel=NUM_NODES, num_nodes=NUM_NODES)
         self.nodes: list[Node | None] = [Node(self, node, 0) for node in range(NUM_NODES)]
         self.gone_at_s = dict.fromkeys(range(NUM_NODES), -1.0)

@@ -14,6 +14,7 @@ from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.runtime.checkpoint.checkpoints import StoredFile
 from spare_megatron.runtime.checkpoint.save_board import SaveBoard, SaveFailed, WrittenShare
+from tests.unit.memory_store import MemoryStore
 
 HEAD = 5
 
@@ -98,33 +99,7 @@ def test_a_lost_saver_ends_the_save_for_all() -> None:
 # ------------------------------------------------------------------------------------------------------- the board
 
 
-class DictStore:
-    """A `ControlStore` of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def put(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def put_if_absent(self, key: str, value: str) -> str:
-        return self.values.setdefault(key, value)
-
-    def get(self, keys: Sequence[str]) -> list[str | None]:
-        return [self.values.get(key) for key in keys]
-
-    def exists(self, key: str) -> bool:
-        return key in self.values
-
-    def wait(self, key: str, timeout_s: float) -> str:
-        return self.values[key]
-
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self.values.pop(key, None)
-
-
-def board_of(store: DictStore, voters: Sequence[Member]) -> SaveBoard:
+def board_of(store: MemoryStore, voters: Sequence[Member]) -> SaveBoard:
     return SaveBoard(store, HEAD, voters)  # type: ignore[arg-type]
 
 
@@ -135,7 +110,7 @@ def share_of(member: Member, *slices: int) -> WrittenShare:
 
 
 def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None:
-    store, voters = DictStore(), save_of(3, 2).voters
+    store, voters = MemoryStore(), save_of(3, 2).voters
     boards = [board_of(store, voters) for _ in voters]
     boards[1].tell(voters[1], [share_of(voters[1], 1)])
     boards[2].tell(voters[2], [share_of(voters[2], 2), share_of(voters[2], 0)])
@@ -151,14 +126,14 @@ def test_groups_hear_what_each_has_written_and_that_the_save_has_ended() -> None
 
 
 def test_who_cannot_write_says_why() -> None:
-    store, voters = DictStore(), save_of(3, 2).voters
+    store, voters = MemoryStore(), save_of(3, 2).voters
     board_of(store, voters).tell(voters[1], (), "no space left")
     with pytest.raises(SaveFailed, match="group 1: no space left"):
         board_of(store, voters).told()
 
 
 def test_losses_are_those_of_the_log_since_the_save_began() -> None:
-    store, voters = DictStore(), save_of(4, 2).voters
+    store, voters = MemoryStore(), save_of(4, 2).voters
     store.put(entry_key(HEAD - 1), encode_entry(Fence(group=GroupId(0))))
     board = board_of(store, voters)
     assert board.lost() == frozenset()

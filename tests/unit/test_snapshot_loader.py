@@ -118,6 +118,19 @@ class Clock:
         self.on_pause()
 
 
+def connect_in_time(monkeypatch: pytest.MonkeyPatch, *, but: Address) -> None:
+    """Passes the time for a connection at this server only: any other is slow at most because the machine is busy."""
+
+    def connect(
+        address: Address, timeout_s: float, *, connect_timeout_s: float, **others: Callable[[], bool]
+    ) -> object:
+        assert connect_timeout_s == snapshot_loader._CONNECT_TIMEOUT_S < timeout_s
+        within_s = 0.05 if address == but else timeout_s
+        return PieceClient(address, timeout_s, connect_timeout_s=within_s, **others)
+
+    monkeypatch.setattr(snapshot_loader, "PieceClient", connect)
+
+
 def test_who_is_turned_away_waits_for_as_long_as_others_are_served(
     server: PieceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,10 +183,10 @@ def test_who_does_not_greet_costs_a_short_wait_once_and_the_next_is_asked(
     kept: Kept, server: PieceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a firewall, or a network card that is half dead: connected by the kernel, or not even that."""
-    monkeypatch.setattr(snapshot_loader, "_CONNECT_TIMEOUT_S", 0.05)
     clock, began_s = Clock(monkeypatch), time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address(host="127.0.0.1", port=silent.getsockname()[1], token="00")
+        connect_in_time(monkeypatch, but=address)
         present = [member(1), member(5)]
         loading = loader({member(1): address, member(5): server.address}, torch.zeros_like(STATE))
         for _ in range(3):
@@ -256,11 +269,11 @@ class SlowOnce(Kept):
 def test_the_node_of_a_lost_group_is_waited_for_where_nobody_else_has_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node outlives its ranks, and so does what it keeps."""
     clock, kept = Clock(monkeypatch), SlowOnce()
+    clock.on_pause = kept.is_over.set  # it has been left by then, be it for a slow greeting
     server = PieceServer("127.0.0.1", kept, TIMEOUT_S)
     server.start()
     state = torch.zeros_like(STATE)
     with closing(server):
         loader({member(1): server.address}, state, lambda _: True).load(ATTEMPT, (), [member(1)], HEAD)
-        kept.is_over.set()
     assert torch.equal(state, STATE)
     assert clock.num_pauses == 1

@@ -86,6 +86,14 @@ def test_a_relay_has_the_votes_of_its_block_and_the_block_hears_of_the_entry(rel
             assert link.await_entry(attempt, attempt) == f"entry {attempt}"
 
 
+def test_a_relay_that_looks_when_its_time_is_over_has_the_votes_that_have_come(relay: VoteRelay) -> None:
+    """On a busy machine it took in one of them, gave up all others, and cost their groups a wait."""
+    links = [link_to(relay, member) for member in (SECOND, THIRD)]
+    for link in links:
+        assert link.send(FIRST, 0, "vote", 0)
+    assert collected(relay, 0, 0.0) == set(BLOCK)
+
+
 def test_entries_of_any_length_come_through(relay: VoteRelay) -> None:
     link = link_to(relay, SECOND)
     assert link.send(FIRST, 0, "v" * 30_000, 0)

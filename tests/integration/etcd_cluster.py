@@ -22,7 +22,6 @@ from tests.integration.debian import fetch_packages
 
 NUM_MEMBERS = 3
 _START_S = 60.0
-_REAP_S = 10.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -76,7 +75,7 @@ class EtcdCluster:
         """SIGKILL, and reaps it."""
         process = self.members.pop(number)
         process.kill()
-        assert process.wait(_REAP_S) == -signal.SIGKILL
+        assert process.wait(_START_S) == -signal.SIGKILL
 
     def stop(self, number: int) -> None:
         """SIGTERM, as whoever looks after a cluster stops a member; reaps it when it has ended by itself."""
@@ -99,24 +98,24 @@ def running_cluster(
 ) -> Iterator[EtcdCluster]:
     """A cluster; without TLS it has a leader already. Its members are started with these further options."""
     scheme = "https" if tls else "http"
-    ports = _free_ports(2 * NUM_MEMBERS)
-    endpoints = tuple(f"{scheme}://127.0.0.1:{port}" for port in ports[:NUM_MEMBERS])
-    peers = [f"http://127.0.0.1:{port}" for port in ports[NUM_MEMBERS:]]
-    cluster = EtcdCluster(
-        endpoints=endpoints,
-        launch=lambda number: _start(binary, folder, number, endpoints[number], peers, tls, options),
-    )
-    try:
-        for number in range(NUM_MEMBERS):
-            cluster.start(number)
-        if tls is None:
-            EtcdGateway(EtcdStoreSpec(endpoints=endpoints, prefix="", timeout_s=_START_S)).call(
-                "/v3/kv/range", {"key": "AA=="}
-            )
-        yield cluster
-    finally:
-        for number in list(cluster.members):
-            cluster.kill(number)
+    with _kept_ports(2 * NUM_MEMBERS) as ports:
+        endpoints = tuple(f"{scheme}://127.0.0.1:{port}" for port in ports[:NUM_MEMBERS])
+        peers = [f"http://127.0.0.1:{port}" for port in ports[NUM_MEMBERS:]]
+        cluster = EtcdCluster(
+            endpoints=endpoints,
+            launch=lambda number: _start(binary, folder, number, endpoints[number], peers, tls, options),
+        )
+        try:
+            for number in range(NUM_MEMBERS):
+                cluster.start(number)
+            if tls is None:
+                EtcdGateway(EtcdStoreSpec(endpoints=endpoints, prefix="", timeout_s=_START_S)).call(
+                    "/v3/kv/range", {"key": "AA=="}
+                )
+            yield cluster
+        finally:
+            for number in list(cluster.members):
+                cluster.kill(number)
 
 
 def _start(
@@ -155,13 +154,17 @@ def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _free_ports(number: int) -> list[int]:
-    """Ports that were free a moment ago: etcd's members must know each other's before they start."""
+@contextlib.contextmanager
+def _kept_ports(number: int) -> Iterator[list[int]]:
+    """Ports that the system gives to nobody else: etcd's members must know each other's before they start, and find
+    theirs again. Whoever may use an address again, as a server of Go does, can listen where a socket is only bound.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for item in sockets:
+            item.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             item.bind(("127.0.0.1", 0))
-        return [int(item.getsockname()[1]) for item in sockets]
+        yield [int(item.getsockname()[1]) for item in sockets]
 
 
 def ports_for_members() -> int:

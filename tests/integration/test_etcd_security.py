@@ -22,6 +22,8 @@ pytestmark = pytest.mark.timeout(120)
 
 USER, PASSWORD, OTHER_PASSWORD = "trainer", "correct-horse-battery", "wrong-horse-battery"
 ROOT = Credentials(user="root", password="root-of-the-test")
+LONG_S = 60.0
+"""A wait of this length is a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,9 @@ def test_a_client_with_certificate_and_password_reads_writes_and_waits(secure: S
     store = EtcdControlStore(secure.spec)
     assert not store.exists("log/0")
     assert store.put_if_absent("log/0", "entry") == "entry"
-    assert store.wait("log/0", 5.0) == "entry"
+    assert store.wait("log/0", LONG_S) == "entry"
     assert store.put_counted("vote/0/0", "ok", "votes/0") == 1
-    store.beat("beat/0", "alive", ttl_s=10)
+    store.beat("beat/0", "alive", ttl_s=60)
     assert store.get(["beat/0"]) == ["alive"]
 
 
@@ -127,7 +129,7 @@ def test_a_stranger_can_neither_read_nor_write(secure: SecureCluster, change: di
         lambda: store.get(["secret"]),
         lambda: store.put("secret", "falsified"),
         lambda: store.put_if_absent("log/7", "falsified"),
-        lambda: store.wait("secret", 5.0),
+        lambda: store.wait("secret", LONG_S),
         store.clear,
     ):
         with pytest.raises(StoreRefused, match=reason) as refusal:

@@ -27,7 +27,7 @@ def with_etcd(config: RunConfig, cluster: EtcdCluster, **settings: object) -> Ru
 
 
 def keys_left(cluster: EtcdCluster) -> int:
-    gateway = EtcdGateway(EtcdStoreSpec(endpoints=cluster.endpoints, prefix="", timeout_s=10.0))
+    gateway = EtcdGateway(EtcdStoreSpec(endpoints=cluster.endpoints, prefix="", timeout_s=60.0))
     return int(gateway.call("/v3/kv/range", {"key": "AA==", "range_end": "AA==", "count_only": True}).get("count", 0))
 
 

@@ -7,11 +7,18 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.integration.etcd_cluster import find_etcd
 from tests.integration.text_corpus import write_text_corpus
 
 DEVICE_FILES = Path("/dev")
+
+# The same examples every time, and none fails for the time it takes: a busy machine may have others to serve first.
+settings.register_profile(
+    "spare", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+)
+settings.load_profile("spare")
 
 
 def pytest_configure() -> None:

@@ -104,7 +104,7 @@ def scenes(draw: st.DrawFn, most_fan_in: int = 3) -> Scene:
 
 
 @given(scene=scenes(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 def test_no_scene_leads_to_a_violation(scene: Scene, seed: int) -> None:
     World(scene, Random(seed), CORRECT).run()
 

@@ -205,7 +205,7 @@ def violates(scene: Scene, protocol: Protocol) -> bool:
 
 def test_a_violation_shrinks_to_a_scene_for_people() -> None:
     protocol = MUTATIONS["commits without all votes"]
-    few = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    few = settings(max_examples=200)
     scene = find(scenes(most_fan_in=1), lambda scene: violates(scene, protocol), settings=few)
     assert scene.num_steps == 1
     assert scene.num_groups <= 4

@@ -169,7 +169,7 @@ OPERATIONS = st.lists(
     operations=OPERATIONS,
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 def test_random_histories_end_evenly_and_never_with_fewer_hosts_than_there_can_be(
     num_groups: int, redundancy: int, groups_per_domain: int, operations: list[tuple[str, int]], seed: int
 ) -> None:

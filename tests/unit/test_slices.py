@@ -152,7 +152,7 @@ def fewest_owned(hosts: Hosts) -> int:
     groups_per_domain=st.integers(1, 3),
     moves=st.lists(st.tuples(st.sampled_from(("lose", "copy", "return")), st.integers(0, 20)), max_size=12),
 )
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@settings(max_examples=50)
 def test_random_histories(
     num_groups: int, redundancy: int, groups_per_domain: int, moves: list[tuple[str, int]]
 ) -> None:

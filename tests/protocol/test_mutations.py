@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 from hypothesis import find, settings
+from hypothesis import strategies as st
 
 from tests.protocol.mutations import CORRECT, MUTATIONS, MUTATIONS_OF_COMPARISONS, MUTATIONS_OF_RESTARTS, Protocol
 from tests.protocol.sample import run_histories
@@ -193,21 +194,21 @@ def test_the_simulation_of_corruptions_finds_a_protocol_that(mutation: str) -> N
         raise Violation(violation)
 
 
-def violates(scene: Scene, protocol: Protocol) -> bool:
-    """Whether one of a few orders of the scene violates an invariant."""
-    for seed in range(5):
-        try:
-            World(scene, Random(seed), protocol).run()
-        except Violation:
-            return True
+def violates(scene: Scene, seed: int, protocol: Protocol) -> bool:
+    """Whether the scene, in the order of this seed, violates an invariant."""
+    try:
+        World(scene, Random(seed), protocol).run()
+    except Violation:
+        return True
     return False
 
 
 def test_a_violation_shrinks_to_a_scene_for_people() -> None:
-    protocol = MUTATIONS["commits without all votes"]
+    protocol = MUTATIONS["counts a patch twice"]
     few = settings(max_examples=200)
-    scene = find(scenes(most_fan_in=1), lambda scene: violates(scene, protocol), settings=few)
+    orders = st.tuples(scenes(most_fan_in=1), st.integers(0, 999))
+    scene, seed = find(orders, lambda order: violates(*order, protocol), settings=few)
     assert scene.num_steps == 1
     assert scene.num_groups <= 4
     assert sum(scene.fault_budget.values()) <= 3
-    assert not violates(scene, CORRECT)
+    assert not violates(scene, seed, CORRECT)

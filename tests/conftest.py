@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.integration.etcd_cluster import find_etcd
-from tests.integration.text_corpus import write_text_corpus
 
 DEVICE_FILES = Path("/dev")
 
@@ -75,6 +74,8 @@ def warm_fork_server() -> None:
 @pytest.fixture(scope="session")
 def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Path prefix of a corpus of some of Python's own sources, as bytes."""
+    from tests.integration.text_corpus import write_text_corpus  # imports Megatron, which whoever hands out tests lacks
+
     prefix = tmp_path_factory.mktemp("text") / "python"
     write_text_corpus(prefix)
     return prefix

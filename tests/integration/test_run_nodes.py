@@ -124,7 +124,7 @@ def write_preset(corpus: Path, folder: Path, etcd: EtcdCluster, launcher: str) -
         config.control,
         store="etcd",
         endpoints=etcd.endpoints,
-        heartbeat_interval_s=2.0,  # no other group may be lost, however busy the machine
+        heartbeat_interval_s=4.0,  # no other group may be lost, however busy the machine
         startup_timeout_s=TIMEOUT_S,  # supervisors import Megatron one by one
     )
     cluster = dataclasses.replace(config.cluster, launcher=launcher)

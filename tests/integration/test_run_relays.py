@@ -22,7 +22,7 @@ from tests.integration.whole_run import assert_masked, kill, read_run, tiny_conf
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 6
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 2.0
 """Relays have a fraction of it for their part, also on a slow machine."""
 
 

@@ -18,7 +18,7 @@ from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
-from tests.integration.whole_run import alert_config
+from tests.integration.whole_run import tiny_config
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -124,7 +124,7 @@ def training(corpus: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str]
 def spare_train(corpus: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A `spare train` in a process group of its own, as a terminal gives it. It is ended with the block."""
     preset = folder / "preset.toml"
-    preset.write_text(dump_run_config(alert_config(corpus, LAYOUT, steps=NUM_STEPS, rejoins=1, spares=1)))
+    preset.write_text(dump_run_config(tiny_config(corpus, LAYOUT, steps=NUM_STEPS, rejoins=1, spares=1)))
     command = [sys.executable, "-m", "spare_megatron.cli.main", "train", "--config", str(preset)]
     process = subprocess.Popen(
         [*command, "--run-dir", str(folder / "run")],

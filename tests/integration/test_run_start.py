@@ -19,7 +19,7 @@ from spare_megatron.runtime.driver.run import start_run
 from spare_megatron.runtime.process.reports import GroupLost, RunEvent
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 from spare_megatron.runtime.rank import rank
-from tests.integration.whole_run import Run, alert_config, complete_run, fenced_groups, read_run
+from tests.integration.whole_run import Run, alert_config, complete_run, fenced_groups, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -76,7 +76,8 @@ def test_what_all_ranks_raise_at_the_start_ends_the_run_at_once_and_is_its_reaso
     text_corpus: Path, tmp_path: Path
 ) -> None:
     """Each group used up its restarts, and the run was told to be wiped out."""
-    config = alert_config(text_corpus, LayoutConfig(num_groups=3), rejoins=3, max_restarts=3)
+    # A group waits for a heartbeat until it is started for the third time.
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), rejoins=3, max_restarts=3)
     run = started(config, tmp_path / "run", partial(unimportable, frozenset(range(3))))
     assert (run.summary.outcome, run.summary.steps_committed) == ("failed", 0)
     assert "raised the same before training began" in run.summary.outcome_reason

@@ -16,7 +16,7 @@ from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.runtime.process import end_signal
-from spare_megatron.runtime.process.reports import RunStopped
+from spare_megatron.runtime.process.reports import GroupLost, RunEvent, RunStopped
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, fenced_groups, kill, tiny_config
@@ -42,9 +42,14 @@ def test_groups_are_lost_one_after_another_until_the_last_trains_alone(text_corp
 def test_losing_the_last_host_of_a_shard_stops_the_run_and_names_the_shards(text_corpus: Path, tmp_path: Path) -> None:
     """Shard 1 of 4 is hosted by groups 1 and 0 alone; they are lost in one step."""
     config = wipe_out_config(text_corpus)
-    began_s = time.monotonic()
-    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset({0, 1})))
-    assert time.monotonic() - began_s < QUICK_S
+    lost_at_s: list[float] = []
+
+    def note(event: RunEvent) -> None:
+        if isinstance(event, GroupLost):
+            lost_at_s.append(time.monotonic())
+
+    run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset({0, 1})), note)
+    assert time.monotonic() - lost_at_s[0] < QUICK_S
     assert run.summary.outcome == "wipe_out"
     assert run.summary.outcome_reason == "no surviving group hosts shards [1]"
     assert fenced_groups(run.journal) == {0, 1}

@@ -71,7 +71,8 @@ JobRequeue=1
 SlurmdTimeout=120
 SlurmctldTimeout=10
 MessageTimeout=30
-KillWait=5
+# What ends in good order when it is asked to has the time, however busy the machine.
+KillWait=30
 MinJobAge=600
 TCPTimeout=5
 RebootProgram=/bin/true

@@ -92,7 +92,7 @@ def submit(text_corpus: Path, tmp_path: Path, can_submit: None) -> Callable[...,
         )
         config = dataclasses.replace(
             config,
-            control=ControlConfig(store="etcd", heartbeat_interval_s=2.0),
+            control=ControlConfig(store="etcd", heartbeat_interval_s=4.0),
             reduce=ReduceConfig(),
             checkpoint=CheckpointConfig(interval_steps=100, max_restarts=0),
             slurm=dataclasses.replace(slurm, etcd_port=ports_for_members()),

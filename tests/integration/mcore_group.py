@@ -39,7 +39,7 @@ from spare_megatron.mcore.transformer import transformer_config
 from tests.integration.recording_probe import RecordingProbe
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 100.0
 Arrays = dict[str, np.ndarray]
 
 

@@ -13,7 +13,7 @@ from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 PATIENCE_S = 30.0
 

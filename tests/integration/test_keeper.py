@@ -30,7 +30,7 @@ from spare_megatron.runtime.wire.keeper_wire import CopyWanted, KeeperAddress, P
 from spare_megatron.runtime.wire.piece_wire import Address, NotOffered
 from tests.integration.kept_snapshots import memory_files
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 HOST = "127.0.0.1"
 START_S = 30.0

@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("layout", "phases"), CASES.values(), ids=CASES)
 def test_gradients_committed_after_a_loss_are_those_of_the_full_model(
@@ -54,7 +54,7 @@ def test_gradients_committed_after_a_loss_are_those_of_the_full_model(
         assert (patched_in(run.journal)[fault.step] == 0) == is_free, fault
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(150)
 def test_the_comparison_sees_gradients_that_are_off_by_a_hundred_thousandth(text_corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=1)
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset({0})))

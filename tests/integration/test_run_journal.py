@@ -15,7 +15,7 @@ from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.files import read_journal
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, tiny_config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 Lines = list[dict[str, Any]]
 STEP = 2

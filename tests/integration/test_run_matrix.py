@@ -17,7 +17,7 @@ NUM_CELLS = 10
 def seed_of_commit() -> int:
     """A number that follows from the commit; 0 outside of a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return int(found.stdout[:8], 16) if found.returncode == 0 else 0
 
 

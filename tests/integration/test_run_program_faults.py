@@ -16,7 +16,7 @@ from spare_megatron.runtime.process.reports import GroupLost
 from tests.integration.broken_rank import BROKEN_GROUP, diverging, forgetful, outlived, unconnected, unreadable
 from tests.integration.whole_run import assert_masked, complete_run, entries_of, kill, retries_of, tiny_config
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 LAYOUT = LayoutConfig(num_groups=4)
 

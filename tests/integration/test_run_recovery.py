@@ -23,7 +23,7 @@ from tests.integration.whole_run import (
     tiny_config,
 )
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 AGAIN = (Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
 """Phases that every attempt of a step goes through."""

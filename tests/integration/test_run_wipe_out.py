@@ -21,7 +21,7 @@ from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, fenced_groups, kill, tiny_config
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 QUICK_S = 30.0
 """Far below every timeout of the run, which a hang would have to wait for; the machine may be busy."""

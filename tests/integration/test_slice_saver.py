@@ -16,7 +16,7 @@ from spare_megatron.runtime.checkpoint.slice_saver import SliceSaver
 from tests.unit.memory_store import MemoryStore
 from tests.unit.test_slice_saves import HEAD, save_of
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 TIMEOUT_S = 40.0
 SAVE = save_of(4, 2)

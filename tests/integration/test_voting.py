@@ -17,7 +17,7 @@ from spare_megatron.runtime.vote.vote_relay import VoteRelay
 from spare_megatron.runtime.vote.voting import RelayParts, Voting
 from spare_megatron.runtime.wire.piece_wire import Address
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 LONG_S = 50.0
 """A wait of this length is a failure."""

@@ -15,7 +15,7 @@ from spare_megatron.runtime.vote.relay_link import RETRY_ATTEMPTS, RelayLink
 from spare_megatron.runtime.vote.vote_relay import VoteRelay
 from spare_megatron.runtime.wire.vote_wire import Kind, Message, pack
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 LONG_S = 50.0
 """A wait of this length is a failure."""

@@ -155,7 +155,9 @@ def scenarios_of(curve: str, options: argparse.Namespace) -> dict[float, Scenari
 def measure_runs(curve: str, options: argparse.Namespace) -> dict[str, Any]:
     """Every point with every seed."""
     found: dict[float, list[dict[str, float]]] = {}
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["spare_megatron.simulator.engine", "benchmarks.reorder"])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         for number, scenario in scenarios_of(curve, options).items():
             found[number] = list(pool.map(partial(run_figures, scenario), range(options.seeds)))
             print(f"{curve} {number:g}: {found[number]}", file=sys.stderr)

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="sums of each kind")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    context = get_context("spawn")
+    context = get_context("fork")  # with what is imported here
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
         members = [

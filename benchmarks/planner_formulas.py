@@ -109,7 +109,7 @@ def overhead_rows(sizes: Sequence[int], num_samples: int, seed: int) -> Iterator
             placement = make_placement("golomb", n, r)
             rng = generator(seed, n, r)
             endured = montecarlo.endured_samples(placement.host_array, n, num_samples, rng)
-            num_sequences = max(num_samples // 400, 3)
+            num_sequences = max(num_samples // 400, 1)
             case: Row = {"num_groups": n, "redundancy": r}
             depths = montecarlo.depth_samples(placement, num_sequences, rng)
             per_sequence = counted(n, 1, endured, depths, is_pooled=False)

@@ -73,7 +73,7 @@ def test_every_command_is_tried_here() -> None:
     assert set(scripts()) - in_the_peers_environment == {*NOT_TRAINING, *TRAINING}
 
 
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", [*NOT_TRAINING, *TRAINING])
 def test_a_command_finds_what_it_imports(name: str) -> None:
     text = scripts()[name]
     assert 0 < text.find("\nsys.path.insert(0, ") < text.find("\nfrom benchmarks")

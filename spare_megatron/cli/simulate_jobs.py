@@ -1,7 +1,6 @@
 """Simulations in parallel processes, their results kept as they come."""
 
 import multiprocessing
-import multiprocessing.process
 import os
 import signal
 import threading
@@ -9,6 +8,7 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,7 +30,7 @@ from spare_megatron.simulator.sweep import (
 _PLAIN_INTERVAL_S = 2.0
 """Without a terminal, seconds between lines about finished cases."""
 _ENDING_S = 5.0
-"""Longest wait for a process that was told to end."""
+"""Longest wait for processes that were told to end."""
 
 
 class ResultFile:
@@ -143,11 +143,21 @@ def _simulated(cases: Sequence[Case], num_jobs: int) -> Generator[CaseResult]:
             for future in as_completed([pool.submit(_simulate_one, case) for case in cases]):
                 yield future.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                child.terminate()
-                child.join(_ENDING_S)
+            # The pool's own thread ends with them, and is waited for: the end of the program would write to a pipe that
+            # it is about to close.
+            _end(multiprocessing.active_children())
             raise
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Ends them all; kills those that do not end by themselves, as those that are stopped."""
+    for process in processes:
+        process.terminate()
+    end_s = time.monotonic() + _ENDING_S
+    for process in processes:
+        process.join(max(0.0, end_s - time.monotonic()))
+        if process.is_alive():
+            process.kill()
 
 
 def _simulate_one(case: Case) -> CaseResult:
@@ -165,6 +175,6 @@ def _follow_the_first_process() -> None:
     threading.Thread(target=_end_with, args=(first,), daemon=True).start()
 
 
-def _end_with(process: multiprocessing.process.BaseProcess) -> None:
+def _end_with(process: BaseProcess) -> None:
     process.join()
     os._exit(1)

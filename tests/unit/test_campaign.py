@@ -5,7 +5,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import psutil
@@ -34,6 +37,7 @@ from spare_megatron.runtime.driver.process_watch import (
 )
 from spare_megatron.runtime.process.reports import RanksStarted, StepCommitted
 
+WAIT_S = 60.0
 NOTHING = Holdings(memory_bytes=0, threads=0, file_descriptors=0)
 
 
@@ -242,18 +246,49 @@ COMMITTED = StepCommitted(
 )
 
 GROWING = """
-import sys, time
+import sys
 held = []
-for number in range(200):
-    held.append((open("/dev/null"), bytearray(1 << 20)))
-    time.sleep(0.02)
+for _ in sys.stdin:
+    held.append([(open("/dev/null"), bytearray(1 << 20)) for _ in range(2)])
+    print(flush=True)
 """
 
 
+class InStep(ProcessWatch):
+    """Has something happen before each look, and notes when it has looked often enough."""
+
+    def __init__(self, happen: Callable[[], object], num_looks: int) -> None:
+        super().__init__(interval_s=0.001)
+        self._happen = happen
+        self._num_left = num_looks
+        self.has_seen_enough = threading.Event()
+
+    def _look(self) -> None:
+        if self._num_left == 0:
+            self.has_seen_enough.set()
+            return
+        self._num_left -= 1
+        self._happen()
+        super()._look()
+
+
 def test_a_process_that_leaks_is_noticed() -> None:
-    with ProcessWatch(interval_s=0.05) as watch:
+    """However fast either is: it holds more at each look."""
+    command = [sys.executable, "-c", GROWING]
+
+    def grow() -> None:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write("more\n")
+        child.stdin.flush()
+        child.stdout.readline()
+
+    with (
+        InStep(grow, num_looks=60) as watch,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
+    ):
         watch.take(COMMITTED)
-        subprocess.run([sys.executable, "-c", GROWING], timeout=60, check=True)
+        assert watch.has_seen_enough.wait(WAIT_S)
     report = watch.report()
     assert report.orphans == ()
     assert report.growth.file_descriptors > 50
@@ -276,10 +311,13 @@ def test_a_spare_that_takes_the_place_of_a_rank_does_not_leak() -> None:
 
 
 def test_a_process_whose_parent_is_gone_is_found_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_watch, "_FAREWELL_S", 1.0)
+    pauses_s: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(pauses_s), sleep=lambda _: pauses_s.append(1.0))
+    monkeypatch.setattr(process_watch, "time", clock)
     command = f"import os, subprocess, sys\nsubprocess.Popen(['sleep', '987'])\nprint({os.getpid()})"
     with ProcessWatch() as watch:
         subprocess.run([sys.executable, "-c", command], timeout=60, check=True, stdout=subprocess.DEVNULL)
+    assert sum(pauses_s) == process_watch._FAREWELL_S
     [orphan] = watch.report().orphans
     pid, _, command_line = orphan.partition(": ")
     assert command_line == "sleep 987"

@@ -180,7 +180,7 @@ class FakeClient:
 def make_repairs(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(donors: Donors, mib_per_s: float) -> SliceRepairs:
         monkeypatch.setattr(repair_module, "PieceClient", type("Client", (FakeClient,), {"donors": donors}))
-        monkeypatch.setattr(repair_module.time, "monotonic", lambda: donors.now_s)
+        monkeypatch.setattr(repair_module, "time", SimpleNamespace(monotonic=lambda: donors.now_s))
         return SliceRepairs(
             member=ME,
             optimizer=donors,  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_all_share_one_time_to_end_in(monkeypatch: pytest.MonkeyPatch) -> None:
                 waited.append(timeout_s)
                 now_s[0] += timeout_s
 
-    monkeypatch.setattr(processes.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     fakes: list[Any] = [Deaf([], str(index), obeys=False) for index in range(100)]
     stop_children([Child(process=fake, reports=fake) for fake in fakes])
     assert not any(fake.is_alive() for fake in fakes)

@@ -1,15 +1,17 @@
 """Groups whose ranks stand on several nodes begin each life on all of them together."""
 
 import random
-import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from spare_megatron.core.liveness import BEATS_PER_INTERVAL, ENDED
 from spare_megatron.core.rejoin import Gathering
 from spare_megatron.core.topology import GroupId, Layout, Member
+from spare_megatron.runtime.process import agenda
 from spare_megatron.runtime.process.agenda import Agenda
+from spare_megatron.runtime.supervisor import parts, restarts
 from spare_megatron.runtime.supervisor.parts import PartLost, Parts, PartsThere, incarnation_key
 from spare_megatron.runtime.supervisor.restarts import Restarts
 from tests.unit.memory_store import MemoryStore
@@ -56,7 +58,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    for module in (agenda, parts, restarts):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     return clock
 
 

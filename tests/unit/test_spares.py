@@ -9,6 +9,7 @@ from multiprocessing import Pipe, active_children, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,9 +17,11 @@ import pytest
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
 from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.topology import GroupId
+from spare_megatron.runtime.process import agenda
 from spare_megatron.runtime.process.agenda import Agenda
 from spare_megatron.runtime.process.processes import end_child, rank_context
 from spare_megatron.runtime.process.spec import NodeSpec, RankSpec
+from spare_megatron.runtime.supervisor import restarts
 from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
 from spare_megatron.runtime.supervisor.restarts import Restarts
 from spare_megatron.runtime.supervisor.spares import Spares
@@ -65,7 +68,8 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
         made[0].restarts.up(GroupId(0))
         return made[0]
 
-    monkeypatch.setattr(time, "monotonic", lambda: made[0].now_s if made else 0.0)
+    for module in (agenda, restarts):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made[0].now_s if made else 0.0))
     return make
 
 

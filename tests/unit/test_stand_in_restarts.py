@@ -161,7 +161,7 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
 
     monkeypatch.setattr(module, "_RETRY_S", 2.0)
     monkeypatch.setattr(module, "wait", wait)
-    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     launcher = Launcher()
     monkeypatch.setattr(launcher, "start", start)
     stand_in = module._StandIn(launcher, spec, Pipe()[1])

@@ -76,7 +76,9 @@ def test_what_raises_inside_leaves_its_span(recorder: tuple[Ring, SpanRecorder])
 
 def test_spans_add_up_to_what_a_step_is_spent_on(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, now_s, expected = random.Random(1), [0.0], dict.fromkeys(OPERATIONS, 0.0)
-    monkeypatch.setattr("spare_megatron.runtime.process.beacon.time.monotonic", lambda: now_s[0])
+    for module in ("beacon", "spans"):
+        clock = SimpleNamespace(monotonic=lambda: now_s[0])
+        monkeypatch.setattr(f"spare_megatron.runtime.process.{module}.time", clock)
     page = new_page(multiprocessing.get_context("fork"))
     beacon = Beacon(page, PassTimes(lambda: now_s[0], lambda began_s, ended_s: ended_s - began_s))
 

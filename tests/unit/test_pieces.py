@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import chain, repeat
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -328,6 +329,36 @@ def test_a_server_that_is_closed_leaves_no_thread_and_ends_its_clients(source: S
         with pytest.raises(TransferBroken):
             client.fetch("state", STEP, Piece(0, 100))
         client.close()
+
+
+class Lingering(threading.Thread):
+    """Has let go of its connection long before it ends: when somebody waits for that."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._is_awaited = threading.Event()
+
+    def run(self) -> None:
+        super().run()
+        self._is_awaited.wait(TIMEOUT_S)
+
+    def join(self, timeout: float | None = None) -> None:
+        self._is_awaited.set()
+        super().join(timeout)
+
+
+def test_the_thread_of_a_client_that_has_just_left_is_waited_for_too(
+    source: StateSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it was found when there was to be none."""
+    monkeypatch.setattr(piece_server, "threading", SimpleNamespace(Lock=threading.Lock, Thread=Lingering))
+    server = PieceServer("127.0.0.1", source, TIMEOUT_S)
+    server.start()
+    PieceClient(server.address, TIMEOUT_S).close()
+    while server._connections:
+        pass
+    server.close()
+    assert [thread for thread in threading.enumerate() if isinstance(thread, Lingering)] == []
 
 
 def test_an_address_is_read_as_it_was_written() -> None:

@@ -55,7 +55,8 @@ class PieceServer:
         self._source = source
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._connections: set[socket.socket] = set()
+        self._serving: list[threading.Thread] = []  # also those that have let go of their connection, and yet to end
         self._is_closed = False
         self._accepting = threading.Thread(target=self._accept, name="pieces", daemon=True)
 
@@ -66,11 +67,11 @@ class PieceServer:
         """Ends all transfers under way; returns when no thread is left."""
         with self._lock:
             self._is_closed = True
-            open_now = dict(self._connections)
+            open_now, serving = set(self._connections), self._serving
         for connection in (self._listener, *open_now):
             with contextlib.suppress(OSError):  # the other side was faster
                 connection.shutdown(socket.SHUT_RDWR)
-        for thread in (self._accepting, *open_now.values()):
+        for thread in (self._accepting, *serving):
             thread.join()
         self._listener.close()
 
@@ -89,7 +90,8 @@ class PieceServer:
                     connection.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(connection,), name="pieces", daemon=True)
-                self._connections[connection] = thread
+                self._connections.add(connection)
+                self._serving = [other for other in self._serving if other.is_alive()] + [thread]
                 thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -104,7 +106,7 @@ class PieceServer:
             pass  # its client will see that it is closed
         finally:
             with self._lock:
-                del self._connections[connection]
+                self._connections.remove(connection)
             connection.close()
 
     def _answer(self, channel: Channel, request: Request, signed: bytes) -> None:

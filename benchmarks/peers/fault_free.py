@@ -20,13 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.origin import origin
 from benchmarks.outcomes import commits_of
-from benchmarks.peers.compare import OURS, PEERS, run_once
+from benchmarks.peers.compare import OURS, PEERS
 from benchmarks.peers.environment import ROOT, peer_python
-from benchmarks.peers.history import spread
+from benchmarks.peers.history import Event, events_of_journal, spread
+from benchmarks.peers.peer_run import run_peer
 from spare_megatron.bench.plain import run_plain
-from spare_megatron.bench.throughput import NUM_WARMUP, PLAIN, training_alone
+from spare_megatron.bench.throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.files import read_journal
 from spare_megatron.runtime.driver.preflight import preflight
 
 
@@ -45,16 +47,27 @@ def configure(options: argparse.Namespace) -> RunConfig:
 
 
 def steps_of(way: str, config: RunConfig, folder: Path) -> list[float]:
-    """Seconds between the ends of successive steps of one run, without those of its start."""
+    """Seconds between the ends of successive steps of one run, without those of its start.
+
+    Raises:
+        RuntimeError: Something failed in the run, though nothing was to.
+    """
     if way == PLAIN:
         ends, _ = run_plain(config)
     else:
         per_step = config.spare.microbatches_per_shard * config.layout.num_groups
-        commits = commits_of(run_once(way, config, folder), per_step)
+        commits = commits_of(_events_of(way, config, folder), per_step)
         if short := [commit.step for commit in commits if commit.share < 1]:
             raise RuntimeError(f"{folder.name}: steps {short} lack a group, though nothing was to fail")
         ends = [commit.at_s for commit in commits]
     return [later - earlier for earlier, later in pairwise(ends[NUM_WARMUP:])]
+
+
+def _events_of(way: str, config: RunConfig, folder: Path) -> list[Event]:
+    if way == OURS:  # its steps would be whole even with a group lost: the others take over
+        train_without_losses(config, folder, lambda _: None)
+        return events_of_journal(read_journal(folder))
+    return run_peer(peer_python(), config, PEERS[way], folder)
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[list[float]]]:

@@ -151,6 +151,37 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, tell: Callabl
     return Throughput(speeds=speeds, ratio=ratio, ratios=ratios)
 
 
+def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[RunEvent], None]) -> None:
+    """Trains as a run in which nothing fails does, and leaves its journal in the folder.
+
+    A group that is lost is masked: the run is valid to its end, and its steps are not those of a run without losses.
+
+    Args:
+        config: As `training_alone` gives it.
+        folder: One that does not exist yet.
+        on_event: Told of everything that happens.
+
+    Raises:
+        RuntimeError: The run did not end as it should, or lost a group.
+    """
+    losses: list[str] = []
+
+    def take(event: RunEvent) -> None:
+        if isinstance(event, GroupLost):
+            losses.append(f"group {event.group}: rank {event.rank}: {event.cause}")
+        on_event(event)
+
+    summary = start_run(config, folder, take)
+    if summary.outcome != "finished" or summary.verdict != "valid":
+        reasons = ", ".join(filter(None, (summary.outcome_reason, *summary.reasons)))
+        raise RuntimeError(f"the run {summary.outcome}, {summary.verdict}: {reasons}")
+    if summary.groups_lost:
+        raise RuntimeError(
+            f"groups were lost {summary.groups_lost} times, so that the run says nothing of steps while nothing "
+            f"fails: {'; '.join(losses)}"
+        )
+
+
 def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]:
     """Which kernels were at work. For after `measure`: from here on no process with a GPU can be started."""
     import torch
@@ -191,7 +222,6 @@ def _plain(config: RunConfig) -> Run:
 
 def _ours(config: RunConfig) -> Run:
     pids: set[int] = set()
-    losses: list[str] = []
     splits: list[Mapping[str, float]] = []
     memories: list[Memory] = []
 
@@ -199,8 +229,6 @@ def _ours(config: RunConfig) -> Run:
         match event:
             case RanksStarted():
                 pids.update(event.pids.values())
-            case GroupLost():
-                losses.append(f"group {event.group}: rank {event.rank}: {event.cause}")
             case StepCommitted(group=0):
                 if event.step >= NUM_WARMUP:
                     splits.append(split_of_step(event.split_s))
@@ -209,15 +237,7 @@ def _ours(config: RunConfig) -> Run:
 
     with tempfile.TemporaryDirectory(prefix="spare-bench-") as scratch:
         folder = Path(scratch) / "run"
-        summary = start_run(config, folder, take)
-        if summary.outcome != "finished" or summary.verdict != "valid":
-            reasons = ", ".join(filter(None, (summary.outcome_reason, *summary.reasons)))
-            raise RuntimeError(f"the run {summary.outcome}, {summary.verdict}: {reasons}")
-        if summary.groups_lost:
-            raise RuntimeError(
-                f"groups were lost {summary.groups_lost} times, so that the run says nothing of steps while nothing "
-                f"fails: {'; '.join(losses)}"
-            )
+        train_without_losses(config, folder, take)
         lines = [line for line in read_journal(folder).lines if line.source == "group-0000-rank-0"]
     ends = [line.at_s for line in lines if isinstance(line.record, UpdateRecord)]
     split_s = {name: statistics.median(split[name] for split in splits) for name in splits[0]}

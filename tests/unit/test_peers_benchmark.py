@@ -1,18 +1,26 @@
 """What the comparison with peers makes of recorded runs; nothing is installed, started or measured."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.compare import FAULTS, HIT_STEP, configure, summarize
+from benchmarks.peers.compare import FAULTS, HIT_STEP, OURS, configure, summarize
+from benchmarks.peers.fault_free import steps_of
 from benchmarks.peers.fault_free import summarize as summarize_fault_free
 from benchmarks.peers.history import Event, cost_of, events_of_journal, read_events
+from spare_megatron.bench import throughput
+from spare_megatron.bench.throughput import NUM_WARMUP, training_alone
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, FaultRecord, Record, UpdateRecord
+from spare_megatron.journal.summary import Summary
+from spare_megatron.runtime.process.reports import GroupLost, RunEvent
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,3 +180,35 @@ def test_a_step_without_faults_is_set_against_plain_megatrons_of_the_same_round(
     assert result["over_plain"]["ours"]["rounds"] == pytest.approx([1.1, 1.0])
     assert result["over_plain"]["torchft_1s"]["median"] == pytest.approx(1.35)
     assert result["ratio"] == pytest.approx(1.05)
+
+
+@pytest.mark.parametrize("groups_lost", [0, 1])
+def test_steps_of_a_run_that_masked_a_loss_are_no_fault_free_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups_lost: int
+) -> None:
+    """Each of them counts all microbatches, as the others took over those of the lost group: they were measured."""
+
+    def train(_: RunConfig, folder: Path, tell: Callable[[RunEvent], None]) -> Summary:
+        journal = JournalWriter(folder, "group-0000-rank-0", iter(range(100)).__next__)
+        for record in committed(range(NUM_WARMUP + 3)):
+            journal.write(record)
+        journal.close()
+        for _ in range(groups_lost):
+            tell(GroupLost(group=GroupId(1), rank=3, cause="SIGKILL", traceback=""))
+        return Summary(
+            verdict="valid",
+            reasons=(),
+            outcome="finished",
+            outcome_reason="",
+            steps_committed=NUM_WARMUP + 3,
+            groups_lost=groups_lost,
+        )
+
+    monkeypatch.setattr(throughput, "start_run", train)
+    settings = ["layout.num_groups=2", "spare.redundancy=2", "spare.microbatches_per_shard=4"]
+    config = training_alone(load_run_config(ROOT / "configs/run/demo_cpu.toml", settings).config)
+    if not groups_lost:
+        assert steps_of(OURS, config, tmp_path / "ours-0") == [2.0, 2.0]
+        return
+    with pytest.raises(RuntimeError, match=r"groups were lost 1 times, .* group 1: rank 3: SIGKILL"):
+        steps_of(OURS, config, tmp_path / "ours-0")

@@ -15,6 +15,9 @@ ASSUMED_REDUCE_S_PER_GROUP = 0.01
 ASSUMED_MICROBATCHES = 16
 ASSUMED_SLICE_COPY = "60s"
 SECONDS_PER_DAY = 86400.0
+_MOST_GROUPS = 10_000_000
+_MOST_GROUPS_TIMES_DOMAINS = 8_000_000
+"""As many counts are held for every redundancy that is tried."""
 
 
 class LossRate(NamedTuple):
@@ -90,6 +93,11 @@ def facts_of(question: Question) -> "ClusterFacts":
     for option, value in (("--groups", question.groups), ("--microbatches", question.microbatches)):
         if value is not None and value < 1:
             raise ValueError(f"{option} {value} is below 1")
+    if question.groups > _MOST_GROUPS:
+        raise ValueError(
+            f"--groups {question.groups}: at most {_MOST_GROUPS} groups are planned for; it counts data-parallel "
+            f"groups, not accelerators"
+        )
     reduce_s = (
         ASSUMED_REDUCE_S_PER_GROUP * question.groups
         if question.reduce is None
@@ -147,6 +155,13 @@ def _domains(domains: Domains, num_groups: int) -> tuple[int, str | None]:
         raise ValueError(f"domains that are lost together need both: give {missing}")
     if size is not None and not 1 <= size <= num_groups:
         raise ValueError(f"--groups-per-domain {size} has to be from 1 to {num_groups} (--groups)")
+    num_domains = -(-num_groups // (size or 1))
+    if size is not None and num_groups * num_domains > _MOST_GROUPS_TIMES_DOMAINS:
+        raise ValueError(
+            f"--groups {num_groups} in {num_domains} domains (--groups-per-domain {size}): groups x domains may be "
+            f"{_MOST_GROUPS_TIMES_DOMAINS} at most, as the hosts of every shard are looked at; plan for fewer groups, "
+            f"or leave out --groups-per-domain and --domain-mtbf"
+        )
     return size or 1, mtbf
 
 

@@ -160,12 +160,25 @@ def coverage_over_time(counts: IntArray, intervals: LossIntervals) -> tuple[Floa
     lost_domain = -np.expm1(-times_s / intervals.domain_s)
     lost_group = -np.expm1(-times_s / intervals.group_s)
     covered = np.ones_like(times_s)
-    patterns, num_shards = np.unique(counts, axis=0, return_counts=True)
-    shapes = np.column_stack((num_shards, np.sort(patterns, axis=1)))  # which domains they are does not matter
+    patterns, num_shards = np.unique(_hosts_and_domains(counts), axis=0, return_counts=True)
+    num_hosts = np.sort(patterns[:, : patterns.shape[1] // 2], axis=1)  # which domains they are does not matter
+    shapes = np.column_stack((num_shards, num_hosts))
     for shape, repeats in zip(*np.unique(shapes, axis=0, return_counts=True), strict=True):
         here = shape[1:][shape[1:] > 0].tolist()
         covered *= _pattern_coverage(here, int(shape[0]), lost_domain, lost_group) ** int(repeats)
     return times_s, covered
+
+
+def _hosts_and_domains(counts: IntArray) -> IntArray:
+    """For each shard the hosts in each of its domains, and then these domains; zeros at the end where it has fewer."""
+    shard, domain = np.nonzero(counts)
+    num_domains = np.bincount(shard, minlength=len(counts))
+    place = np.arange(len(shard)) - np.repeat(np.cumsum(num_domains) - num_domains, num_domains)
+    most = int(num_domains.max())
+    found = np.zeros((len(counts), 2 * most), dtype=np.int64)
+    found[shard, place] = counts[shard, domain]
+    found[shard, most + place] = domain
+    return found
 
 
 def times_to_look_at_s(intervals: LossIntervals) -> FloatArray:

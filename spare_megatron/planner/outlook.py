@@ -24,6 +24,7 @@ from spare_megatron.planner.domains import (
 )
 from spare_megatron.planner.endurance import FloatArray, coverage_probabilities
 from spare_megatron.planner.facts import ClusterFacts
+from spare_megatron.planner.lost_counts import lost_counts
 from spare_megatron.planner.overhead import (
     StepTimes,
     borrowed_shards,
@@ -42,7 +43,7 @@ from spare_megatron.planner.rejoin import (
 from spare_megatron.planner.repair import (
     RepairTimes,
     Survival,
-    num_down_probabilities,
+    num_down_in_ranges,
     shard_time_to_wipe_out_s,
     survival,
 )
@@ -78,15 +79,17 @@ def outlook(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Outl
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
     step_s = mean_step_s(costs.makespans, costs.patch, costs.times)
     n = facts.num_groups
+    counts = lost_counts(n)
     if not facts.has_domains:
-        weights = coverage_probabilities(n, n if facts.last_resort else redundancy)[:n]
+        covered = coverage_probabilities(n, n if facts.last_resort else redundancy, counts.middle)
+        weights = covered * counts.width
         lived_s = facts.times.loss_interval_s * float(weights.sum())
         return Outlook(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
-    times_s, num_down = _num_down_for_good(facts)
-    covered = 1 - num_down[:, -1] if facts.last_resort else _coverage(facts, redundancy)
+    times_s, num_down, all_down = _num_down_for_good(facts)
+    covered = 1 - all_down if facts.last_resort else _coverage(facts, redundancy)
     rate_per_s = 1 / _intervals(facts).group_s + 1 / _intervals(facts).domain_s
     elapsed_s = -np.expm1(-rate_per_s * times_s) / rate_per_s  # the integral of the share of groups that is up
-    weights = trapezoid(covered[:, None] * num_down[:, :n], elapsed_s, axis=0)
+    weights = trapezoid(covered[:, None] * num_down, elapsed_s, axis=0)
     lived_s = float(trapezoid(covered, elapsed_s))
     return Outlook(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
 
@@ -113,22 +116,26 @@ def outlook_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches: 
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
     away = absence(facts.num_groups, facts.group_interval_s, rejoin)
     step_s = costs.with_joins_s(facts, rejoin, away)
-    steady = _steady_num_down(facts, away, rejoin)
-    cycle_s = _mean_step_s(steady[:-1], step_s)
+    counts = lost_counts(facts.num_groups)
+    if facts.has_domains or rejoin.num_spares:
+        steady = counts.sums(_steady_num_down(facts, away, rejoin)[:-1])
+    else:
+        steady = num_down_in_ranges(facts.num_groups, counts, np.array([away.down_share]))
+    cycle_s = _mean_step_s(steady, step_s)
     if not np.isfinite(cycle_s):
         return Outlook(lived_s=facts.event_interval_s, stretch=float("inf"))
     lived = _survival(facts, redundancy, rejoin, replace(away, repair_s=away.repair_s + cycle_s / 2))
     if facts.has_domains or rejoin.num_spares:
-        weights = steady[:-1]
+        weights = steady
     else:
-        weights = lived.shares_s @ num_down_over_time(facts.num_groups, lived, away)[:, :-1] / lived.mean_s
+        weights = lived.shares_s @ num_down_over_time(facts.num_groups, counts, lived, away) / lived.mean_s
     # With none up there is no step; the little mass there counts as no progress.
     return Outlook(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _StepCosts:
-    """Stacks of a step and of a patch for k groups down, k from 0 to N - 1, and how often a patch is needed."""
+    """Stacks of a step and of a patch for each range of groups down, and how often a patch is needed."""
 
     makespans: FloatArray
     patch: FloatArray
@@ -137,12 +144,13 @@ class _StepCosts:
     @classmethod
     def of(cls, facts: ClusterFacts, redundancy: int, num_microbatches: int) -> "_StepCosts":
         n = facts.num_groups
-        makespans = least_makespans(n, num_microbatches)
-        patch = patch_stacks(n, redundancy, num_microbatches, last_resort=facts.last_resort)
+        k = lost_counts(n).middle
+        makespans = least_makespans(n, num_microbatches, k)
+        patch = patch_stacks(n, redundancy, num_microbatches, k, last_resort=facts.last_resort)
         if facts.last_resort:
             fetch = facts.fetch_s / facts.times.shard_s
-            makespans = makespans + fetch * borrowed_shards(n, redundancy, num_microbatches)
-            patch = patch + fetch * (np.arange(n) / max(n - 1, 1)) ** (redundancy - 1)  # no other host is left
+            makespans = makespans + fetch * borrowed_shards(n, redundancy, num_microbatches, k)
+            patch = patch + fetch * (k / max(n - 1, 1)) ** (redundancy - 1)  # no other host is left
         return cls(
             makespans=makespans,
             patch=patch,
@@ -152,10 +160,10 @@ class _StepCosts:
     def with_joins_s(self, facts: ClusterFacts, rejoin: RejoinTimes, away: RepairTimes) -> FloatArray:
         n = facts.num_groups
         if rejoin.num_spares:  # who comes back on a spare was hardly down
-            ready_per_s = np.full(n, n / (facts.group_interval_s + away.repair_s))
+            ready_per_s = np.full_like(self.makespans, n / (facts.group_interval_s + away.repair_s))
         else:  # what is lost together is repaired together: one pause for a whole domain
             groups_at_once = facts.event_interval_s / facts.lost_group_interval_s
-            ready_per_s = np.arange(n) / (away.repair_s * groups_at_once)
+            ready_per_s = lost_counts(n).middle / (away.repair_s * groups_at_once)
         return step_with_joins_s(self.makespans, self.patch, self.times, rejoin.join_s, ready_per_s)
 
 
@@ -170,29 +178,27 @@ def _mean_step_s(weights: FloatArray, step_s: FloatArray) -> float:
 
 
 def _steady_num_down(facts: ClusterFacts, away: RepairTimes, rejoin: RejoinTimes) -> FloatArray:
+    """P(k groups down), k from 0 to N, with domains or with spares."""
     if facts.has_domains:
         intervals, sizes = _intervals(facts), _domain_sizes(facts)
         of_one = {int(s): domain_down_probabilities(int(s), intervals, away.repair_s) for s in np.unique(sizes)}
         return num_down_in_domains(sizes, of_one)
-    if rejoin.num_spares:
-        return num_down_with_spares(facts.num_groups, away, rejoin)
-    return num_down_probabilities(facts.num_groups, away)
+    return num_down_with_spares(facts.num_groups, away, rejoin)
 
 
 def _survival(facts: ClusterFacts, redundancy: int, rejoin: RejoinTimes, away: RepairTimes) -> Survival:
     n = facts.num_groups
-    num_down = _steady_num_down(facts, away, rejoin)
     if facts.last_resort:
         lived_s = shard_time_to_wipe_out_s(n, away)
         if facts.has_domains:  # the flow out of the state in which all groups are down is that into it
-            all_down = float(num_down[-1])
+            all_down = float(_steady_num_down(facts, away, rejoin)[-1])
             lived_s = away.repair_s / (n * all_down) if all_down > 0 else LONGEST_S
         return Survival(times_s=np.array([np.inf]), shares_s=np.array([min(lived_s, LONGEST_S)]))
     if facts.has_domains:
         counts = _hosts_per_domain(facts, redundancy)
         away = equivalent_domain_repair(counts, _intervals(facts), away.repair_s)
     elif redundancy > 1 and rejoin.num_spares:
-        away = equivalent_repair(redundancy, num_down, away.group_interval_s)
+        away = equivalent_repair(redundancy, _steady_num_down(facts, away, rejoin), away.group_interval_s)
     return survival(n, redundancy, away)
 
 
@@ -210,12 +216,13 @@ def _domain_of(facts: ClusterFacts) -> IntArray:
 
 
 @lru_cache(maxsize=2)  # the same for every redundancy and granularity
-def _num_down_for_good(facts: ClusterFacts) -> tuple[FloatArray, FloatArray]:
-    """Times, and P(k down) by then with nobody coming back, k from 0 to N: shape (times, N + 1)."""
+def _num_down_for_good(facts: ClusterFacts) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Times; P(k down) by then with nobody coming back, for k in each range: shape (times, ranges); P(all down)."""
     intervals, sizes = _intervals(facts), _domain_sizes(facts)
     times_s = times_to_look_at_s(intervals)
     of_one = {int(size): down_without_repair(int(size), intervals, times_s) for size in np.unique(sizes)}
-    return times_s, num_down_in_domains(sizes, of_one)
+    num_down = num_down_in_domains(sizes, of_one)
+    return times_s, lost_counts(facts.num_groups).sums(num_down[:, :-1]), num_down[:, -1]
 
 
 @lru_cache(maxsize=64)  # the same for every granularity

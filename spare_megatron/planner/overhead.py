@@ -15,6 +15,7 @@ from spare_megatron.planner.endurance import (
     coverage_probabilities,
     wiped_probabilities,
 )
+from spare_megatron.planner.lost_counts import lost_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +48,13 @@ class StepTimes:
         return self.shard_s + self.reduce_s
 
 
-def least_makespans(num_groups: int, num_microbatches: int = 1) -> FloatArray:
+def least_makespans(num_groups: int, num_microbatches: int = 1, num_lost: FloatArray | None = None) -> FloatArray:
     """ceil(N m / (N - k)) / m stacks for k from 0 to N - 1: the least that any placement allows; c(k) for m = 1.
 
     Args:
         num_groups: N.
         num_microbatches: m.
+        num_lost: Other k.
 
     Notes:
         Golomb placements reach it nearly always. On average until wipe-out, for N in {200, 600, 1000} and r in
@@ -62,12 +64,17 @@ def least_makespans(num_groups: int, num_microbatches: int = 1) -> FloatArray:
     >>> least_makespans(4).tolist(), least_makespans(4, 4)[:2].tolist()
     ([1.0, 2.0, 2.0, 4.0], [1.0, 1.5])
     """
-    alive = num_groups - np.arange(num_groups)
+    alive = num_groups - (np.arange(num_groups) if num_lost is None else num_lost)
     return -(-num_groups * num_microbatches // alive) / num_microbatches
 
 
 def patch_stacks(
-    num_groups: int, redundancy: int, num_microbatches: int = 1, *, last_resort: bool = False
+    num_groups: int,
+    redundancy: int,
+    num_microbatches: int = 1,
+    num_lost: FloatArray | None = None,
+    *,
+    last_resort: bool = False,
 ) -> FloatArray:
     """Expected makespan of a patch in stacks when a group is lost with k lost before it, for k from 0 to N - 1.
 
@@ -80,6 +87,7 @@ def patch_stacks(
         num_groups: N.
         redundancy: r.
         num_microbatches: m.
+        num_lost: Other k.
         last_resort: Any survivor can compute any shard.
 
     Notes:
@@ -90,14 +98,15 @@ def patch_stacks(
     >>> float(patch_stacks(600, 5, 16)[0])
     0.25
     """
-    patch = np.zeros(num_groups)
+    k = np.arange(num_groups, dtype=np.float64) if num_lost is None else num_lost
+    patch = np.zeros_like(k)
     other = redundancy - 1
     if other == 0 and not last_resort:
         return patch
-    alive = 1 - np.arange(num_groups) / max(num_groups - 1, 1)
-    some = np.zeros(num_groups)
+    alive = 1 - k / max(num_groups - 1, 1)
+    some = np.zeros_like(k)
     if last_resort:
-        survivors = np.maximum(num_groups - 1 - np.arange(num_groups), 1)
+        survivors = np.maximum(num_groups - 1 - k, 1)
         some = (1 - alive) ** other
         patch = some * -(-num_microbatches // survivors) / num_microbatches
     for h in range(1, other + 1):
@@ -105,7 +114,7 @@ def patch_stacks(
         patch += weight * -(-num_microbatches // h) / num_microbatches
         some += weight
     # With all others lost the loss is a wipe-out; the limit of few survivors is one host for everything.
-    return np.divide(patch, some, out=np.ones(num_groups), where=some > 1e-12)
+    return np.divide(patch, some, out=np.ones_like(k), where=some > 1e-12)
 
 
 def patch_probabilities(makespans: FloatArray, patch: FloatArray, times: StepTimes) -> FloatArray:
@@ -186,7 +195,9 @@ def mean_step_s(
     return step_s + np.where(patch_s > 0, rounds * patch_s, 0.0)
 
 
-def borrowed_shards(num_groups: int, redundancy: int, num_microbatches: int) -> FloatArray:
+def borrowed_shards(
+    num_groups: int, redundancy: int, num_microbatches: int, num_lost: FloatArray | None = None
+) -> FloatArray:
     """Shards beyond its stack that the group with most of them reads, with k groups lost, k from 0 to N - 1.
 
     For hosts of last resort. U = N p_k shards have no host left on average, P is the chance that any has none: then
@@ -197,6 +208,7 @@ def borrowed_shards(num_groups: int, redundancy: int, num_microbatches: int) -> 
         num_groups: N.
         redundancy: r.
         num_microbatches: m.
+        num_lost: Other k, rising.
 
     Notes:
         Derived; p_k from `planner.endurance.wiped_probabilities`, 1 - P from `coverage_probabilities`.
@@ -204,11 +216,12 @@ def borrowed_shards(num_groups: int, redundancy: int, num_microbatches: int) -> 
     >>> borrowed_shards(4, 1, 3)[1:].tolist()
     [1.0, 2.0, 3.0]
     """
-    orphaned = 1 - coverage_probabilities(num_groups, redundancy)[:num_groups]
-    num_shards = num_groups * wiped_probabilities(num_groups, redundancy)[:num_groups]
-    given = np.divide(num_shards, orphaned, out=np.zeros(num_groups), where=orphaned > 1e-12)
+    k = np.arange(num_groups, dtype=np.float64) if num_lost is None else num_lost
+    orphaned = 1 - coverage_probabilities(num_groups, redundancy, k)
+    num_shards = num_groups * wiped_probabilities(num_groups, redundancy, k)
+    given = np.divide(num_shards, orphaned, out=np.zeros_like(k), where=orphaned > 1e-12)
     given = np.where(orphaned > 1e-12, np.maximum(given, 1.0), 0.0)
-    each = np.ceil(given * num_microbatches / (num_groups - np.arange(num_groups)) - 1e-9)
+    each = np.ceil(given * num_microbatches / (num_groups - k) - 1e-9)
     return orphaned * np.minimum(given, each)
 
 
@@ -226,5 +239,6 @@ def mean_makespan(num_groups: int, redundancy: int, num_microbatches: int = 1) -
     >>> round(mean_makespan(600, 9), 3), round(mean_makespan(600, 9, 16), 3)
     (2.018, 1.394)
     """
-    weights = coverage_probabilities(num_groups, redundancy)[:num_groups]
-    return float((weights * least_makespans(num_groups, num_microbatches)).sum() / weights.sum())
+    counts = lost_counts(num_groups)
+    weights = coverage_probabilities(num_groups, redundancy, counts.middle) * counts.width
+    return float((weights * least_makespans(num_groups, num_microbatches, counts.middle)).sum() / weights.sum())

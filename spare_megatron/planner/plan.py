@@ -1,6 +1,7 @@
 """The redundancy and the cadence that train fastest on a given cluster."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import get_args
 
 from spare_megatron.core.cadence import optimal_cadence_s
@@ -44,6 +45,7 @@ class Plan:
     time_to_train_ratio: float
 
 
+@lru_cache(maxsize=512)  # every policy's best and the frugal plan are looked for among the same
 def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
     """What to expect of one redundancy, at the best cadence for it.
 

@@ -6,13 +6,15 @@ taken in, at a commit. A lost group gets the hardware that is free first: a spar
 """
 
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
-from scipy.stats import binom, poisson
+from scipy.stats import poisson
 
 from spare_megatron.planner.endurance import FloatArray
+from spare_megatron.planner.lost_counts import LostCounts
 from spare_megatron.planner.overhead import StepTimes, mean_step_s
-from spare_megatron.planner.repair import RepairTimes, Survival
+from spare_megatron.planner.repair import RepairTimes, Survival, num_down_in_ranges
 
 _ROUNDS = 60
 """Of fixed-point iterations; each of them rises to a bound or contracts."""
@@ -108,13 +110,21 @@ def num_down_with_spares(num_groups: int, away: RepairTimes, rejoin: RejoinTimes
         rejoin: R and n.
     """
     rate = num_groups / (away.group_interval_s + away.repair_s)
-    k = np.arange(num_groups + 1)
+    k = np.arange(min(num_groups, _most(rate * rejoin.repair_s)) + 1)
     waiting = poisson.pmf(k + rejoin.num_spares, rate * rejoin.repair_s)
     waiting[0] = poisson.cdf(rejoin.num_spares, rate * rejoin.repair_s)
     others = max(rate * away.repair_s - rate * hardware_wait_s(rejoin.num_spares, rate, rejoin.repair_s), 0.0)
-    pmf = np.convolve(waiting, poisson.pmf(k, others))[: num_groups + 1]
+    others_k = np.arange(min(num_groups, _most(others)) + 1)
+    found = np.convolve(waiting, poisson.pmf(others_k, others))[: num_groups + 1]
+    pmf = np.zeros(num_groups + 1)
+    pmf[: len(found)] = found
     pmf[-1] += max(1.0 - pmf.sum(), 0.0)
     return pmf
+
+
+def _most(mean: float) -> int:
+    """No larger count of a Poisson variable has a probability that floats can hold."""
+    return int(mean + 40 * sqrt(mean) + 800)
 
 
 def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: float) -> RepairTimes:
@@ -137,7 +147,7 @@ def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: f
     num_groups = len(num_down) - 1
     k = np.arange(num_groups + 1, dtype=np.float64)
     log_share = np.full(num_groups + 1, -np.inf)
-    is_enough = k >= redundancy - 1
+    is_enough = (k >= redundancy - 1) & (num_down > 0)
     i = np.arange(redundancy - 1)
     log_share[is_enough] = np.log((k[is_enough, None] - i) / np.maximum(num_groups - 1 - i, 1)).sum(axis=1)
     with np.errstate(divide="ignore"):
@@ -172,11 +182,10 @@ def step_with_joins_s(
     return mean_step_s(makespans, patch, times, pause_s)
 
 
-def num_down_over_time(num_groups: int, lived: Survival, away: RepairTimes) -> FloatArray:
-    """P(k down), k from 0 to N, at each time of a survival: Binomial(N, u (1 - exp(-t / relaxation))).
+def num_down_over_time(num_groups: int, counts: LostCounts, lived: Survival, away: RepairTimes) -> FloatArray:
+    """P(k down) for k in each range, at each time of a survival: Binomial(N, u (1 - exp(-t / relaxation))).
 
-    Shape (times, N + 1). All groups are up at the start, after a restart.
+    Shape (times, ranges). All groups are up at the start, after a restart.
     """
     down = away.down_share * -np.expm1(-lived.times_s / away.relaxation_s)
-    pmf: FloatArray = binom.pmf(np.arange(num_groups + 1), num_groups, down[:, None])
-    return pmf
+    return num_down_in_ranges(num_groups, counts, down[:, None])

@@ -6,12 +6,14 @@ which M/G/infinity is the limit for large N. A wipe-out restarts with all groups
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from scipy.stats import binom
 
 from spare_megatron.core.survival import LONGEST_S, host_chain, shard_survival, spent_s
 from spare_megatron.planner.endurance import FloatArray
+from spare_megatron.planner.lost_counts import LostCounts, lost_counts
 from spare_megatron.planner.overhead import least_makespans
 
 _RARE = 1e3
@@ -79,6 +81,21 @@ def num_down_probabilities(num_groups: int, repair: RepairTimes) -> FloatArray:
     return pmf
 
 
+def num_down_in_ranges(num_groups: int, counts: LostCounts, down_share: FloatArray) -> FloatArray:
+    """P(the groups down are in each range of counts), every group being down independently for a share of the time.
+
+    Args:
+        num_groups: N.
+        counts: Of its counts.
+        down_share: Of shape (..., 1).
+
+    Returns:
+        Of shape (..., ranges); what is missing to 1 is P(all are down).
+    """
+    below: FloatArray = binom.cdf(counts.first - 1, num_groups, down_share)
+    return np.diff(below, axis=-1)
+
+
 def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
     """Mean seconds until all r hosts of one given shard are down together, from all up. Exact for exponential times.
 
@@ -94,6 +111,8 @@ def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
     for i in range(redundancy):
         step_s = repair.group_interval_s / (redundancy - i) * (1 + i / repair.repair_s * step_s)
         total_s += step_s
+        if total_s == inf:
+            break
     return total_s
 
 
@@ -133,5 +152,6 @@ def steady_makespan(num_groups: int, repair: RepairTimes, num_microbatches: int)
     >>> round(steady_makespan(600, RepairTimes(group_interval_s=180000.0, repair_s=600.0), 16), 3)
     1.054
     """
-    weights = num_down_probabilities(num_groups, repair)[:num_groups]
-    return float((weights * least_makespans(num_groups, num_microbatches)).sum() / weights.sum())
+    counts = lost_counts(num_groups)
+    weights = num_down_in_ranges(num_groups, counts, np.array([repair.down_share]))
+    return float((weights * least_makespans(num_groups, num_microbatches, counts.middle)).sum() / weights.sum())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from spare_megatron.planner.availability import best_availability
 from spare_megatron.planner.endurance import coverage_probabilities
 from spare_megatron.planner.facts import ClusterFacts
+from spare_megatron.planner.lost_counts import lost_counts
 from spare_megatron.planner.plan import TOLERANCE, Plan
 from spare_megatron.planner.repair import RepairTimes, survival
 
@@ -65,8 +66,9 @@ def state_time_to_wipe_out_s(num_groups: int, redundancy: int, group_interval_s:
     if back_s is not None:
         repair = RepairTimes(group_interval_s=group_interval_s, repair_s=back_s)
         return survival(num_groups, redundancy, repair).mean_s
-    covered = coverage_probabilities(num_groups, redundancy)
-    return sum(float(covered[k]) * group_interval_s / (num_groups - k) for k in range(num_groups))
+    counts = lost_counts(num_groups)
+    covered = coverage_probabilities(num_groups, redundancy, counts.middle) * counts.width
+    return float((covered * group_interval_s / (num_groups - counts.middle)).sum())
 
 
 def plan_slices(facts: ClusterFacts, plan: Plan, copy_s: float) -> SlicePlan:

@@ -172,6 +172,11 @@ def test_the_plan_is_told_though_the_plot_cannot_be_written(tmp_path: Path) -> N
         ("--mtbf 300s --slice-copy 0s", "--slice-copy 0s: a duration here has to be above 0"),
         ("--mtbf 300s --redundancy 0", "--redundancy 0 has to be from 1 to 600 (--groups)"),
         ("--mtbf 300s --groups 0", "--groups 0 is below 1"),
+        ("--mtbf 300s --groups 10000001", "--groups 10000001: at most 10000000 groups are planned for"),
+        (
+            "--mtbf 300s --groups 75000 --groups-per-domain 8 --domain-mtbf 30d",
+            "--groups 75000 in 9375 domains (--groups-per-domain 8): groups x domains may be 8000000 at most",
+        ),
         ("--mtbf 300s --microbatches 0", "--microbatches 0 is below 1"),
         ("--mtbf 300s --policy other", "--policy other is unknown; known: stack, microbatch, rejoin"),
         ("--mtbf 300s --policy rejoin", "--policy rejoin needs --repair"),

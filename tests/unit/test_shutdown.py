@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from spare_megatron.runtime.driver.shutdown import end_processes, interrupts_call, kill
-from spare_megatron.runtime.process.processes import Child, start_child
+from spare_megatron.runtime.process import processes
+from spare_megatron.runtime.process.processes import Child, fork_server, start_child
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,6 +76,16 @@ def be_driver() -> None:
     signal.pause()
 
 
+def be_driver_of_stopped_server() -> None:
+    """The same, whose fork server is stopped for good, of which it tells the process."""
+    processes._IMPORTED = ()  # for seconds of a processor
+    start_child(fork_server(), "supervisor", _serve)
+    server_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server_pid, signal.SIGSTOP)
+    print(server_pid, flush=True)
+    signal.pause()
+
+
 def _await_status(process: psutil.Process, *wanted: str) -> None:
     end_s = time.monotonic() + PATIENT_S
     while (status := process.status()) not in wanted:
@@ -82,20 +93,21 @@ def _await_status(process: psutil.Process, *wanted: str) -> None:
         time.sleep(0.005)
 
 
-def test_a_process_that_is_stopped_for_good_does_not_outlive_a_driver_that_is_killed() -> None:
-    """It cannot see that the driver is gone."""
-    command = [sys.executable, "-c", f"from {__name__} import be_driver; be_driver()"]
+@pytest.mark.parametrize("role", [be_driver, be_driver_of_stopped_server])
+def test_a_process_that_is_stopped_for_good_does_not_outlive_a_driver_that_is_killed(role: Callable[[], None]) -> None:
+    """It cannot see that the driver is gone. What a stopped fork server has forked was left behind with it."""
+    command = [sys.executable, "-c", f"from {__name__} import {role.__name__} as be; be()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as driver:
         assert driver.stdout is not None
-        supervisor = psutil.Process(int(driver.stdout.readline()))
+        stopped = psutil.Process(int(driver.stdout.readline()))
         try:
-            _await_status(supervisor, psutil.STATUS_STOPPED)
+            _await_status(stopped, psutil.STATUS_STOPPED)
             driver.kill()
             with contextlib.suppress(psutil.NoSuchProcess):
-                _await_status(supervisor, psutil.STATUS_ZOMBIE)  # not every container reaps orphans
+                _await_status(stopped, psutil.STATUS_ZOMBIE)  # not every container reaps orphans
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
-                supervisor.kill()
+                stopped.kill()
 
 
 def test_the_store_goes_when_the_ranks_are_gone(tmp_path: Path, children: list[Child]) -> None:

@@ -27,17 +27,22 @@ from spare_megatron.control.tcp_store import serve
 from spare_megatron.runtime.process import end_signal
 from spare_megatron.runtime.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
 
+_IMPORTED: tuple[str, ...] = ("spare_megatron.runtime.driver.run", "spare_megatron.runtime.rank.rank")
+"""What the fork server imports, so that what it forks has it."""
 _PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
 _STORE_START_TIMEOUT_S = 120.0
 
 
 def fork_server() -> ForkServerContext:
-    """The context that all processes of a run are started from; it has what they import, and no GPU."""
+    """The context that all processes of a run are started from; it has what they import, and no GPU.
+
+    For the main thread: the kernel ends the server when the thread that started it has ended.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ask_for_gpus_without_touching_them()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["spare_megatron.runtime.driver.run", "spare_megatron.runtime.rank.rank"])
+    context.set_forkserver_preload(["spare_megatron.runtime.process.fork_server_end", *_IMPORTED])
     # Ctrl-C reaches every process of the terminal, and only the driver is to act on it: the server and all that
     # it forks are born with it blocked. Python unblocks it when it starts the resource tracker, so that comes first.
     resource_tracker.ensure_running()

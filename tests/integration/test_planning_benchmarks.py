@@ -44,10 +44,12 @@ def checked(text: str, keys: set[str]) -> dict[str, Any]:
 def run(name: str, words: list[str]) -> None:
     """As a script, which may end by an exit without a fault."""
     sys.argv = [f"benchmarks/{name}.py", *words, "--json"]
+    code: Any = 0
     try:
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
     except SystemExit as ended:
-        assert not ended.code
+        code = ended.code
+    assert not code
 
 
 @pytest.mark.parametrize("name", NOT_TRAINING)

@@ -291,13 +291,16 @@ def test_a_process_that_leaks_is_noticed() -> None:
         assert watch.has_seen_enough.wait(WAIT_S)
     report = watch.report()
     assert report.orphans == ()
+    assert report.grown_most["file_descriptors"] == f"process {child.pid}"
     assert report.growth.file_descriptors > 50
     assert report.growth.memory_bytes > 50 << 20
     assert report.growth.threads < MOST_GROWTH.threads
 
 
-def test_a_spare_that_takes_the_place_of_a_rank_does_not_leak() -> None:
+def test_a_spare_that_takes_the_place_of_a_rank_does_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here this process does. It is judged anew, as the rank that it is."""
+    # The fork server of another test may be importing what its processes need.
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [])
     watch = ProcessWatch()
     held = [bytearray(1)]
     for pids in ({}, {(GroupId(1), 0): os.getpid()}):

@@ -99,17 +99,19 @@ def _whole_message(sock: socket.socket) -> bytes:
 
 
 def test_a_write_whose_answer_is_lost_is_found_to_be_ones_own(etcd_cluster: EtcdCluster) -> None:
-    answers = iter([True, False, True])
+    # Not by their numbers: an answer that is late on a busy machine is asked for again.
+    answers = iter([True])
     with closing(LossyProxy(etcd_cluster.endpoints[0], lambda: next(answers, False))) as proxy:
         store = EtcdControlStore(spec_of(proxy.endpoint))
         assert store.put_if_absent("key", "mine") == "mine"
         assert proxy.num_lost == 1
+        answers = iter([True])
         assert store.put_if_absent("key", "later") == "mine"
         assert proxy.num_lost == 2
 
 
 def test_a_vote_whose_answer_is_lost_counts_once(etcd_cluster: EtcdCluster) -> None:
-    answers = iter([True, False])
+    answers = iter([True])
     with closing(LossyProxy(etcd_cluster.endpoints[0], lambda: next(answers, False))) as proxy:
         log = DecisionLog(EtcdControlStore(spec_of(proxy.endpoint)))
         assert [log.cast(0, (group, 0), {(group, 0): "ok"}) for group in range(3)] == [1, 2, 3]
@@ -143,7 +145,7 @@ def test_writers_agree_while_answers_are_lost_at_random(etcd_cluster: EtcdCluste
             return entries
 
         with ThreadPoolExecutor(6) as pool:
-            heard = list(pool.map(write, range(6), timeout=60))
+            heard = list(pool.map(write, range(6), timeout=100))
         assert all(entries == heard[0] for entries in heard)
         assert DecisionLog(EtcdControlStore(spec)).cast(0, (6, 0), {(6, 0): "ok"}) == 7
         assert proxy.num_lost > 20

@@ -1,5 +1,6 @@
 """A cluster, a job on it, and what is asked of both."""
 
+import contextlib
 import json
 import subprocess
 import time
@@ -53,13 +54,13 @@ class Cluster:
 
     def processes(self) -> list[str]:
         """What runs on nodes, beside Slurm's own daemon."""
-        roots = [psutil.Process(int(file.read_text())) for file in (self.folder / "run").glob("n*.pid")]
-        return [
-            " ".join(process.cmdline())
-            for root in roots
-            for process in root.children(recursive=True)
-            if process.name() != "slurmd" and process.status() != psutil.STATUS_ZOMBIE
-        ]
+        found = []
+        for file in (self.folder / "run").glob("n*.pid"):
+            for process in psutil.Process(int(file.read_text())).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it is ending just now
+                    if process.name() != "slurmd" and process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(" ".join(process.cmdline()))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

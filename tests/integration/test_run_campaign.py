@@ -11,7 +11,7 @@ import pytest
 
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultKind, FaultsConfig, LayoutConfig, OptimizerConfig, RunConfig
-from tests.integration.whole_run import alert_config, kill
+from tests.integration.whole_run import alert_config, kill, tiny_config
 
 pytestmark = [pytest.mark.timeout(450), pytest.mark.slow]
 
@@ -57,7 +57,7 @@ def test_random_faults_of_all_kinds_are_masked_and_nothing_is_left_behind(text_c
 def test_random_faults_with_stacked_state_are_masked(text_corpus: Path, tmp_path: Path) -> None:
     """Wrong state of a host, then losses that every slice survives, whether lost copies were made anew or not."""
     optimizer = OptimizerConfig(sharding="stacked", redundancy=3)
-    config = alert_config(text_corpus, LayoutConfig(num_groups=5), steps=60, optimizer=optimizer)
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=5), steps=60, optimizer=optimizer)
     kinds: tuple[FaultKind, ...] = ("kill", "raise", "param_flip", "slow")
     faults = FaultsConfig(seed=1, mean_steps=4.0, recovery_steps=12, max_seconds=0.2, kinds=kinds)
     code, figures = campaign(dataclasses.replace(config, faults=faults), tmp_path)
@@ -70,7 +70,7 @@ def test_random_faults_with_stacked_state_are_masked(text_corpus: Path, tmp_path
 
 def test_a_campaign_ends_in_time_and_fails_if_no_fault_struck(text_corpus: Path, tmp_path: Path) -> None:
     faults = [kill("forward", 99_990, 0)]
-    config = alert_config(text_corpus, LayoutConfig(num_groups=2), steps=100_000, faults=faults)
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=100_000, faults=faults)
     code, figures = campaign(config, tmp_path, "--minutes", "0.05")
     assert (code, figures["is_passed"]) == (1, False)
     assert figures["problems"] == ["no fault struck; set faults.mean_steps lower, or train longer"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,7 +31,6 @@ class LateBuffer:
     num_bytes=st.integers(1, 64),
     num_buffers=st.integers(1, 3),
 )
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_all_bytes_come_to_their_places_in_batches_that_fit(sizes: list[int], num_bytes: int, num_buffers: int) -> None:
     sources = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     targets = [torch.zeros_like(source) for source in sources]

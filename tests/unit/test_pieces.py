@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spare_megatron.core.pieces import LARGEST_PIECE_BYTES, PIECE_BYTES, Piece, TokenBucket, pieces_of
@@ -60,7 +60,6 @@ def server(source: StateSource) -> Iterator[PieceServer]:
 
 
 @given(st.integers(0, 5 * PIECE_BYTES))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_pieces_are_the_whole_once(num_bytes: int) -> None:
     pieces = list(pieces_of(num_bytes))
     assert sum(piece.size for piece in pieces) == num_bytes
@@ -69,7 +68,6 @@ def test_pieces_are_the_whole_once(num_bytes: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0.0, 3.0)), min_size=1, max_size=50))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_a_bucket_never_gives_more_than_its_rate(asked: list[tuple[int, float]]) -> None:
     """Whatever the pauses between pieces, in any window of time."""
     bucket, now_s = TokenBucket(bytes_per_s=100.0, now_s=0.0), 0.0

@@ -1,7 +1,7 @@
 """Who votes by way of whom, and what a relay takes in."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spare_megatron.core.messages import Fence, Retry
@@ -41,7 +41,6 @@ def test_a_life_that_has_come_back_votes_in_the_block_of_its_group() -> None:
 
 
 @given(groups=st.sets(st.integers(0, 100), min_size=1), fan_in=st.integers(1, 40))
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_every_voter_is_in_the_block_of_its_relay_and_in_no_other(groups: set[int], fan_in: int) -> None:
     voters = members(*sorted(groups))
     blocks = Blocks(voters, fan_in)
@@ -54,7 +53,6 @@ def test_every_voter_is_in_the_block_of_its_relay_and_in_no_other(groups: set[in
 
 
 @given(groups=st.sets(st.integers(0, 100), min_size=2), fan_in=st.integers(1, 40), data=st.data())
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_a_loss_changes_no_block_but_its_own(groups: set[int], fan_in: int, data: st.DataObject) -> None:
     lost = data.draw(st.sampled_from(sorted(groups)))
     before = Blocks(members(*sorted(groups)), fan_in)

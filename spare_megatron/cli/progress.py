@@ -33,6 +33,7 @@ from spare_megatron.runtime.process.reports import (
     RunStopped,
     Starting,
     StepCommitted,
+    StoreAwaited,
     StoreAway,
     StoreBack,
     StoreMeasured,
@@ -105,6 +106,18 @@ class RunProgress:
                 self._tell(f"group {group} lost: rank {rank}: {cause}; the others go on{end}")
                 if text:
                     self._console.print(Text(text.rstrip()))
+            case StoreAwaited() | StoreAway() | StoreBack() | StoreMeasured():
+                self._store_told(event)
+            case RunStopped(step=step, reason=reason):
+                self._tell(f"stopped after {step} committed steps: {reason}", is_repeatable=False)
+
+    def _store_told(self, event: StoreAwaited | StoreAway | StoreBack | StoreMeasured) -> None:
+        match event:
+            case StoreAwaited(endpoints=endpoints, reason=reason, limit_s=limit_s):
+                self._tell(
+                    f"warning: etcd at {', '.join(endpoints)} (control.endpoints) does not answer: {reason}; it is "
+                    f"waited for when all else is ready, control.store_timeout_s={limit_s:g} s at most"
+                )
             case StoreAway(limit_s=limit_s) if not self._is_store_away:  # each node says so
                 self._is_store_away = True
                 self._tell(f"the control store does not answer; training pauses for it, {limit_s:g} s at most")
@@ -115,8 +128,6 @@ class RunProgress:
                 if shortage and not self._is_store_short:
                     self._tell(f"warning: {shortage}")
                 self._is_store_short = bool(shortage)
-            case RunStopped(step=step, reason=reason):
-                self._tell(f"stopped after {step} committed steps: {reason}", is_repeatable=False)
 
     def _committed(self, event: StepCommitted) -> None:
         if self._last is not None and event.step <= self._last.step:

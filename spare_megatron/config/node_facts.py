@@ -37,7 +37,8 @@ class NodeFacts:
         has_infiniband: There are adapters that want memory locked.
         busy_ports: Those of the ports asked about that somebody listens on.
         store_failures: Endpoint of etcd -> why it does not answer here.
-        store_refusal: What etcd answers instead of how large it is; empty if it tells, or cannot be connected to.
+        store_refusal: What etcd answers instead of how large it is, or that it answers nothing; empty if it tells, or
+            cannot be connected to.
         store_space: How large it is; None where it does not tell.
         corpus_bytes: Sizes of the corpus's two files; None for one that cannot be read.
         sees_folder: The file that the driver has put into the folder of the checkpoints is there.

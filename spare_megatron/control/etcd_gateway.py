@@ -106,7 +106,7 @@ class EtcdGateway:
                     raise StoreLost(
                         f"etcd at {', '.join(self._spec.endpoints)} did not answer within "
                         f"control.store_timeout_s={self._spec.timeout_s:g}: {again}"
-                    ) from None
+                    ) from again
                 time.sleep(_PAUSE_S)
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ import pytest
 
 from spare_megatron.control import etcd_gateway
 from spare_megatron.control.etcd_gateway import EtcdGateway, StoreFull, StoreRefused
+from spare_megatron.control.etcd_silence import ANSWER_S, silence_of
 from spare_megatron.control.etcd_store import EtcdControlStore
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreLost
@@ -101,6 +102,21 @@ def test_an_answer_that_says_nothing_about_the_request_is_worth_another_try(trou
     with member(trouble, trouble, FINE) as server, contextlib.closing(EtcdGateway(server.spec())) as gateway:
         assert gateway.call("/v3/kv/put", {}) == FINE[1]
         assert server.num_requests == 3
+
+
+@pytest.mark.parametrize("answer", [FINE, (403, {"error": "permission denied", "code": 7})])
+def test_who_answers_is_not_silent_whatever_it_answers(answer: tuple[int, Any]) -> None:
+    with member(answer) as server:
+        assert silence_of(server.spec()) == ""
+
+
+def test_a_member_without_a_leader_is_silent_and_asked_for_a_short_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes in the pauses between tries alone."""
+    pauses_s: list[float] = []
+    monkeypatch.setattr(etcd_gateway, "time", SimpleNamespace(monotonic=lambda: sum(pauses_s), sleep=pauses_s.append))
+    with member((503, {"error": {"grpc_code": 14, "message": "etcdserver: no leader"}})) as server:
+        assert silence_of(server.spec(timeout_s=3600.0)) == "etcdserver: no leader"
+    assert sum(pauses_s) < ANSWER_S + 1.0
 
 
 def test_a_beat_goes_on_after_a_time_without_a_leader() -> None:

@@ -19,6 +19,7 @@ from spare_megatron.config.node_facts import Gpu, NodeFacts, Rate
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import ControlConfig, DataConfig
 from spare_megatron.config.store_space import StoreSpace
+from spare_megatron.control.etcd_silence import ANSWER_S, silence_of
 from spare_megatron.control.etcd_space import etcd_space
 from spare_megatron.control.open_store import etcd_spec
 from spare_megatron.control.store import StoreLost
@@ -156,7 +157,10 @@ def _store_failures(control: ControlConfig) -> Mapping[str, str]:
 def _store_space(control: ControlConfig) -> tuple[StoreSpace | None, str]:
     """How large etcd is, or what it says instead."""
     try:
-        return etcd_space(replace(etcd_spec(control, "doctor", os.environ), timeout_s=_ANSWER_S)), ""
+        spec = replace(etcd_spec(control, "doctor", os.environ), timeout_s=_ANSWER_S)
+        if silence := silence_of(spec):
+            return None, f"no member that has a quorum answers within {ANSWER_S:g} s: {silence}"
+        return etcd_space(spec), ""
     except (StoreLost, ValueError) as error:
         return None, str(error)
 

@@ -20,7 +20,8 @@ from spare_megatron.config.own_code import commit
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
-from spare_megatron.control.open_store import check_files_for_etcd
+from spare_megatron.control.etcd_silence import silence_of
+from spare_megatron.control.open_store import check_files_for_etcd, etcd_spec
 from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.conclusion import conclude
@@ -36,7 +37,7 @@ from spare_megatron.runtime.driver.stand_in import ByHand, Launcher
 from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.runtime.process.lock import LOCK, locked
 from spare_megatron.runtime.process.records_end import close_or_tell
-from spare_megatron.runtime.process.reports import CheckpointRejected, RunEvent, Starting
+from spare_megatron.runtime.process.reports import CheckpointRejected, RunEvent, Starting, StoreAwaited
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 
 _MOST_NOTE_BYTES = 1 << 16
@@ -92,6 +93,7 @@ def start_run(
     _check_empty(run_dir)
     if config.control.store == "etcd":
         check_files_for_etcd(config.control, os.environ)
+        _ask_etcd(config, on_event)
     faults = (*resolve_trace(config), *draw_faults(config))
     folder = folder_of(config, run_dir)
     config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
@@ -103,6 +105,13 @@ def start_run(
             held.enter_context(locked(folder))
         launcher = ByHand() if config.cluster.launcher == "hand" else launcher
         return _run(config, run_dir, on_event, faults, partial(Driver, rank_main=rank_main, launcher=launcher))
+
+
+def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
+    """Whoever has to see to it hears at once that it does not answer, and not after all that is started first."""
+    spec = etcd_spec(config.control, config.name, os.environ)
+    if reason := silence_of(spec):
+        on_event(StoreAwaited(endpoints=spec.endpoints, reason=reason, limit_s=spec.timeout_s))
 
 
 def _check_empty(run_dir: Path) -> None:

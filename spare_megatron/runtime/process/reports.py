@@ -329,4 +329,19 @@ class StoreMeasured:
     shortage: str
 
 
-RunEvent = NodeReport | Starting | CheckpointRejected | MetricsLost | StoreMeasured
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAwaited:
+    """etcd does not answer before the run has begun, and is waited for when all else is ready.
+
+    Attributes:
+        endpoints: Where it should.
+        reason: What comes instead of an answer.
+        limit_s: How long it is waited for.
+    """
+
+    endpoints: tuple[str, ...]
+    reason: str
+    limit_s: float
+
+
+RunEvent = NodeReport | Starting | CheckpointRejected | MetricsLost | StoreMeasured | StoreAwaited

@@ -1,0 +1,67 @@
+"""An etcd that does not answer is told of at once: by a run before it starts anything, and by the doctor."""
+
+import io
+import socket
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from spare_megatron.cli.progress import RunProgress
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
+from spare_megatron.control import etcd_silence
+from spare_megatron.runtime.doctor import node_facts
+from spare_megatron.runtime.doctor.node_facts import look_at_node
+from spare_megatron.runtime.driver import run
+from spare_megatron.runtime.process.reports import RunEvent, Starting, StoreAwaited
+
+pytestmark = pytest.mark.timeout(60)
+
+DEMO = Path(__file__).parents[2] / "configs/run/demo_cpu.toml"
+
+
+def test_an_etcd_that_does_not_answer_is_told_of_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told when Megatron had been loaded and another minute had passed, in which nothing was said."""
+
+    def start(_: RunConfig) -> None:
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(run, "preflight", start)
+    monkeypatch.setattr(etcd_silence, "ANSWER_S", 0.0)
+    with socket.socket() as deaf:  # has a port of its own, and listens to nobody
+        deaf.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        settings = ["cluster.device=cpu", "control.store=etcd", f'control.endpoints=["{endpoint}"]']
+        events: list[RunEvent] = []
+        with pytest.raises(RuntimeError, match="far enough"):
+            run.start_run(load_run_config(DEMO, settings).config, tmp_path / "run", events.append)
+    told, starting = events
+    assert isinstance(told, StoreAwaited)
+    assert (told.endpoints, told.limit_s) == ((endpoint,), 60.0)
+    assert told.reason.startswith("ConnectionRefusedError")
+    assert isinstance(starting, Starting)
+
+
+def test_the_doctor_finds_an_etcd_that_can_be_connected_to_and_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member without a quorum tells how large it is, and no run can use it. The limit told was that of a setting."""
+    monkeypatch.setattr(node_facts, "silence_of", lambda _: "etcdserver: no leader")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        control = ControlConfig(store="etcd", endpoints=(f"http://127.0.0.1:{listener.getsockname()[1]}",))
+        found = look_at_node(data=DataConfig(), control=control, ports=(), folder=tmp_path, token=".")
+    assert (found.store_failures, found.store_space) == ({}, None)
+    assert found.store_refusal == "no member that has a quorum answers within 5 s: etcdserver: no leader"
+
+
+def test_where_it_should_answer_what_comes_instead_and_how_long_it_is_waited_for_are_shown(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=1000)
+    with RunProgress(RunConfig(), console, tmp_path) as progress:
+        progress.take(StoreAwaited(endpoints=("http://a:1", "http://b:1"), reason="no leader", limit_s=60.0))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "etcd at http://a:1, http://b:1 (control.endpoints) does not answer: no leader" in shown
+    assert "control.store_timeout_s=60 s at most" in shown

@@ -274,16 +274,19 @@ def _powers_in_plane(p: int, degree: int, modulus: int) -> list[int]:
     With t a generator of GF(p^degree): exponents of t whose power has leading coefficient 0 (Singer: the points of a
     line), or 1 (Bose: t + a for a in GF(p)). Generators are tried until the result is a ruler.
     """
-    wanted = 0 if degree == 3 else 1
+    wanted, num_wanted = (0, p + 1) if degree == 3 else (1, p)
     for coefficients in product(range(1, p), *[range(p)] * (degree - 1)):
-        power = [1] + [0] * (degree - 1)
+        # In plain numbers, as a placement waits for this: of degree 2 the first of three is always 0.
+        first, second, third = coefficients if degree == 3 else (0, *coefficients)
+        low, middle, lead = (1, 0, 0) if degree == 3 else (0, 1, 0)
         marks = []
         for exponent in range(modulus):
-            if power[-1] == wanted:
+            if lead == wanted:
                 marks.append(exponent)
-            carry = power[-1]
-            power = [(low + carry * c) % p for low, c in zip([0, *power[:-1]], coefficients, strict=True)]
-        if len(marks) == p + degree - 2 and _is_ruler(modulus, tuple(marks)):
+                if len(marks) > num_wanted:
+                    break
+            low, middle, lead = lead * first % p, (low + lead * second) % p, (middle + lead * third) % p
+        if len(marks) == num_wanted and _is_ruler(modulus, tuple(marks)):
             return marks
     raise AssertionError(f"no generator of GF({p}^{degree})")
 

@@ -120,13 +120,13 @@ def test_a_loss_costs_replication_a_shard_if_that_is_assumed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["replication", "spare"])
-def test_the_default_assumption_is_the_simulation_of_the_product(policy: str) -> None:
-    """The two draw losses in another order, so that only means agree."""
+@pytest.mark.parametrize(("policy", "num_steps"), [("replication", 1000), ("spare", 500)])
+def test_the_default_assumption_is_the_simulation_of_the_product(policy: str, num_steps: int) -> None:
+    """The two draw losses in another order, so that only means agree: to within 0.22 and 0.17 of about 2.5."""
     point = next(p for p in PUBLISHED if (p.policy, p.num_groups) == (policy, 200))
-    overrides = {"policy": policy, "redundancy": point.redundancy, "num_steps": 1000}
+    overrides = {"policy": policy, "redundancy": point.redundancy, "num_steps": num_steps}
     scenario = load_scenario("paper_n200", overrides)
-    ours = [simulate_assumed(point, DEFAULT, 1000, seed).time_to_train_ratio for seed in range(8)]
+    ours = [simulate_assumed(point, DEFAULT, num_steps, seed).time_to_train_ratio for seed in range(8)]
     theirs = [simulate(scenario, seed).time_to_train_ratio for seed in range(8)]
     spread = np.hypot(np.std(ours, ddof=1), np.std(theirs, ddof=1)) / 8**0.5
     assert abs(np.mean(ours) - np.mean(theirs)) < 4 * spread < 0.3
@@ -162,7 +162,7 @@ def table_command(*options: str) -> list[str]:
 
 def test_a_table_that_is_told_to_end_leaves_no_process_and_keeps_what_is_done(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
-    command = table_command("--seeds", "1000", "--steps", "200", "--jobs", "2", "--out", str(out))
+    command = table_command("--seeds", "1000", "--steps", "20", "--jobs", "2", "--out", str(out))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         deadline_s = time.monotonic() + 200
         while not (out.exists() and out.read_text().count("\n") >= 2):

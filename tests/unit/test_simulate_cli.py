@@ -335,7 +335,7 @@ def is_running(process: psutil.Process) -> bool:
 
 def stop_a_sweep(out: Path, number: signal.Signals) -> tuple[int, str, list[psutil.Process]]:
     """Exit code and stderr of a sweep that gets a signal when it has results, and the processes it had by then."""
-    options = ["--preset", "paper_n200", "--steps", "100", "--seeds", "1000", "--jobs", "2", "--out", str(out)]
+    options = ["--preset", "paper_n200", "--steps", "20", "--seeds", "1000", "--jobs", "2", "--out", str(out)]
     command = [sys.executable, "-m", "spare_megatron.cli.main", "simulate", *options]
     # Not a pipe: a process that is left over would hold it open.
     with (out.parent / "stderr").open("w+") as stderr:

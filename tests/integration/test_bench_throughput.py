@@ -39,6 +39,7 @@ SMALL = [
     "model.seq_length=16",
     "model.vocab_size=256",
     "metrics.peak_tflops=0.01",
+    "control.heartbeat_interval_s=3",
 ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.phases import Phase
+from spare_megatron.journal.files import AppendingFile
 from spare_megatron.journal.follow import read_standing
 from spare_megatron.journal.paces import find_slowest
 from spare_megatron.journal.records import FaultRecord, LossRecord
@@ -26,12 +27,20 @@ from spare_megatron.report.history import history_of
 from spare_megatron.runtime.checkpoint.checkpoints import all_checkpoints
 from spare_megatron.runtime.checkpoint.verification import verify
 from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import StoreAway, StoreBack
+from spare_megatron.runtime.process.reports import RunEvent, StoreAway, StoreBack
 from spare_megatron.runtime.process.spec import RankSpec
 from spare_megatron.runtime.rank.rank import run_rank
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import HEARTBEAT_S, Run, alert_config, assert_masked, complete_run, fenced_groups
+from tests.integration.whole_run import (
+    HEARTBEAT_S,
+    Run,
+    alert_config,
+    assert_masked,
+    complete_run,
+    fenced_groups,
+    read_run,
+)
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -42,6 +51,8 @@ SLACK_S = 10.0
 AWAY_S = 10 * HEARTBEAT_S
 """Of a node that comes back: it is missed before that also where the store was slow meanwhile, and once more."""
 
+PAUSE_S = 3.0
+"""Twice the longest time that a rank may stand still in what it usually does at once."""
 HANGS = "no progress|no heartbeat"
 """On a busy machine the beats of who hangs may be late, too."""
 
@@ -226,3 +237,29 @@ def test_a_store_that_is_gone_for_good_ends_the_run(text_corpus: Path, tmp_path:
     assert sorted(file.name for file in path.iterdir()) == names
     checkpoint = verify(path)
     assert sorted(checkpoint.manifest.files) == names[1:4:2], "those of one group are enough"
+
+
+def pausing_rank(spec: RankSpec, reports: Connection) -> None:
+    """A rank whose storage pauses once, as it does for all others, when step 2 is to be written down."""
+    append = AppendingFile.append
+
+    def append_late(file: AppendingFile, text: str) -> None:
+        if '"record":"update"' in text and '"step":2' in text:
+            (spec.run_dir / f"paused-{spec.group}").touch()
+            time.sleep(PAUSE_S)
+        append(file, text)
+
+    AppendingFile.append = append_late  # type: ignore[method-assign]
+    run_rank(spec, reports)
+
+
+def test_a_pause_of_the_storage_of_all_groups_is_waited_for(text_corpus: Path, tmp_path: Path) -> None:
+    """Every leader stands in the same write, for longer than a rank may stand still elsewhere."""
+    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS)
+    config = dataclasses.replace(config, control=dataclasses.replace(config.control, heartbeat_interval_s=1.0))
+    events: list[RunEvent] = []
+    start_run(config, tmp_path / "run", events.append, rank_main=pausing_rank)
+    run = read_run(config, tmp_path / "run", events)
+    assert {path.name for path in run.run_dir.glob("paused-*")} == {"paused-0", "paused-1", "paused-2"}
+    assert run.journal.of(LossRecord) == []
+    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary

@@ -12,7 +12,7 @@ from spare_megatron.journal.records import LossRecord, StartRecord, UpdateRecord
 from spare_megatron.runtime.process.reports import GroupRejoined
 from tests.integration.forked_supervisors import Forks
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill
+from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,7 +30,7 @@ def test_a_group_comes_back_after_the_loss_of_a_rank_and_of_a_whole_node_and_cha
         kill(Phase.BACKWARD, 2, 1, rank=1),
         FaultConfig(phase=Phase.FORWARD, step=AWAITED[0] + 2, group=0, rank=0, kind="kill_supervisor"),
     ]
-    config = alert_config(
+    config = tiny_config(
         text_corpus,
         layout,
         steps=STEPS,

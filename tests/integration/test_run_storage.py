@@ -1,8 +1,7 @@
-"""Storage that pauses for all groups at once; a folder of checkpoints that is lost, and comes back or does not."""
+"""A disk that is full; a folder of checkpoints that is lost, and comes back or does not."""
 
 import ctypes
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,21 +15,18 @@ from spare_megatron.cli.train import exit_code, unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.faults.injection import Injector, fill_disk
-from spare_megatron.journal.files import AppendingFile
-from spare_megatron.journal.records import CheckpointRecord, LossRecord, RestartRecord
+from spare_megatron.journal.records import CheckpointRecord, RestartRecord
 from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
 from spare_megatron.runtime.checkpoint.verification import verify
 from spare_megatron.runtime.driver.run import start_run
 from spare_megatron.runtime.process.reports import RecordsLost, RunEvent, StepCommitted
 from spare_megatron.runtime.process.spec import RankSpec
 from spare_megatron.runtime.rank import rank
-from tests.integration.whole_run import Run, alert_config, kill, losses_of, read_run
+from tests.integration.whole_run import Run, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 4
-PAUSE_S = 3.0
-"""Twice the longest time that a rank may stand still in what it usually does at once."""
 _CAPABILITIES_VERSION_3 = 0x20080522
 
 Tamper = Callable[[Path], None]
@@ -86,26 +82,12 @@ def _heed_permissions() -> None:
     assert ctypes.CDLL(None, use_errno=True).capset(header, none) == 0
 
 
-def pausing_rank(spec: RankSpec, reports: Connection) -> None:
-    """A rank whose storage pauses once, as it does for all others, when step 2 is to be written down."""
-    append = AppendingFile.append
-
-    def append_late(file: AppendingFile, text: str) -> None:
-        if '"record":"update"' in text and '"step":2' in text:
-            (spec.run_dir / f"paused-{spec.group}").touch()
-            time.sleep(PAUSE_S)
-        append(file, text)
-
-    AppendingFile.append = append_late  # type: ignore[method-assign]
-    rank.run_rank(spec, reports)
-
-
 def run_of(
     corpus: Path, run_dir: Path, acts: dict[tuple[int, Phase], Tamper], *, num_groups: int, every: int, **settings: Any
 ) -> Run:
     """A run with synchronous saves, which is wiped out in step 3 if it has three groups; valid in any case."""
     faults = [kill(Phase.FORWARD, 3, 0), kill(Phase.FORWARD, 3, 1)] if num_groups == 3 else []
-    config = alert_config(
+    config = tiny_config(
         corpus,
         LayoutConfig(num_groups=num_groups),
         steps=STEPS,
@@ -116,8 +98,7 @@ def run_of(
         max_restarts=1,
     )
     saving = replace(config.checkpoint, interval_steps=every, asynchronous=False, keep_last=9, **settings)
-    # Nobody falls silent here, whatever the machine is busy with.
-    config = replace(config, checkpoint=saving, control=replace(config.control, heartbeat_interval_s=5.0))
+    config = replace(config, checkpoint=saving)
     events: list[RunEvent] = []
     start_run(config, run_dir, events.append, rank_main=partial(tampering_rank, acts))
     run = read_run(config, run_dir, events)
@@ -129,7 +110,7 @@ def test_a_disk_that_stays_full_costs_the_proof_of_a_run_and_not_the_run(text_co
     """It ended as one that could not begin, with exit code 2, and without a summary."""
     full = FaultConfig(phase=Phase.FORWARD, step=STEPS - 1, group=1, rank=0, kind="disk_full")
     run_dir = tmp_path / "run"
-    config = alert_config(text_corpus, LayoutConfig(num_groups=2), steps=STEPS, faults=[full])
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=STEPS, faults=[full])
     config = replace(config, checkpoint=replace(config.checkpoint, interval_steps=STEPS))
     events: list[RunEvent] = []
 
@@ -194,15 +175,3 @@ def test_a_restart_without_the_folder_ends_the_run_and_says_why(text_corpus: Pat
     assert "put that back" in run.summary.outcome_reason
     assert run.summary.steps_committed == 3
     verify(checkpoint_path(tmp_path / "run" / "away", 2))
-
-
-def test_a_pause_of_the_storage_of_all_groups_is_waited_for(text_corpus: Path, tmp_path: Path) -> None:
-    """Every leader stands in the same write, for longer than a rank may stand still elsewhere."""
-    config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS)
-    config = replace(config, control=replace(config.control, heartbeat_interval_s=1.0))
-    events: list[RunEvent] = []
-    start_run(config, tmp_path / "run", events.append, rank_main=pausing_rank)
-    run = read_run(config, tmp_path / "run", events)
-    assert {path.name for path in run.run_dir.glob("paused-*")} == {"paused-0", "paused-1", "paused-2"}
-    assert run.journal.of(LossRecord) == []
-    assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -53,11 +54,13 @@ def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[
     return _build_sections(table), []
 
 
-def _leaf_kinds(schema: type[Any], prefix: str) -> dict[str, Any]:
+@cache
+def _leaf_kinds(schema: type[Any], prefix: str) -> Mapping[str, Any]:
+    """Of every setting its type; there is one schema, and a campaign builds many configurations."""
     kinds: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind) and isinstance(kind, type):
-            kinds |= _leaf_kinds(kind, f"{prefix}{name}.")
+            kinds.update(_leaf_kinds(kind, f"{prefix}{name}."))
         else:
             kinds[f"{prefix}{name}"] = kind
     return kinds

@@ -115,9 +115,9 @@ class _Condition:
             return False
         if draw.kind in _CORRUPTIONS and step < self.corrupt_until:
             return False
-        lost = frozenset(group for group, until in self.lost_until.items() if step < until)
         if not draw.costs:
             return True
+        lost = frozenset(group for group, until in self.lost_until.items() if step < until)
         everybody = frozenset(GroupId(group) for group in range(self.placement.num_groups))
         left = everybody - lost - groups
         num_members, is_flip = len(everybody - lost), draw.kind == "param_flip"
@@ -277,12 +277,13 @@ def _place(
 
 def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[GroupId]:
     """The groups that the fault strikes when it is aimed at this one."""
-    layout, spare = config.parallel, config.spare
     if draw.is_of_domain:
-        first = group - group % spare.groups_per_domain
-        members = range(first, min(first + spare.groups_per_domain, layout.num_groups))
+        size = config.spare.groups_per_domain
+        first = group - group % size
+        members = range(first, min(first + size, config.layout.num_groups))
         return frozenset(GroupId(member) for member in members)
     if draw.kind in _OF_A_NODE:
+        layout = config.parallel
         nodes = {layout.node_of(group, rank) for rank in range(layout.ranks_per_group)}
         return frozenset(other for node in nodes for other in layout.groups_on(node))
     return frozenset({group})

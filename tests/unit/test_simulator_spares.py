@@ -153,12 +153,12 @@ def test_the_expected_absence_of_a_group_is_that_of_the_queue(num_spares: int, i
     )  # fmt: skip
     process = make_process(scenario.failures, 400, np.random.default_rng(1))
     fleet = Fleet(scenario, process, np.random.default_rng(2))
-    until_s = 600_000.0
-    for now_s in np.arange(0.0, until_s, 1.0):
+    until_s, step_s = 600_000.0, 5.0
+    for now_s in np.arange(0.0, until_s, step_s):
         fleet.lose_until(now_s)
         if ready := fleet.ready(now_s):
             fleet.take_in(now_s, ready)
-    absence_s = fleet.mean_down(until_s, 0.0) * until_s / fleet.num_lost - 0.5  # until the next second begins
+    absence_s = fleet.mean_down(until_s, 0.0) * until_s / fleet.num_lost - step_s / 2  # until the next step begins
     expected_s = scenario.mean_absence_s()
     print(f"{num_spares} spares: away for {absence_s:.2f} s, expected {expected_s:.2f} s")
     assert absence_s == pytest.approx(

@@ -110,21 +110,23 @@ def num_down_with_spares(num_groups: int, away: RepairTimes, rejoin: RejoinTimes
         rejoin: R and n.
     """
     rate = num_groups / (away.group_interval_s + away.repair_s)
-    k = np.arange(min(num_groups, _most(rate * rejoin.repair_s)) + 1)
+    least, most = _likely(rate * rejoin.repair_s)
+    k = np.arange(min(max(least - rejoin.num_spares, 0), num_groups), min(num_groups, most) + 1)
     waiting = poisson.pmf(k + rejoin.num_spares, rate * rejoin.repair_s)
-    waiting[0] = poisson.cdf(rejoin.num_spares, rate * rejoin.repair_s)
+    if k[0] == 0:
+        waiting[0] = poisson.cdf(rejoin.num_spares, rate * rejoin.repair_s)
     others = max(rate * away.repair_s - rate * hardware_wait_s(rejoin.num_spares, rate, rejoin.repair_s), 0.0)
-    others_k = np.arange(min(num_groups, _most(others)) + 1)
-    found = np.convolve(waiting, poisson.pmf(others_k, others))[: num_groups + 1]
+    others_k = np.arange(min(num_groups, _likely(others)[1]) + 1)
+    found = np.convolve(waiting, poisson.pmf(others_k, others))[: num_groups + 1 - k[0]]
     pmf = np.zeros(num_groups + 1)
-    pmf[: len(found)] = found
+    pmf[k[0] : k[0] + len(found)] = found
     pmf[-1] += max(1.0 - pmf.sum(), 0.0)
     return pmf
 
 
-def _most(mean: float) -> int:
-    """No larger count of a Poisson variable has a probability that floats can hold."""
-    return int(mean + 40 * sqrt(mean) + 800)
+def _likely(mean: float) -> tuple[int, int]:
+    """The least and the largest count of a Poisson variable of which floats can hold the probability, or beyond."""
+    return max(int(mean - 40 * sqrt(mean)), 0), int(mean + 40 * sqrt(mean) + 800)
 
 
 def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: float) -> RepairTimes:

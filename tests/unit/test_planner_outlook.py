@@ -159,6 +159,17 @@ def test_time_to_wipe_out_with_spares_is_near_that_of_simulated_events(num_spare
     assert expected_s == pytest.approx(lived_s.mean(), rel=0.25)
 
 
+@pytest.mark.parametrize("repair_s", [10.0, 9000.0, 1e7])
+def test_groups_without_hardware_are_those_that_are_in_repair_beyond_the_spares(repair_s: float) -> None:
+    """A few, so many that none at all is as good as impossible, and all."""
+    rejoin = RejoinTimes(repair_s=repair_s, transfer_s=100.0, num_spares=10)
+    away = absence(3000, 1e4, rejoin)
+    num_down = num_down_with_spares(3000, away, rejoin)
+    lost_per_s = 3000 / (1e4 + away.repair_s)
+    assert num_down.sum() == pytest.approx(1.0)
+    assert num_down @ np.arange(3001) == pytest.approx(lost_per_s * away.repair_s, rel=0.01)
+
+
 def test_groups_that_are_down_independently_are_equivalent_to_themselves() -> None:
     away = RepairTimes(group_interval_s=600.0, repair_s=30.0)
     found = equivalent_repair(3, num_down_probabilities(100, away), 600.0)

@@ -67,7 +67,7 @@ def _meet(port: int) -> None:
     """A rank's: each recovery is a rendezvous on a connection of its own."""
     from spare_megatron.control.tcp_store import TcpControlStore, serve
 
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     server = context.Process(target=serve, args=("127.0.0.1", theirs), daemon=True)
     server.start()
@@ -85,7 +85,7 @@ def test_no_name_server_is_asked(connect: Callable[[int], None], asks: bool) -> 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stand_in:
         stand_in.bind(("127.0.0.1", 0))
         stand_in.setblocking(False)
-        process = multiprocessing.get_context("spawn").Process(target=connect, args=(stand_in.getsockname()[1],))
+        process = multiprocessing.get_context("forkserver").Process(target=connect, args=(stand_in.getsockname()[1],))
         process.start()
         process.join(2 * TIMEOUT.total_seconds())
         if process.is_alive():

@@ -94,6 +94,15 @@ def test_a_relay_that_looks_when_its_time_is_over_has_the_votes_that_have_come(r
     assert collected(relay, 0, 0.0) == set(BLOCK)
 
 
+def test_who_looks_when_its_time_is_over_hears_of_an_entry_that_has_come(relay: VoteRelay) -> None:
+    link = link_to(relay, SECOND, SHORT_S)
+    assert link.send(FIRST, 0, "vote", 0)
+    assert collected(relay, 0, SHORT_S) == {FIRST, SECOND}
+    relay.pass_on(0, "entry")
+    link._end_s = 0.0
+    assert link.await_entry(0, 0) == "entry"
+
+
 def test_entries_of_any_length_come_through(relay: VoteRelay) -> None:
     link = link_to(relay, SECOND)
     assert link.send(FIRST, 0, "v" * 30_000, 0)

@@ -72,8 +72,8 @@ class RelayLink:
             Empty if it says so too late after the vote, or that it does not pass the vote on this attempt on.
         """
         while index not in self._told and self._connection is not None and self._last_told < index:
-            left_s = self._end_s - time.monotonic()
-            if left_s <= 0 or not _has_come(self._connection, left_s):
+            # However late this leader itself looks: what has come meanwhile need not be asked for.
+            if not _has_come(self._connection, max(self._end_s - time.monotonic(), 0.0)):
                 self._waited_for = index
                 return ""
             try:

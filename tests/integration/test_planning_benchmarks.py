@@ -4,8 +4,11 @@ They run in this process, which has what they import, as the scripts that they a
 """
 
 import json
+import resource
 import runpy
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,17 @@ def checked(text: str, keys: set[str]) -> dict[str, Any]:
     return result
 
 
+@pytest.fixture
+def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Takes back what scripts change in their process."""
+    for what in ("argv", "path"):
+        monkeypatch.setattr(sys, what, list(getattr(sys, what)))
+    handler, limits = signal.getsignal(signal.SIGTERM), resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def run(name: str, words: list[str]) -> None:
     """As a script, which may end by an exit without a fault."""
     sys.argv = [f"benchmarks/{name}.py", *words, "--json"]
@@ -53,12 +67,8 @@ def run(name: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_TRAINING)
-def test_a_command_that_does_not_train(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_does_not_train(name: str, process_as_before: None, capsys: pytest.CaptureFixture[str]) -> None:
     words, keys = NOT_TRAINING[name]
-    for what in ("argv", "path"):  # which a script changes
-        monkeypatch.setattr(sys, what, list(getattr(sys, what)))
     run(name, words.split())
     result = checked(capsys.readouterr().out, keys)
     if name == "control_plane":

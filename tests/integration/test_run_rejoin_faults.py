@@ -13,7 +13,16 @@ from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord
 from spare_megatron.runtime.process.reports import GroupLost, GroupRejoined
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
-from tests.integration.whole_run import Run, alert_config, assert_masked, complete_run, entries_of, kill, losses_of
+from tests.integration.whole_run import (
+    HEARTBEAT_S,
+    Run,
+    alert_config,
+    assert_masked,
+    complete_run,
+    entries_of,
+    kill,
+    losses_of,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -22,6 +31,8 @@ AWAITED = 4
 """The step at whose end the group that was lost first is taken in."""
 LOSS = kill(Phase.FORWARD, 2, 1)
 FOUR = LayoutConfig(num_groups=4)
+AWAY_S = 10 * HEARTBEAT_S
+"""Of a node that comes back: it is missed before that also where the store was slow meanwhile, and once more."""
 
 
 def awaiting(*awaited: tuple[int, int, int]) -> Watch:
@@ -208,7 +219,7 @@ def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, 
 
 
 def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -> None:
-    fault = replace(strike("stop_node", Phase.FORWARD, 2, 1), seconds=4.0)
+    fault = replace(strike("stop_node", Phase.FORWARD, 2, 1), seconds=AWAY_S)
     cluster = ClusterConfig(device="cpu", num_nodes=4)
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))
@@ -241,7 +252,7 @@ def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Pa
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")
 def test_a_node_that_was_cut_off_comes_back(text_corpus: Path, tmp_path: Path) -> None:
-    fault = replace(strike("cut", Phase.FORWARD, 2, 1), seconds=4.0)
+    fault = replace(strike("cut", Phase.FORWARD, 2, 1), seconds=AWAY_S)
     cluster = ClusterConfig(device="cpu", num_nodes=4, isolate_nodes=True)
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))

@@ -2,7 +2,7 @@
 
 import time
 
-from spare_megatron.control.etcd_gateway import EtcdGateway, Message, decoded, encoded
+from spare_megatron.control.etcd_gateway import EtcdGateway, Message, StoreFull, decoded, encoded
 from spare_megatron.control.etcd_watch import EtcdWatch
 
 _RECHECK_S = 1.0
@@ -42,15 +42,30 @@ class EtcdDirectory:
         value = watch.value(key, min(timeout_s, max(0.0, self._check_at_s - time.monotonic())))
         began_s = time.monotonic()
         if value is None and began_s >= self._check_at_s:
-            value = values_of(self._read_one(key)).get(key)
-            if value is None:
-                self._gateway.check_space()
+            value = self._confirmed(key)
             self._checked(began_s)
             if value is not None:
                 self.close()  # it should have said so: its member may be cut off
         elif value is not None and self._is_ordered and key > self._first:
             watch.let_go_before(key)
             self._first = key
+        return value
+
+    def _confirmed(self, key: str) -> str | None:
+        """The key's value by reads.
+
+        Raises:
+            StoreFull: There is none, and none can be written any more.
+        """
+        value = values_of(self._read_one(key)).get(key)
+        if value is None:
+            try:
+                self._gateway.check_space()
+            except StoreFull:
+                # It may be the last that was written: all have to see the same end of what they follow.
+                value = values_of(self._read_one(key)).get(key)
+                if value is None:
+                    raise
         return value
 
     def close(self) -> None:

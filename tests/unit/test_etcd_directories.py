@@ -11,7 +11,7 @@ import pytest
 
 from spare_megatron.control import etcd_directory
 from spare_megatron.control.decision_log import DecisionLog, entry_key
-from spare_megatron.control.etcd_gateway import decoded, encoded
+from spare_megatron.control.etcd_gateway import StoreFull, decoded, encoded
 from spare_megatron.control.etcd_store import EtcdControlStore
 from spare_megatron.control.spec import EtcdStoreSpec
 from spare_megatron.control.store import StoreTimeout
@@ -32,6 +32,8 @@ class Etcd:
         self.values: dict[str, tuple[str, int]] = {}
         self.streams: list[Stream] = []
         self.num_watches = self.num_values_read = 0
+        self.last_key = ""
+        """That of the write after which it is full, and which comes when somebody asks whether it is."""
 
     @property
     def revision(self) -> int:
@@ -101,6 +103,11 @@ class Gateway:
             self._etcd.streams.remove(stream)
             self._etcd.changed.notify_all()
 
+    def check_space(self) -> None:
+        if self._etcd.last_key:
+            self._etcd.put(self._etcd.last_key, "the last")
+            raise StoreFull("etcd is full")
+
     def close(self) -> None:
         pass
 
@@ -150,6 +157,20 @@ def test_what_is_written_in_either_directory_is_heard_of(etcd: Etcd, store: Etcd
         assert store.wait(entry_key(index), WAIT_S) == f"entry {index}"
         assert store.wait(f"save/7/{index}", WAIT_S) == f"share {index}"
     assert etcd.num_watches == 2
+
+
+def test_what_was_written_last_before_it_was_full_is_found_and_nothing_after_it(
+    etcd: Etcd, store: EtcdControlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups have to agree on the last entry of the log, or what they save does not belong together."""
+    for name in ("_RECHECK_S", "_RECHECK_READS"):
+        monkeypatch.setattr(etcd_directory, name, 0.0)  # what the watch does not tell is read each time
+    log = DecisionLog(store)
+    assert not log.has(0)
+    etcd.last_key = entry_key(0)
+    assert log.has(0)
+    with pytest.raises(StoreFull):
+        log.wait(1, WAIT_S)
 
 
 def test_the_directory_that_was_asked_about_longest_ago_is_dropped(etcd: Etcd, store: EtcdControlStore) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spare_megatron.control.store import StoreLost
 from spare_megatron.core.buckets import MAX_STAGED
 from spare_megatron.core.slice_actions import GatherParams
 from spare_megatron.core.topology import GroupId, Member, SliceId
@@ -47,11 +48,16 @@ class Agreement:
         self.written: set[int] = set()
         self.broken: set[int] = set()
         self.told: list[int] = []
+        self.is_store_there = True
+        self.num_questions = 0
 
     def highest(self, value: int) -> int:
         return value
 
     def is_written(self, index: int) -> bool:
+        self.num_questions += 1
+        if not self.is_store_there:
+            raise StoreLost("the control store does not answer")
         return index in self.written
 
     def is_broken(self, index: int) -> bool:
@@ -91,8 +97,9 @@ class Communicator:
         return True
 
     def wait(self, is_decided: Callable[[], bool]) -> bool:
+        is_over = is_decided()
         if not self.others:
-            assert is_decided() or not self.waits_for_ever, "nobody ends the wait"
+            assert is_over or not self.waits_for_ever, "nobody ends the wait"
             return False
         self.in_flight.popleft()[self.other].copy_(self.others.popleft())
         self.num_complete += 1
@@ -173,6 +180,25 @@ def test_who_waits_gives_up_as_soon_as_somebody_has_said_so() -> None:
     rank.run()
     assert rank.agreement.told == []
     assert (rank.gather.is_lacking, rank.gather.evidence) == (True, "another group could not gather")
+
+
+def test_what_comes_without_the_store_is_taken_before_it_is_said_to_be_lost() -> None:
+    """The slices are updated, and whoever exits without the parameters that belong to them has nothing to save."""
+    rank = Rank(0, torch.float32, [torch.zeros(())] * 100)
+    rank.agreement.is_store_there = False
+    with pytest.raises(StoreLost):
+        rank.run()
+    assert not rank.gather.is_lacking
+    assert rank.agreement.num_questions == 1, "each may take as long as the store is waited for"
+
+
+def test_without_the_store_a_gather_may_break() -> None:
+    rank = Rank(0, torch.float32, [torch.zeros(())])
+    rank.agreement.is_store_there = False
+    with pytest.raises(StoreLost):
+        rank.run()
+    assert rank.gather.is_lacking
+    assert rank.agreement.told == []
 
 
 def test_nobody_is_told_where_the_log_says_more() -> None:

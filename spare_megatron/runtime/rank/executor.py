@@ -330,10 +330,12 @@ class GroupExecutor:
             if self._step is not None:
                 self._step.plans.clear()  # they were computed with what may be wrong
         lacked = self.lacks_params
-        self._gather.run(action, self._connected, self._head)
-        if lacked and not self.lacks_params:
-            self._hold_params(action.step)
-            self.saves.go_on(action.step)
+        try:
+            self._gather.run(action, self._connected, self._head)
+        finally:  # also if the store is lost: they may be all that is left
+            if lacked and not self.lacks_params:
+                self._hold_params(action.step)
+                self.saves.go_on(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
         """Has missing copies made, and lets go of slices that this group is not to hold any more."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from spare_megatron.control.store import StoreLost
 from spare_megatron.core.buckets import MAX_STAGED
 from spare_megatron.core.gather_rounds import Round, gather_rounds
 from spare_megatron.core.liveness import Operation
@@ -63,16 +64,27 @@ class ParamsGather:
             members: The groups of the communicator, ascending.
             head: Entries of the log folded so far. Once the next one is written, or somebody says that the gathering is
                 broken, nobody goes on with it.
+
+        Raises:
+            StoreLost: The store does not answer. Not before it is known whether everything has come all the same: the
+                slices are updated, and without the parameters that belong to them nobody can begin again.
         """
+        lost: StoreLost | None = None
 
         def is_over() -> bool:
-            return self._agreement.is_written(head) or self._agreement.is_broken(head)
+            nonlocal lost
+            if lost is None:
+                try:
+                    return self._agreement.is_written(head) or self._agreement.is_broken(head)
+                except StoreLost as error:
+                    lost = error
+            return False
 
         self._probe(Phase.BEFORE_GATHER)
         evidence = "another rank of the group could not gather"
         with self._probe.during(Operation.REDUCE):
             is_complete = len(members) == 1 or self._exchange(action, members, is_over)
-            if not is_complete:
+            if not is_complete and lost is None:
                 evidence = self._explain(head)
         with self._probe.during(Operation.SETTLE):
             is_broken = bool(self._agreement.highest(int(not is_complete)))
@@ -81,6 +93,8 @@ class ParamsGather:
             self._communicator.give_up()
             self.evidence = evidence
         self.is_lacking = self.is_lacking and is_broken
+        if lost is not None:
+            raise lost
 
     def _explain(self, head: int) -> str:
         """Why not everything has come. Whoever is the first to see it lets the others know.

@@ -5,11 +5,9 @@ answer reaches it. Between any two moves a fault may strike. After a while the f
 """
 
 import math
-from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -199,10 +197,8 @@ class World:
                 self._fault()
             movable = [process for process in self._processes if self._can_move(process)]
             if movable:
-                # What `choices` does, which spends more on what else it may be asked for.
-                weights = list(accumulate([process.weight for process in movable]))
-                chosen = bisect(weights, self._random.random() * weights[-1], 0, len(movable) - 1)
-                self._move(movable[chosen])
+                weights = [process.weight for process in movable]
+                self._move(self._random.choices(movable, weights)[0])
                 self.num_moves += 1
             elif not self._end_a_fault() and not self._go_on_after_wipe_out():
                 break

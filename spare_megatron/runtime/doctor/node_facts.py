@@ -25,7 +25,6 @@ from spare_megatron.control.open_store import etcd_spec
 from spare_megatron.control.store import StoreLost
 
 _PACKAGES = ("megatron-core", "transformer-engine")
-_ANSWER_S = 5.0
 _VISIBLE_S = 5.0
 """A network file system shows a new file to others within this."""
 _POLL_S = 0.2
@@ -148,7 +147,7 @@ def _store_failures(control: ControlConfig) -> Mapping[str, str]:
     for endpoint in control.endpoints:
         url = urlsplit(endpoint)
         try:
-            socket.create_connection((url.hostname, url.port), timeout=_ANSWER_S).close()
+            socket.create_connection((url.hostname, url.port), timeout=ANSWER_S).close()
         except OSError as error:
             failures[endpoint] = error.strerror or str(error)
     return failures
@@ -157,7 +156,7 @@ def _store_failures(control: ControlConfig) -> Mapping[str, str]:
 def _store_space(control: ControlConfig) -> tuple[StoreSpace | None, str]:
     """How large etcd is, or what it says instead."""
     try:
-        spec = replace(etcd_spec(control, "doctor", os.environ), timeout_s=_ANSWER_S)
+        spec = replace(etcd_spec(control, "doctor", os.environ), timeout_s=ANSWER_S)
         if silence := silence_of(spec):
             return None, f"no member that has a quorum answers within {ANSWER_S:g} s: {silence}"
         return etcd_space(spec), ""

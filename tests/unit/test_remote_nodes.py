@@ -14,15 +14,19 @@ from typing import Any
 import pytest
 
 from spare_megatron.cli.train import exit_code
-from spare_megatron.config.schema import SlurmConfig
+from spare_megatron.config.schema import RunConfig, SlurmConfig
+from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.liveness import ENDED
 from spare_megatron.core.topology import GroupId, Layout, Member
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.driver.node_connection import Door, connect
-from spare_megatron.runtime.process.reports import EndEarly, ExitCode, NodeEnded, RankRaised, StoreAway
+from spare_megatron.runtime.process.reports import EndEarly, ExitCode, LastWordTaken, NodeEnded, RankRaised, StoreAway
+from spare_megatron.runtime.process.spec import NodeSpec
 from spare_megatron.runtime.supervisor import driver_link
 from spare_megatron.runtime.supervisor.driver_link import DriverLink, Stopped
-from spare_megatron.runtime.supervisor.orphans import end_without_driver, outcome_of, wait_for_others
+from spare_megatron.runtime.supervisor.orphans import end_without_driver, outcome_of, wait_for_others, write_end
 from spare_megatron.runtime.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
 from spare_megatron.slurm.allocation import Claims
 from spare_megatron.slurm.steps import SrunLauncher, node_step, step_command
@@ -183,6 +187,43 @@ def test_a_driver_elsewhere_is_not_waited_for_without_end(monkeypatch: pytest.Mo
     assert not link.is_there
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("told", "is_there"), [((EndEarly(), LastWordTaken()), True), (("stop",), True), ((EndEarly(),), False)]
+)
+def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(told: Sequence[object], is_there: bool) -> None:
+    """It was taken for told as soon as it was sent, perhaps to what was about to die with the driver."""
+    ours, theirs = Pipe()
+    link = DriverLink(ours, is_needed=False)
+    for order in told:
+        theirs.send(order)
+
+    def read() -> None:
+        with theirs:
+            theirs.recv()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    link.close(REPORT)
+    thread.join(WAIT_S)
+    assert link.is_there == is_there
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_said_stop_and_went_is_not_taken_for_lost() -> None:
+    """The node went on without it, for it had something to tell before it listened."""
+    ours, theirs = Pipe()
+    link = DriverLink(ours, is_needed=False)
+    theirs.send("stop")
+    theirs.close()
+    link.tell(REPORT)
+    assert link._sender is not None
+    link._sender.join(WAIT_S)
+    link.tell(REPORT)
+    with pytest.raises(Stopped):
+        link.hear()
+
+
 def test_a_node_is_told_to_end_early() -> None:
     ours, theirs = Pipe()
     theirs.send(EndEarly())
@@ -213,6 +254,21 @@ def test_a_node_without_a_group_in_the_run_does_not_know_its_end() -> None:
     assert end is not None
     assert (end.outcome, end.reason) == ("finished", "")
     assert end_without_driver(exits, {zero, one}) is None
+
+
+def test_the_end_is_journaled_also_where_the_file_has_been_closed(tmp_path: Path) -> None:
+    """The driver may be lost while it takes the last word."""
+    store = TcpStoreSpec(host="127.0.0.1", port=1)
+    spec = NodeSpec(config=RunConfig(), run_dir=tmp_path, node=1, store=store, faults=(), rank_main=no_main)
+    zero, one = GroupId(0), GroupId(1)
+    write_end(spec, {(zero, 0): 0}, {zero})
+    write_end(spec, {(zero, 0): 0, (one, 0): int(ExitCode.WIPE_OUT)}, {zero})
+    (end,) = read_journal(tmp_path).of(EndRecord)
+    assert end.outcome == "wipe_out"
+
+
+def no_main(spec: object, pipe: object) -> None:
+    raise AssertionError("no rank is started")
 
 
 class Beats:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import os
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from spare_megatron.control.spec import TcpStoreSpec
 from spare_megatron.core.topology import GroupId
 from spare_megatron.runtime.driver import stand_in as module
 from spare_megatron.runtime.driver.node_connection import connect
-from spare_megatron.runtime.process.reports import NodeEnded, NodeMissing, RanksReady
+from spare_megatron.runtime.process.reports import LastWordTaken, NodeEnded, NodeMissing, RanksReady
 from spare_megatron.runtime.process.spec import NodeSpec
 
 WAIT_S = 60.0
@@ -29,6 +31,7 @@ class Step:
     """A supervisor as a thread; it has a process that does not end by itself."""
 
     def __init__(self, run_dir: Path, life: Callable[[Connection], None]) -> None:
+        self.is_terminated = False
         self._thread = threading.Thread(target=self._run, args=(run_dir, life))
         self._thread.start()
 
@@ -41,7 +44,7 @@ class Step:
         return None
 
     def terminate(self) -> None:
-        pass
+        self.is_terminated = True
 
     kill = terminate
 
@@ -52,6 +55,8 @@ class Step:
 
 class Broken:
     """A step that has ended at once."""
+
+    is_terminated = False
 
     def poll(self) -> int | None:
         return 127
@@ -73,6 +78,7 @@ class Launcher:
     def __init__(self, *lives: Callable[[Connection], None] | None) -> None:
         self._lives = list(lives)
         self.told: list[str] = []
+        self.steps: list[Step | Broken] = []
 
     def start(self, run_dir: Path, node: int, life: int) -> Any:
         self.told.append(f"start {life}")
@@ -81,7 +87,8 @@ class Launcher:
             raise ValueError("scontrol failed: Socket timed out on send/recv operation")
         if begin is nobody:
             return None
-        return Broken() if begin is broken else Step(run_dir, begin)
+        self.steps.append(Broken() if begin is broken else Step(run_dir, begin))
+        return self.steps[-1]
 
     def ended(self, run_dir: Path, node: int) -> None:
         self.told.append("ended")
@@ -200,3 +207,30 @@ def test_one_that_is_lost_later_is_for_the_other_nodes_to_find(spec: NodeSpec) -
     ours, theirs = Pipe()
     module._StandIn(Launcher(lost_when_ready, lost_at_once, there_to_the_end), spec, theirs).run()
     assert [ours.recv() for _ in range(3)] == [READY, READY, ENDED]
+
+
+@pytest.mark.timeout(60)
+def test_a_supervisor_that_tells_a_driver_that_is_gone_is_left_to_itself(spec: NodeSpec) -> None:
+    """It was terminated, for it was heard before the driver's end was seen."""
+    ours, theirs = Pipe()
+    with socket.socket(fileno=os.dup(ours.fileno())) as driver:
+        driver.shutdown(socket.SHUT_RD)  # nothing can be told any more, and its end is not seen
+    launcher = Launcher(lost_when_ready)
+    with pytest.raises(module._Over):
+        module._StandIn(launcher, spec, theirs).run()
+    (step,) = launcher.steps
+    step.wait(WAIT_S)
+    assert not step.is_terminated
+
+
+@pytest.mark.timeout(60)
+def test_a_supervisor_is_told_that_the_driver_has_its_last_word(spec: NodeSpec) -> None:
+    heard: list[object] = []
+
+    def waits(driver: Connection) -> None:
+        driver.send(ENDED)
+        heard.append(driver.recv())
+
+    ours, theirs = Pipe()
+    module._StandIn(Launcher(waits), spec, theirs).run()
+    assert (ours.recv(), heard) == (ENDED, [LastWordTaken()])

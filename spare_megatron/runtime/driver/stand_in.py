@@ -12,13 +12,13 @@ import sys
 import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from spare_megatron.control.open_store import open_store, without_credentials
 from spare_megatron.core.rejoin import restart_delay_s
 from spare_megatron.runtime.driver.node_connection import Door
 from spare_megatron.runtime.process.processes import describe_exit, log_to_file, say
-from spare_megatron.runtime.process.reports import NodeEnded, NodeMissing, RanksReady
+from spare_megatron.runtime.process.reports import LastWordTaken, NodeEnded, NodeMissing, NodeReport, RanksReady
 from spare_megatron.runtime.process.spec import NodeSpec
 
 _RETRY_S, _LONGEST_RETRY_S = 2.0, 60.0
@@ -95,7 +95,7 @@ class _StandIn:
                     return
                 if not self._has_begun:
                     cause = self._why_missing(has_come=supervisor is not None)
-                    self._driver.send(NodeMissing(node=self._spec.node, cause=cause))
+                    self._tell(NodeMissing(node=self._spec.node, cause=cause))
                 self._end_step()
                 if not self._launcher.replaces:
                     sys.exit(1)
@@ -128,7 +128,8 @@ class _StandIn:
                     self._obey(None)
                 if door.fileno() in ready and (supervisor := door.accept()) is not None:
                     store = without_credentials(spec.store)
-                    supervisor.send(dataclasses.replace(spec, store=store, life=self._life, is_remote=True))
+                    with contextlib.suppress(OSError):  # it is lost already, as who listens to it will see
+                        supervisor.send(dataclasses.replace(spec, store=store, life=self._life, is_remote=True))
                     return supervisor
                 if self._step is not None and self._step.poll() is not None:
                     break
@@ -182,17 +183,30 @@ class _StandIn:
                     except (EOFError, OSError):
                         return False
                     self._has_begun = self._has_begun or isinstance(report, RanksReady)
-                    self._driver.send(report)
+                    self._tell(report)
                     if isinstance(report, NodeEnded):
+                        with contextlib.suppress(OSError):
+                            supervisor.send(LastWordTaken())
                         return True
+
+    def _tell(self, report: NodeReport) -> None:
+        """Passes on what the supervisor says, or what is to be said in its place."""
+        try:
+            self._driver.send(report)
+        except OSError:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        """The driver is gone. The supervisor goes on without it: its step is not ended."""
+        self._step = None
+        raise _Over
 
     def _obey(self, supervisor: Connection | None) -> None:
         """What the driver says goes on to the supervisor; without a driver it is left to itself."""
         try:
             order = self._driver.recv()
         except (EOFError, OSError):
-            self._step = None  # it goes on without the driver, too
-            raise _Over from None
+            self._leave()
         if supervisor is not None:
             with contextlib.suppress(OSError):
                 supervisor.send(order)

@@ -293,6 +293,11 @@ class EndEarly:
     """To a supervisor from the driver: the run is to end with the step under way."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastWordTaken:
+    """To a supervisor from what stands for it: the driver has its last word."""
+
+
 Order = GoOn | EndEarly
 
 NodeReport = RankReport | RanksStarted | NodeMissing | GroupLost | StoreAway | StoreBack | StoreGone | NodeEnded

@@ -1,6 +1,7 @@
 """A supervisor's connection to the driver: reports go there, orders come from there."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -54,13 +55,10 @@ class DriverLink:
         """Tells the driver, if there is one.
 
         Raises:
-            Stopped: It is gone, or has left too much unread.
+            Stopped: It has left too much unread.
         """
         self._listener(report)
-        if self._connection is None:
-            return
-        if self._failure is not None:
-            self._lose(self._failure)
+        if self._connection is None or self._failure is not None:  # its last order, or its end, is yet to be heard
             return
         try:
             self._unread.put_nowait(bytes(ForkingPickler.dumps(report)))  # now: what it names may change
@@ -92,7 +90,8 @@ class DriverLink:
         """Tells the driver the last word, and waits until it has taken it.
 
         One that is needed is here: it may have been stopped by hand and be continued at any time, and if it ends the
-        connection breaks. One elsewhere is not waited for longer than a minute.
+        connection breaks. One elsewhere is not waited for longer than a minute, and has to say that it has it: what
+        stands for it here may be there for a moment longer than itself.
 
         Raises:
             Stopped: It is gone.
@@ -104,8 +103,22 @@ class DriverLink:
         with contextlib.suppress(Full):
             self._unread.put(None, timeout=timeout_s)
             self._sender.join(timeout_s)
-        if self._sender.is_alive() or self._failure is not None:
-            self._lose(self._failure or TimeoutError(f"it has not read all reports within {_LAST_WORD_S:g} s"))
+        if self._sender.is_alive():
+            self._lose(TimeoutError(f"it has not read all reports within {_LAST_WORD_S:g} s"))
+        elif self._failure is not None or not self._is_needed:
+            self._await_receipt(self._connection)
+
+    def _await_receipt(self, connection: Connection) -> None:
+        """Hears whether the last word is taken, or none was wanted any more; else the driver is gone."""
+        end_s = time.monotonic() + _LAST_WORD_S
+        error: Exception = TimeoutError(f"it has not taken the last word within {_LAST_WORD_S:g} s")
+        try:
+            while connection.poll(max(0.0, end_s - time.monotonic())):
+                if not isinstance(connection.recv(), Order):
+                    return
+        except (EOFError, OSError) as failure:
+            error = self._failure or failure
+        self._lose(error)
 
     def _send(self, connection: Connection) -> None:
         """The thread's part."""

@@ -1,13 +1,16 @@
 """What becomes of a run whose driver is lost: its supervisors bring it to its end, and tell how it ended."""
 
+import contextlib
 import time
 from collections.abc import Collection, Mapping
 
 from spare_megatron.control.store import ControlStore
 from spare_megatron.core.liveness import ENDED
 from spare_megatron.core.topology import GroupId
+from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord, Outcome
 from spare_megatron.runtime.process.reports import ExitCode, RankKey
+from spare_megatron.runtime.process.spec import NodeSpec
 
 _SILENT_INTERVALS = 4.0
 """A node whose beat stands still for so long is not waited for."""
@@ -34,6 +37,15 @@ def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) 
         return None
     outcome = outcome_of(codes)
     return EndRecord(outcome=outcome, reason="" if outcome == "finished" else f"exit codes {sorted(codes)}")
+
+
+def write_end(spec: NodeSpec, exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> None:
+    """Journals what `end_without_driver` returns, in the node's file. A full disk lacks it."""
+    end = end_without_driver(exits, lost)
+    if end is None:
+        return
+    with contextlib.suppress(OSError), contextlib.closing(JournalWriter(spec.run_dir, spec.name)) as journal:
+        journal.write(end)
 
 
 def wait_for_others(store: ControlStore, node: int, num_nodes: int, interval_s: float) -> None:

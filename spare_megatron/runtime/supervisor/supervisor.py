@@ -35,7 +35,7 @@ from spare_megatron.runtime.process.spec import NodeSpec
 from spare_megatron.runtime.supervisor.causes import LOSSLESS_EXITS, Raised, cause_of_end
 from spare_megatron.runtime.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.runtime.supervisor.node_faults import NodeFaults
-from spare_megatron.runtime.supervisor.orphans import end_without_driver
+from spare_megatron.runtime.supervisor.orphans import write_end
 from spare_megatron.runtime.supervisor.parts import PartLost, PartsThere
 from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
 from spare_megatron.runtime.supervisor.rank_watch import RankWatch
@@ -132,12 +132,13 @@ class Supervisor:
         if not failure:
             self._link.stop(_FAREWELL_S)
             self._serve_link()
-            if not self._driver.is_there and (end := end_without_driver(self._ranks.exits, self._lost)) is not None:
-                self._journal.write(end)
         self._timeline.close()
         close_or_tell(self._journal, self._driver.tell)
         self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
-        return not (failure or self._driver.is_there)
+        if failure or self._driver.is_there:
+            return False
+        write_end(self._spec, self._ranks.exits, self._lost)
+        return True
 
     # ----------------------------------------------------------------------------------------------------- watch
 
@@ -157,9 +158,8 @@ class Supervisor:
                 self._obey()
             self._serve_link()
             self._agenda.run_due()
-        for pipe in ranks.pipes:
-            while pipe.poll() and self._serve(pipe):
-                pass
+        for group in ranks.groups:
+            self._hear(group)
 
     def _is_awaiting_more(self) -> bool:
         """Whether a fence is still to be written, or a group to be started again, be it after a wipe-out to come."""

@@ -11,7 +11,7 @@ import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.control.spec import TcpStoreSpec
-from spare_megatron.core.topology import GroupId, Layout
+from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.runtime.driver import driver as driver_module
 from spare_megatron.runtime.driver.driver import Driver
@@ -19,6 +19,7 @@ from spare_megatron.runtime.process.reports import ExitCode, GroupLost, RanksRea
 from spare_megatron.runtime.process.spec import NodeSpec, RankSpec
 from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
 from spare_megatron.runtime.supervisor.store_link import NodeSilent, StoreLink
+from tests.unit.memory_store import MemoryStore
 
 
 def quiet_link() -> tuple[StoreLink, Any]:
@@ -40,26 +41,41 @@ def events_of(inbox: Any) -> list[Any]:
     return found
 
 
+def judge(link: StoreLink, beats: str, *times_s: float) -> None:
+    """Has the link find node 1 with these beats at each of the times."""
+    for now_s in times_s:
+        link._judge(MemoryStore({"beat/1": beats}), 1, beats, now_s)
+
+
 def test_a_silent_node_is_told_of_once_even_if_the_store_is_slow_meanwhile() -> None:
     """Each further fence of the same groups would end a reduction of all others."""
     link, inbox = quiet_link()
-    for now_s in (0.0, 0.5, 1.0, 1.5):
-        link._judge(1, "7", now_s)
+    judge(link, "7", 0.0, 0.5, 1.0, 1.5)
     assert [type(event) for event in events_of(inbox)] == [NodeSilent]
     link._slow_at_s = 2.0
-    for step in range(40):
-        link._judge(1, "7", 2.0 + step / 4)
+    judge(link, "7", *(2.0 + step / 4 for step in range(40)))
     assert events_of(inbox) == []
 
 
 def test_a_node_that_beats_again_may_fall_silent_again() -> None:
     link, inbox = quiet_link()
-    for now_s in (0.0, 0.5, 1.0, 1.5):
-        link._judge(1, "7", now_s)
-    link._judge(1, "8", 2.0)
-    for now_s in (2.5, 3.0, 3.5):
-        link._judge(1, "8", now_s)
+    judge(link, "7", 0.0, 0.5, 1.0, 1.5)
+    judge(link, "8", 2.0, 2.5, 3.0, 3.5)
     assert [event.node for event in events_of(inbox)] == [1, 1]
+
+
+def test_the_lives_that_are_lost_with_a_silent_node_are_told_and_never_those_of_who_takes_its_place() -> None:
+    """The life was looked up when it was fenced, and might have been the next one by then."""
+    link, inbox = quiet_link()
+    judge(link, "7", 0.0, 0.5, 1.0)
+    store = MemoryStore({"beat/1": "1", "incarnation/1": "3"})  # another one has come since the beat was read
+    link._judge(store, 1, "7", 1.5)
+    assert events_of(inbox) == []
+    store.put("beat/1", "7")
+    link._judge(store, 1, "7", 2.0)
+    (silent,) = events_of(inbox)
+    store.put("incarnation/1", "4")
+    assert silent.members == (Member(GroupId(1), 3),)
 
 
 class _StoppedStore:

@@ -7,7 +7,7 @@ from spare_megatron.control.store import ControlStore
 from spare_megatron.core.topology import Layout
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.runtime.process.readiness import note_ready
-from spare_megatron.runtime.supervisor.parts import present_member, tell_fenced
+from spare_megatron.runtime.supervisor.parts import present_members, tell_fenced
 from spare_megatron.runtime.vote.detect import fence
 
 
@@ -21,8 +21,8 @@ def fence_node(store: ControlStore, layout: Layout, node: int, cause: str) -> It
         cause: Why, for people.
     """
     log = DecisionLog(store)
-    for group in layout.groups_on(node):
-        member = present_member(store, group)
+    for member in present_members(store, layout.groups_on(node)):
+        group = member.group
         index = fence(log, member, cause, from_index=0)
         if len(layout.nodes_of(group)) > 1:
             tell_fenced(store, member, index, -1, cause)

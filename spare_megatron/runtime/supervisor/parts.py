@@ -7,7 +7,7 @@ life is fenced (`lost/GROUP/LIFE`: by which entry, the rank and the cause), and 
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from spare_megatron.control.store import ControlStore
@@ -123,10 +123,10 @@ def incarnation_key(group: GroupId) -> str:
     return f"incarnation/{group}"
 
 
-def present_member(store: ControlStore, group: GroupId) -> Member:
-    """The group in the life that it is in, as its node has told."""
-    (text,) = store.get([incarnation_key(group)])
-    return Member(group, int(text or 0))
+def present_members(store: ControlStore, groups: Sequence[GroupId]) -> list[Member]:
+    """The groups in the lives that they are in, as their nodes have told."""
+    texts = store.get([incarnation_key(group) for group in groups])
+    return [Member(group, int(text or 0)) for group, text in zip(groups, texts, strict=True)]
 
 
 def _ready_key(member: Member, node: int) -> str:

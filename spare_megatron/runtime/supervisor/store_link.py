@@ -19,7 +19,7 @@ from spare_megatron.core.liveness import BEATS_PER_INTERVAL, ENDED, Absence
 from spare_megatron.core.setup import ControllerSetup
 from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY, note_ready
-from spare_megatron.runtime.supervisor.parts import PartLost, Parts, PartsThere, incarnation_key, present_member
+from spare_megatron.runtime.supervisor.parts import PartLost, Parts, PartsThere, incarnation_key, present_members
 from spare_megatron.runtime.vote.detect import fence
 from spare_megatron.runtime.vote.fold import LogFollower, Stop
 
@@ -38,7 +38,7 @@ class FenceWanted:
 
     Attributes:
         group: The group.
-        member: The group in its present life, where this node knows it.
+        member: The group in the life that is lost, where this node knows it.
         rank: The rank that showed the loss; -1 for its whole node.
         cause: Why, for people.
         error: The exception behind it, where others may meet it too.
@@ -64,10 +64,17 @@ class FenceWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSilent:
-    """A watched node has stopped beating."""
+    """A watched node has stopped beating.
+
+    Attributes:
+        node: The node.
+        cause: Why it is given up, for people.
+        members: Its groups, in the lives that are lost with it: who takes its place may begin the next ones at once.
+    """
 
     node: int
     cause: str
+    members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +130,7 @@ class StoreLink:
     ) -> None:
         self._life = life
         self._node = node
-        self._num_groups = layout.num_groups
+        self._layout = layout
         self._interval_s = interval_s
         self._connect = connect
         self._outbox = outbox
@@ -218,7 +225,7 @@ class StoreLink:
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted)
             return True
-        member = wanted.member or present_member(store, wanted.group)
+        (member,) = [wanted.member] if wanted.member else present_members(store, [wanted.group])
         index = self._parts.find_fence(store, member)
         if index is None:
             keep_beating = partial(self._keep_beating, store)
@@ -228,7 +235,7 @@ class StoreLink:
             self._parts.fenced(store, member, index, wanted.rank, wanted.cause)
         self._outbox.send(FenceWritten(wanted=wanted, member=member, entry_index=index))
         if not store.exists(ALL_GROUPS_READY):
-            note_ready(store, wanted.group, f"node {self._node}", self._num_groups)
+            note_ready(store, wanted.group, f"node {self._node}", self._layout.num_groups)
         return True
 
     def _is_replaced(self, store: ControlStore) -> bool:
@@ -257,7 +264,7 @@ class StoreLink:
         if now_s - began_s > self._interval_s / 2:
             self._slow_at_s = now_s
         for other, beats in zip(watched, found, strict=False):
-            self._judge(other, beats, now_s)
+            self._judge(store, other, beats, now_s)
         self._beat_at_s = now_s + self._interval_s / BEATS_PER_INTERVAL
 
     def _look_at_log(self, store: ControlStore) -> None:
@@ -266,7 +273,7 @@ class StoreLink:
             self._outbox.send(LogStopped(stop=stop))
         self._stop = stop
 
-    def _judge(self, other: int, beats: str | None, now_s: float) -> None:
+    def _judge(self, store: ControlStore, other: int, beats: str | None, now_s: float) -> None:
         if beats == ENDED:
             self._ring.remove(other)
             self._silent.discard(other)
@@ -282,7 +289,10 @@ class StoreLink:
             self._absences[other] = Absence(self._interval_s)
         cause = self._absences[other].look(self._last_beats[other], now_s)
         if cause and other not in self._silent:
-            self._silent.add(other)
-            self._outbox.send(NodeSilent(node=other, cause=cause))
+            members = present_members(store, self._layout.groups_on(other))
+            # A supervisor beats before it begins a life: while the beat stands still these are not the new one's.
+            if store.get([f"beat/{other}"]) == [beats]:
+                self._silent.add(other)
+                self._outbox.send(NodeSilent(node=other, cause=cause, members=tuple(members)))
         elif self._last_beats[other] != before:  # not for having been forgiven: it was not away for that
             self._silent.discard(other)

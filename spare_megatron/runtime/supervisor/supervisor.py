@@ -306,8 +306,8 @@ class Supervisor:
         self._ranks.kill(group)
         self._rank_watch.end(*self._ranks.of(group))
 
-    def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
-        member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else None
+    def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "", member: Member | None = None) -> None:
+        member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else member
         wanted = FenceWanted(
             group=group, member=member, rank=rank, cause=cause, error=error, from_index=self._head_hint
         )
@@ -320,8 +320,8 @@ class Supervisor:
             match event:
                 case FenceWritten(wanted=wanted, member=member, entry_index=index):
                     self._fenced(wanted, member, index)
-                case NodeSilent(node=node, cause=cause):
-                    self._lose_groups_on(node, f"node {node}: {cause}")
+                case NodeSilent(node=node, cause=cause, members=members):
+                    self._lose_members(members, f"node {node}: {cause}")
                 case PartLost(member=member, rank=rank, cause=cause):
                     if member == self._ranks.member(member.group):
                         self._lose_part(member.group, rank, cause)
@@ -340,12 +340,12 @@ class Supervisor:
                 case LinkLost(reason=reason):
                     self._give_store_up(f"the control store is gone: {reason}")
 
-    def _lose_groups_on(self, node: int, cause: str) -> None:
-        for group in self._spec.config.parallel.groups_on(node):
-            if group in self._ranks.groups:
-                self._lose_part(group, -1, cause)
+    def _lose_members(self, members: tuple[Member, ...], cause: str) -> None:
+        for member in members:
+            if member.group in self._ranks.groups:
+                self._lose_part(member.group, -1, cause)
             else:
-                self._want_fence(group, -1, cause)
+                self._want_fence(member.group, -1, cause, member=member)
 
     def _lose_part(self, group: GroupId, rank: int, cause: str) -> None:
         """Of a group that is lost elsewhere, what is still running here."""

@@ -18,7 +18,7 @@ from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.records import EndRecord
+from spare_megatron.journal.records import EndRecord, LossRecord
 from tests.integration.etcd_cluster import EtcdCluster
 from tests.integration.whole_run import tiny_config
 
@@ -82,6 +82,8 @@ def test_a_lost_supervisor_is_replaced_on_a_spare_node_and_the_nodes_prove_the_r
     journal = read_journal(run_dir)
     verdict = check_journal(journal)
     assert verdict.verdict == "valid", verdict.reasons
+    losses = {(loss.group, loss.incarnation): loss.cause for loss in journal.of(LossRecord)}
+    assert list(losses) == [(1, 0)], losses
     assert [end.outcome for end in journal.of(EndRecord)] == ["finished"] * 2
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["groups_lost"], summary["groups_rejoined"]) == (1, 1)

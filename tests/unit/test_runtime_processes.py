@@ -64,6 +64,18 @@ def test_a_node_that_beats_again_may_fall_silent_again() -> None:
     assert [event.node for event in events_of(inbox)] == [1, 1]
 
 
+def test_who_takes_a_lost_supervisors_place_is_heard_from_the_first_beat_on() -> None:
+    """Each life counted from 1. After few beats of the lost one the next one stood for silent, too, and was fenced."""
+    link, inbox = quiet_link()
+    store, layout = MemoryStore(), Layout(num_groups=2, num_nodes=2)
+    for life, times_s in ((0, (0.0, 0.5, 1.0)), (1, (1.5, 2.0, 2.5))):
+        StoreLink(node=1, layout=layout, interval_s=1.0, connect=lambda: store, outbox=Pipe()[1], life=life)._beat(
+            store
+        )
+        judge(link, store.values["beat/1"], *times_s)
+    assert events_of(inbox) == []
+
+
 def test_the_lives_that_are_lost_with_a_silent_node_are_told_and_never_those_of_who_takes_its_place() -> None:
     """The life was looked up when it was fenced, and might have been the next one by then."""
     link, inbox = quiet_link()

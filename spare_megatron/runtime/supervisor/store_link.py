@@ -141,7 +141,7 @@ class StoreLink:
         self._silent: set[int] = set()
         self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
-        self._beats = 0
+        self._beats = (life or 0) << 32  # or the first of who takes a lost one's place may be what that one's last was
         self._beat_at_s = time.monotonic()
         """When the next one is due."""
         self._last_beats: dict[int, int] = {}

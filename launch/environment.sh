@@ -1,7 +1,7 @@
 # Sourced by the launchers: leaves a complete virtual environment in $root/.venv and changes to $root.
 #
 # PYTHON chooses the interpreter. An environment is reused only when its stamp, written last, matches everything
-# it was made from; a half-made one has no stamp and is made again from nothing.
+# it was made from; a half-made one has no stamp and is made again from nothing. One that somebody else made is kept.
 
 torch_version="2.13.0"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -15,19 +15,22 @@ fail() {
 
 python_version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
+# Prints the interpreter behind one, which may be that of a virtual environment: perhaps of ours, about to be made again.
+interpreter_of() { "$1" -c 'import sys; print(sys._base_executable)'; }
+
 # Prints a Python 3.11 or 3.12. A name on the PATH may be a stub of a version manager, so each one is tried.
 find_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
         case "$(python_version_of "$PYTHON")" in
-            3.11 | 3.12) command -v "$PYTHON" && return ;;
+            3.11 | 3.12) interpreter_of "$PYTHON" && return ;;
             "") fail "PYTHON=$PYTHON does not run" ;;
             *) fail "PYTHON=$PYTHON is Python $(python_version_of "$PYTHON"); 3.11 or 3.12 is needed" ;;
         esac
     fi
     for candidate in python3.11 python3.12 python3 python; do
         case "$(python_version_of "$candidate")" in
-            3.11 | 3.12) command -v "$candidate" && return ;;
+            3.11 | 3.12) interpreter_of "$candidate" && return ;;
         esac
     done
     fail "no Python 3.11 or 3.12 found (python3 is $(python_version_of python3 || echo absent));" \
@@ -76,8 +79,13 @@ install_torch() {
 make_environment() {
     local python="$1" stamp="$2"
     need_venv_module "$python"
+    if [ -e "$venv" ] && [ ! -e "$venv/of-launchers" ] && [ ! -e "$venv/stamp" ]; then
+        fail "$venv was made by somebody else, and a launcher would replace it: move it away, or rm -rf '$venv'"
+    fi
     say "making $venv with $python (a few minutes the first time)"
     rm -rf "$venv"
+    mkdir "$venv"
+    : >"$venv/of-launchers"
     "$python" -m venv "$venv" || fail "$python -m venv failed"
     install_torch
     say "installing spare_megatron and its dependencies"

@@ -1,8 +1,10 @@
-"""What `launch/test` does with the calls of pytest that it consists of."""
+"""What the launchers do with environments, and `launch/test` with the calls of pytest that it consists of."""
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -55,3 +57,37 @@ def test_ctrl_c_in_a_call_of_pytest_ends_the_whole(root: Path) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def make_environment(checkout: Path, path: str) -> subprocess.CompletedProcess[str]:
+    """What a launcher does first, with this PATH, up to what it would have pip fetch."""
+    (checkout / "launch").mkdir()
+    shutil.copy(LAUNCH / "environment.sh", checkout / "launch")
+    shutil.copy(LAUNCH.parent / "pyproject.toml", checkout)
+    environment = {"PATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    command = ["bash", "-euo", "pipefail", "-c", ". launch/environment.sh"]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_an_environment_that_somebody_else_made_is_kept(tmp_path: Path) -> None:
+    """It was replaced, and so was one that the quick start has users make by hand."""
+    own = tmp_path / ".venv" / "lib" / "own.py"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    ended = make_environment(tmp_path, f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert ended.returncode == 1
+    assert "was made by somebody else" in ended.stderr
+    assert own.exists()
+
+
+@pytest.mark.timeout(100)
+def test_a_launcher_in_its_own_environment_makes_it_again(tmp_path: Path) -> None:
+    """It removed the interpreter that it was about to use."""
+    environment = tmp_path / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    (environment / "stamp").write_text("of an earlier commit\n")
+    ended = make_environment(tmp_path, f"{environment / 'bin'}:{os.environ['PATH']}")
+    assert ended.returncode == 1
+    assert "pip could not install torch" in ended.stderr  # with an interpreter that is there
+    assert (environment / "bin" / "pip").exists()
+    assert not (environment / "stamp").exists()

@@ -1,6 +1,5 @@
 """What lets a supervisor stand on another machine: its connection, its place, its end without a driver."""
 
-import contextlib
 import errno
 import socket
 import stat
@@ -22,10 +21,8 @@ from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.driver.node_connection import Door, connect
-from spare_megatron.runtime.process.reports import EndEarly, ExitCode, LastWordTaken, NodeEnded, RankRaised, StoreAway
+from spare_megatron.runtime.process.reports import ExitCode, StoreAway
 from spare_megatron.runtime.process.spec import NodeSpec
-from spare_megatron.runtime.supervisor import driver_link
-from spare_megatron.runtime.supervisor.driver_link import DriverLink, Stopped
 from spare_megatron.runtime.supervisor.orphans import end_without_driver, outcome_of, wait_for_others, write_end
 from spare_megatron.runtime.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
 from spare_megatron.slurm.allocation import Claims
@@ -120,114 +117,6 @@ def test_a_file_that_shared_storage_has_lost_is_asked_for_again(
     assert found[0].recv() == "spec"
     assert reads == []
     door.close()
-
-
-def test_a_node_goes_on_without_a_driver_where_that_is_elsewhere() -> None:
-    ours, theirs = Pipe()
-    link = DriverLink(ours, is_needed=False)
-    theirs.close()
-    link.tell(REPORT)
-    assert link.hear() is None
-    link.tell(REPORT)
-    assert (link.is_there, link.pipes) == (False, [])
-
-
-@pytest.mark.parametrize("is_needed", [True, False])
-def test_a_node_ends_when_the_driver_says_so(is_needed: bool) -> None:
-    ours, theirs = Pipe()
-    theirs.send("stop")
-    with pytest.raises(Stopped):
-        DriverLink(ours, is_needed=is_needed).hear()
-
-
-def test_a_node_ends_with_the_driver_where_both_are_here() -> None:
-    ours, theirs = Pipe()
-    theirs.close()
-    with pytest.raises(Stopped):
-        DriverLink(ours, is_needed=True).hear()
-
-
-@pytest.mark.timeout(60)
-def test_nobody_waits_for_a_driver_that_does_not_read() -> None:
-    """One that is stopped once kept a supervisor from fencing anybody. What it was told is there when it goes on."""
-    ours, theirs = Pipe()
-    link = DriverLink(ours, is_needed=True)
-    told = [RankRaised(group=GroupId(0), rank=rank, traceback="x" * 2**20) for rank in range(4)]
-    for report in told:  # each is more than the pipe holds
-        link.tell(report)
-    exits = {(GroupId(0), 0): 1}
-    link.tell(NodeEnded(node=0, exits=exits))
-    exits.clear()
-    assert [theirs.recv() for _ in told] == told
-    assert theirs.recv() == NodeEnded(node=0, exits={(GroupId(0), 0): 1})
-    link.close(REPORT)
-    assert theirs.recv() == REPORT
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("is_needed", [True, False])
-def test_a_driver_that_leaves_too_much_unread_counts_as_gone(monkeypatch: pytest.MonkeyPatch, is_needed: bool) -> None:
-    monkeypatch.setattr(driver_link, "_MOST_UNREAD", 3)
-    ours, _theirs = Pipe()
-    link = DriverLink(ours, is_needed=is_needed)
-    report = RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20)
-    with pytest.raises(Stopped) if is_needed else contextlib.nullcontext():
-        for _ in range(5):
-            link.tell(report)
-    assert link.is_there == is_needed
-
-
-@pytest.mark.timeout(60)
-def test_a_driver_elsewhere_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_link, "_LAST_WORD_S", 0.01)
-    ours, _theirs = Pipe()
-    link = DriverLink(ours, is_needed=False)
-    link.tell(RankRaised(group=GroupId(0), rank=0, traceback="x" * 2**20))
-    link.close(REPORT)
-    assert not link.is_there
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("told", "is_there"), [((EndEarly(), LastWordTaken()), True), (("stop",), True), ((EndEarly(),), False)]
-)
-def test_the_last_word_is_with_a_driver_elsewhere_when_it_says_so(told: Sequence[object], is_there: bool) -> None:
-    """It was taken for told as soon as it was sent, perhaps to what was about to die with the driver."""
-    ours, theirs = Pipe()
-    link = DriverLink(ours, is_needed=False)
-    for order in told:
-        theirs.send(order)
-
-    def read() -> None:
-        with theirs:
-            theirs.recv()
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    link.close(REPORT)
-    thread.join(WAIT_S)
-    assert link.is_there == is_there
-
-
-@pytest.mark.timeout(60)
-def test_a_driver_that_said_stop_and_went_is_not_taken_for_lost() -> None:
-    """The node went on without it, for it had something to tell before it listened."""
-    ours, theirs = Pipe()
-    link = DriverLink(ours, is_needed=False)
-    theirs.send("stop")
-    theirs.close()
-    link.tell(REPORT)
-    assert link._sender is not None
-    link._sender.join(WAIT_S)
-    link.tell(REPORT)
-    with pytest.raises(Stopped):
-        link.hear()
-
-
-def test_a_node_is_told_to_end_early() -> None:
-    ours, theirs = Pipe()
-    theirs.send(EndEarly())
-    assert DriverLink(ours, is_needed=True).hear() == EndEarly()
 
 
 # ------------------------------------------------------------------------------------------------------ the end

@@ -9,6 +9,7 @@ from spare_megatron.core.liveness import ENDED
 from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EndRecord, Outcome
+from spare_megatron.runtime.process.processes import say
 from spare_megatron.runtime.process.reports import ExitCode, RankKey
 from spare_megatron.runtime.process.spec import NodeSpec
 
@@ -40,12 +41,15 @@ def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) 
 
 
 def write_end(spec: NodeSpec, exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> None:
-    """Journals what `end_without_driver` returns, in the node's file. A full disk lacks it."""
+    """Journals what `end_without_driver` returns, in the node's file, which has been closed. A full disk lacks it."""
     end = end_without_driver(exits, lost)
     if end is None:
         return
-    with contextlib.suppress(OSError), contextlib.closing(JournalWriter(spec.run_dir, spec.name)) as journal:
-        journal.write(end)
+    try:
+        with contextlib.closing(JournalWriter(spec.run_dir, spec.name)) as journal:
+            journal.write(end)
+    except OSError as error:
+        say(f"the end of the run ({end.outcome}) is not in the journal: {error}")
 
 
 def wait_for_others(store: ControlStore, node: int, num_nodes: int, interval_s: float) -> None:

@@ -141,7 +141,8 @@ class StoreLink:
         self._silent: set[int] = set()
         self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
-        self._beats = (life or 0) << 32  # or the first of who takes a lost one's place may be what that one's last was
+        # No life counts what another one has: the first beat of a later one could be what the lost one's last was.
+        self._beats = (life or 0) << 32
         self._beat_at_s = time.monotonic()
         """When the next one is due."""
         self._last_beats: dict[int, int] = {}
@@ -225,7 +226,7 @@ class StoreLink:
         if isinstance(wanted, ControllerSetup):
             self._follower = LogFollower(log, wanted)
             return True
-        (member,) = [wanted.member] if wanted.member else present_members(store, [wanted.group])
+        member = wanted.member or present_members(store, [wanted.group])[0]
         index = self._parts.find_fence(store, member)
         if index is None:
             keep_beating = partial(self._keep_beating, store)

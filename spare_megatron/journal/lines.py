@@ -26,7 +26,7 @@ from spare_megatron.journal.records import (
     VoteRecord,
 )
 
-FORMAT = 2
+FORMAT = 3
 """Of the journals that this version writes. It rises with every change that the reader before could not take."""
 
 _FORMER_FIELDS = {"cadence": ("restart_s",)}

@@ -50,6 +50,18 @@ class RunRecord:
     """Stages before the last over model chunks per stage: the microbatches' time that filling a pipeline can cost."""
     ranks_per_stage: int = 1
     """Consecutive ranks of a group that make a pipeline stage."""
+    tokens_per_step: int = 0
+    """Tokens of the global batch; 0 where that is unknown, as in a simulated run."""
+    flops_per_step: float = 0.0
+    """Floating-point operations of the model for the global batch, redundant ones not counted; 0 if unknown."""
+    peak_tflops: float | None = None
+    """Peak of a rank's device, where `metrics.peak_tflops` says it."""
+    version: str = ""
+    """Version of the package that started the run; empty in earlier formats, like the two that follow."""
+    commit: str = ""
+    """Commit of its checkout."""
+    host: str = ""
+    """Name of the machine of the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,15 @@ import re
 import resource
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron import __version__
 from spare_megatron.config.exports import write_with_exports
+from spare_megatron.config.implications import implications
+from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.own_code import commit
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
@@ -133,7 +135,7 @@ def _run(
     origin = {"version": __version__, "commit": commit()}
     (run_dir / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
     journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
-    journal.write(_run_record(config, faults))
+    journal.write(_run_record(config, faults, origin))
 
     def tell(event: RunEvent) -> None:
         metrics.take(event)
@@ -150,7 +152,8 @@ def _run(
     return summary
 
 
-def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
+def _run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:
+    tokens = implications(config).tokens_per_step
     return RunRecord(
         format=FORMAT,
         name=config.name,
@@ -171,6 +174,12 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...]) -> RunRecord:
         loaded=config.checkpoint.load,
         ranks_per_stage=config.layout.tensor_parallel * config.layout.context_parallel,
         pipeline_fill=(config.layout.pipeline_parallel - 1) / config.layout.virtual_pipeline,
+        tokens_per_step=tokens,
+        flops_per_step=flops_per_token(config) * tokens,
+        peak_tflops=config.metrics.peak_tflops,
+        version=__version__,
+        commit=origin["commit"],
+        host=socket.gethostname(),
         faults=[
             {
                 "step": fault.step,

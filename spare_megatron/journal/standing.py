@@ -14,6 +14,7 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.losses import Losses
 from spare_megatron.journal.records import (
     CadenceRecord,
+    CheckpointRecord,
     ContributionRecord,
     EndRecord,
     EntryRecord,
@@ -56,6 +57,7 @@ class Standing:
         end: How the run ended; None while it goes on.
         steps: What is known of each attempt to make a step.
         recoveries: What they cost.
+        checkpoints: How saves ended, each with when, in the order of the lines.
         num_rejoined: Times that a group which was lost brought something in again.
         num_recomputed: Microbatches that groups brought into a later attempt of a step and not into its first.
         num_lines: Lines that have been taken.
@@ -70,6 +72,7 @@ class Standing:
         self.steps = StepTable(0, 0)
         self._losses = Losses()
         self.recoveries = Recoveries()
+        self.checkpoints: list[tuple[float, CheckpointRecord]] = []
         self.num_rejoined = self.num_recomputed = 0
         self.num_lines = 0
         self.damage: list[str] = []
@@ -133,6 +136,8 @@ class Standing:
                 self.recoveries.take(line)
             case CadenceRecord():
                 self._cadence = at_s, record
+            case CheckpointRecord():
+                self.checkpoints.append((at_s, record))
             case EndRecord() if self.end is None:
                 self.end = record
         self._note(event_of_record(record, at_s))

@@ -20,6 +20,7 @@ class StepTable:
     Attributes:
         loss: For each attempt, mean cross entropy per token; NaN where nobody told. float64, shape (attempts,).
         grad_norm: Likewise, the norm of the gradient.
+        learning_rate: Likewise, the learning rate of the update.
         step_s: Seconds from the step's start to its update; NaN where a group told nothing. Shape (attempts, groups).
         load: Microbatches that a group brought in, likewise.
         paces: How fast ranks computed them.
@@ -28,6 +29,7 @@ class StepTable:
     def __init__(self, num_groups: int, ranks_per_group: int) -> None:
         self.loss = np.full(_FIRST_ROWS, np.nan)
         self.grad_norm = np.full(_FIRST_ROWS, np.nan)
+        self.learning_rate = np.full(_FIRST_ROWS, np.nan)
         self.step_s: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
         self.paces = RankPaces(num_groups, ranks_per_group)
@@ -38,6 +40,7 @@ class StepTable:
         if np.isnan(self.loss[record.attempt]):
             self.loss[record.attempt] = record.loss
             self.grad_norm[record.attempt] = record.grad_norm
+            self.learning_rate[record.attempt] = record.learning_rate
         self.step_s[record.attempt, record.group] = record.step_s
         load = float(self.load[record.attempt, record.group])
         self.paces.take(record.attempt, record.group, record.compute_s, load)
@@ -55,6 +58,7 @@ class StepTable:
         if attempt >= len(self.loss):
             height, width = 2 * attempt, self.load.shape[1]
             self.loss, self.grad_norm = _grown(self.loss, (height,)), _grown(self.grad_norm, (height,))
+            self.learning_rate = _grown(self.learning_rate, (height,))
             self.step_s, self.load = _grown(self.step_s, (height, width)), _grown(self.load, (height, width))
 
 

@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.goodput import Goodput
 from spare_megatron.journal.quantities import format_duration
-from spare_megatron.report.history import History, Interval, Presence, presence
+from spare_megatron.journal.records import SaveOutcome
+from spare_megatron.report.history import Floats, History, Interval, Presence, presence
 
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#BBBBBB"
-LINES = (BLUE, VERMILION)
+SKY_BLUE = "#56B4E9"
 _STATES: Mapping[Presence, tuple[str, str]] = {
     "training": (GREEN, ""),
     "lost": (VERMILION, "x"),
@@ -36,6 +37,13 @@ _MOST_TICKS = 10
 """Of a colour scale of whole numbers."""
 MOST_INTERVALS = 500
 """Of groups over time; beyond it a map is drawn."""
+HIGH, LOW = 360, 260
+"""Pixels of a plot."""
+_SAVES: Mapping[SaveOutcome, tuple[str, str]] = {
+    "saved": (GREEN, "triangle-up"),
+    "failed": (VERMILION, "x"),
+    "skipped": (GREY, "circle-open"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +74,51 @@ class Unit:
         return np.round(np.asarray(times_s, np.float64) / self.seconds, 3 if self.seconds == 1 else 5)
 
 
-def loss_curve(histories: Mapping[str, History]) -> go.Figure:
-    """Loss over steps, for one run or several; steps that lost a group are marked."""
+def step_curves(curves: Mapping[str, tuple[History, Floats]], label: str) -> go.Figure:
+    """Values over steps, one for each committed step, of one run or of two; what a restart undid is left out."""
     figure = go.Figure()
-    for (name, history), colour in zip(histories.items(), LINES, strict=False):
+    for (name, (history, values)), (colour, width) in zip(curves.items(), _lines(len(curves)), strict=True):
+        kept = np.flatnonzero(~history.steps.is_undone)
+        drawn = kept[extremes(values[kept], MOST_POINTS)]
+        figure.add_scatter(
+            x=history.steps.step[drawn],
+            y=values[drawn],
+            name=name,
+            mode="lines",
+            line={"color": colour, "width": width},
+        )
+    figure.update_layout(showlegend=len(curves) > 1)
+    return _titled(figure, "step", label, LOW)
+
+
+def _lines(num_runs: int) -> Sequence[tuple[str, float]]:
+    """Colours and widths: of two equal curves, the narrow one leaves both edges of the wide one visible."""
+    return ((BLUE, 2.0),) if num_runs == 1 else ((SKY_BLUE, 8.0), (VERMILION, 2.0))
+
+
+def loss_curves(curves: Mapping[str, tuple[History, Floats]]) -> go.Figure:
+    """Loss over steps, likewise; steps that lost a group are marked."""
+    figure = step_curves(curves, "loss, nats per token")
+    for (name, (history, loss)), (colour, width) in zip(curves.items(), _lines(len(curves)), strict=True):
         steps = history.steps
-        kept = np.flatnonzero(~steps.is_undone)
-        drawn = kept[extremes(steps.loss[kept], MOST_POINTS)]
-        figure.add_scatter(x=steps.step[drawn], y=steps.loss[drawn], name=name, line={"color": colour})
-        hit = kept[np.array([bool(lost) for lost in steps.lost], np.bool_)[kept]]
+        hit = np.flatnonzero(~steps.is_undone & np.array([bool(lost) for lost in steps.lost], np.bool_))
         hit = hit[:: -(-len(hit) // MOST_MARKS) or 1]
         figure.add_scatter(
             x=steps.step[hit],
-            y=steps.loss[hit],
+            y=loss[hit],
             name=f"{name}: groups lost",
             mode="markers",
-            marker={"color": colour, "symbol": "x", "size": 9},
-            text=[f"lost: {groups_named(steps.lost[index])}" for index in hit],
+            marker={"color": colour, "symbol": "x", "size": 8 + width},
+            text=[f"lost: {groups_named(steps.lost[index])}" for index in hit.tolist()],
         )
+    figure.update_layout(showlegend=True)
     return _titled(figure, "step", "loss, nats per token")
 
 
 def step_times(history: History) -> go.Figure:
-    """The time from commit to commit, and how many groups took part, over the time of the run."""
+    """The time from commit to commit, how many groups took part, and checkpoints, over the time of the run."""
     steps = history.steps
-    taken_s = np.diff(steps.ended_s, prepend=0.0)
+    taken_s = steps.taken_s
     num_members = np.array([len(members) for members in steps.members])
     drawn = extremes(taken_s, MOST_POINTS)
     unit = Unit.of(history)
@@ -114,7 +142,28 @@ def step_times(history: History) -> go.Figure:
         line={"color": ORANGE, "shape": "hv", "dash": "dot"},
     )
     figure.update_layout(yaxis2={"title": "groups", "overlaying": "y", "side": "right", "rangemode": "tozero"})
+    _mark_checkpoints(figure, history, unit)
     return _titled(figure, f"{unit.name} since the start", "s")
+
+
+def _mark_checkpoints(figure: go.Figure, history: History, unit: Unit) -> None:
+    """Marks along the x axis, where saves ended, by their outcomes."""
+    for outcome, (colour, symbol) in _SAVES.items():
+        ended = [(ended_s, record) for ended_s, record in history.checkpoints if record.outcome == outcome]
+        marked = ended[:: -(-len(ended) // MOST_MARKS) or 1]
+        if marked:
+            figure.add_scatter(
+                x=unit.values([ended_s for ended_s, _ in marked]),
+                y=np.full(len(marked), 0.04),
+                yaxis="y3",
+                name=f"checkpoint {outcome}",
+                mode="markers",
+                marker={"color": colour, "symbol": symbol, "size": 9},
+                text=[f"after {record.step} steps" for _, record in marked],
+                hovertemplate="%{text}",
+            )
+    if history.checkpoints:
+        figure.update_layout(yaxis3={"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True})
 
 
 def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
@@ -309,12 +358,12 @@ def _number_groups(figure: go.Figure, history: History) -> None:
     figure.update_yaxes(range=[num_groups - 0.5, -0.5], dtick=1 if num_groups <= 30 else None)
 
 
-def _titled(figure: go.Figure, x: str, y: str) -> go.Figure:
+def _titled(figure: go.Figure, x: str, y: str, height: int = HIGH) -> go.Figure:
     figure.update_layout(
         template="simple_white",
-        height=360,
+        height=height,
         margin={"l": 60, "r": 60, "t": 20, "b": 50},
-        legend={"orientation": "h", "y": 1.12},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         xaxis_title=x,
         yaxis_title=y,
         uirevision=x,  # what a reader zoomed into stays while the run grows, if the unit does

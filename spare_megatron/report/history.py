@@ -10,8 +10,9 @@ import numpy.typing as npt
 from spare_megatron.journal.fold import Committed
 from spare_megatron.journal.goodput import Goodput
 from spare_megatron.journal.paces import over_others
-from spare_megatron.journal.records import LossRecord, RunRecord
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, RunRecord
 from spare_megatron.journal.recoveries import Recovery
+from spare_megatron.journal.speed import flops_utilization, tokens_per_second
 from spare_megatron.journal.standing import Standing
 
 Presence = Literal["training", "lost", "away"]
@@ -28,6 +29,7 @@ class Steps:
         ended_s: When the groups read each commit, the median of them.
         loss: Mean cross entropy per token; NaN where nobody told.
         grad_norm: Norm of the gradient, likewise.
+        learning_rate: That of the update, likewise.
         is_undone: A restart from a checkpoint threw it away.
         members: The groups that took part when it was committed.
         lost: The groups that began it and were lost before its commit.
@@ -39,6 +41,7 @@ class Steps:
     ended_s: Floats
     loss: Floats
     grad_norm: Floats
+    learning_rate: Floats
     is_undone: npt.NDArray[np.bool_]
     members: Sequence[frozenset[int]]
     lost: Sequence[frozenset[int]]
@@ -47,6 +50,11 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.step)
+
+    @property
+    def taken_s(self) -> Floats:
+        """Seconds from commit to commit; the first from the run's record."""
+        return np.diff(self.ended_s, prepend=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +115,9 @@ class History:
         paces: How fast ranks computed some of them.
         losses: In the order in which they were found.
         recoveries: In the order of their steps.
+        began_s: When the run began, in seconds since the epoch; None for a simulated run.
+        lasted_s: From then to its end, or to now.
+        checkpoints: How saves ended, each with when, as in `Steps`.
     """
 
     run: RunRecord
@@ -117,6 +128,23 @@ class History:
     paces: Paces
     losses: Sequence[Loss]
     recoveries: Sequence[Recovery]
+    began_s: float | None
+    lasted_s: float
+    checkpoints: Sequence[tuple[float, CheckpointRecord]]
+
+    def tokens_per_s(self) -> Floats | None:
+        """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""
+        return tokens_per_second(self.run, self._step_s())
+
+    def utilization(self) -> Floats | None:
+        """Model FLOPs utilization of the groups that committed each step, likewise."""
+        num_ranks = np.array([len(members) for members in self.steps.members], np.float64) * self.run.ranks_per_group
+        return flops_utilization(self.run, self._step_s(), num_ranks)
+
+    def _step_s(self) -> Floats:
+        taken_s = self.steps.taken_s
+        taken_s[:1] = np.nan
+        return np.where(taken_s > 0, taken_s, np.nan)  # a clock may have been set back
 
 
 def history_of(standing: Standing, verdict: str, now_s: float) -> History:
@@ -141,7 +169,14 @@ def history_of(standing: Standing, verdict: str, now_s: float) -> History:
         paces=_paces(standing),
         losses=[_loss(record, at_s - standing.began_s) for at_s, record in standing.losses],
         recoveries=standing.recoveries.found(),
+        began_s=None if standing.run.reduce_mode == "simulated" else standing.began_s,
+        lasted_s=(standing.told_s if standing.end is not None else max(now_s, standing.told_s)) - standing.began_s,
+        checkpoints=[(at_s - standing.began_s, record) for at_s, record in sorted(standing.checkpoints, key=_written)],
     )
+
+
+def _written(checkpoint: tuple[float, CheckpointRecord]) -> float:
+    return checkpoint[0]
 
 
 def _told_commits(standing: Standing) -> list[Committed]:
@@ -165,6 +200,7 @@ def _steps(standing: Standing) -> Steps:
         ended_s=standing.entry_times(np.array([commit.index for commit in commits], np.intp)) - standing.began_s,
         loss=told.loss[attempts],
         grad_norm=told.grad_norm[attempts],
+        learning_rate=told.learning_rate[attempts],
         is_undone=np.array([commit.index in undone for commit in commits], np.bool_),
         members=[commit.members for commit in commits],
         lost=[

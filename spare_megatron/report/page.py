@@ -6,32 +6,50 @@ Plots and the library that draws them are compressed inside it; a plot is drawn 
 import base64
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 
 import jinja2
+import numpy as np
 import plotly.graph_objects as go
 
 from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.paces import Slowest, find_slowest
-from spare_megatron.journal.quantities import format_duration
+from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
 from spare_megatron.report.figures import (
     group_map,
     load_around,
-    loss_curve,
+    loss_curves,
     presence_map,
     rank_map,
+    step_curves,
     step_times,
     waterfall,
 )
-from spare_megatron.report.history import History
+from spare_megatron.report.history import Floats, History
 
 MOST_LOADS = 12
 """Losses whose loads are drawn; the map of loads has all of them."""
 MOST_ROWS = 300
 """Of a table; the last ones are told."""
+
+
+_CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
+    ("Gradient norm", "", "norm", lambda history: history.steps.grad_norm),
+    ("Learning rate", "", "learning rate", lambda history: history.steps.learning_rate),
+    ("Tokens per second", "From commit to commit.", "tokens/s", History.tokens_per_s),
+    (
+        "Model FLOPs utilization",
+        "Of the peak of the ranks that took part; operations done twice are not counted.",
+        "MFU, %",
+        lambda history: None if (share := history.utilization()) is None else 100 * share,
+    ),
+)
+"""Title, note, label and values of the plots over steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +73,7 @@ def report(history: History, config: str) -> str:
 
 def comparison(histories: Mapping[str, History]) -> str:
     """The page of two runs, by names that tell them apart."""
-    plots = list(_losses_of(histories))
+    plots = list(curves_of(histories))
     for name, history in histories.items():
         if history.goodput is not None:
             plots.append(_plot(f"Where the time went: {name}", "", waterfall(history.goodput)))
@@ -93,11 +111,15 @@ def _content(head: str, tables: str, plots: list[Plot]) -> str:
 
 
 def _head(histories: Mapping[str, History]) -> str:
-    return _template("head").render(figures={name: dict(_figures_of(history)) for name, history in histories.items()})
+    figures = {name: dict(_figures_of(history)) for name, history in histories.items()}
+    rows = list(dict.fromkeys(row for of_run in figures.values() for row in of_run))
+    return _template("head").render(figures=figures, rows=rows)
 
 
 def _tables(histories: Mapping[str, History]) -> str:
-    return _template("tables").render(histories=histories, most_rows=MOST_ROWS, duration=format_duration)
+    return _template("tables").render(
+        histories=histories, most_rows=MOST_ROWS, duration=format_duration, size=format_bytes
+    )
 
 
 @cache
@@ -123,6 +145,14 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     loss = figures["final_loss"]
     yield "spare check", history.verdict
     yield "outcome", f"{figures['outcome']} {figures['outcome_reason']}".strip()
+    if history.began_s is not None:
+        yield "began", datetime.fromtimestamp(history.began_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    yield "wall time", format_duration(history.lasted_s)
+    run = history.run
+    if run.host:
+        yield "host", run.host
+    if run.version:
+        yield "version, commit", f"{run.version}, {run.commit or 'unknown'}"
     yield "steps committed", f"{figures['steps_committed']} of {history.run.num_steps}"
     yield "steps done again after a restart", str(figures["steps_lost"])
     num_ranks = history.run.ranks_per_group
@@ -131,8 +161,11 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
     yield "losses, and groups taken in again", f"{len(history.losses)}, {figures['groups_rejoined']}"
     yield "microbatches computed again", str(figures["microbatches_recomputed"])
     yield "last loss", f"{loss:.4f}" if loss else "none"
+    yield from _speed_of(history)
+    if history.checkpoints:
+        counts = Counter(record.outcome for _, record in history.checkpoints)
+        yield "checkpoints", ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     if goodput is not None:
-        yield "wall time", format_duration(goodput.wall_s)
         yield "goodput", f"{goodput.goodput:.1%} of the wall time was useful"
         yield (
             "quiet step, longest pause",
@@ -140,9 +173,17 @@ def _figures_of(history: History) -> Iterator[tuple[str, str]]:
         )
 
 
+def _speed_of(history: History) -> Iterator[tuple[str, str]]:
+    tokens, utilization = history.tokens_per_s(), history.utilization()
+    if tokens is not None and not np.isnan(tokens).all():
+        yield "tokens/s of the median step", format_count(float(np.nanmedian(tokens)))
+        if utilization is not None:
+            yield "MFU of the median step", f"{np.nanmedian(utilization):.1%}"
+
+
 def plots_of(history: History) -> list[Plot]:
     """The plots of a run."""
-    plots = list(_losses_of({history.run.name: history}))
+    plots = list(curves_of({history.run.name: history}))
     if len(history.steps):
         plots.append(_plot("Step time", "From commit to commit.", step_times(history)))
     if history.goodput is not None:
@@ -157,10 +198,23 @@ def plots_of(history: History) -> list[Plot]:
     return [*plots, *_paces_of(history), *_loads_of(history)]
 
 
-def _losses_of(histories: Mapping[str, History]) -> Iterator[Plot]:
-    """What simulated runs have none of."""
-    if any(history.steps.loss.any() for history in histories.values()):
-        yield _plot("Loss", "Crosses mark steps in which groups were lost.", loss_curve(histories))
+def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
+    """Values over steps, as far as the runs have them: a simulated run has none."""
+    losses = _known(histories, lambda history: history.steps.loss)
+    if losses:
+        yield _plot("Loss", "Crosses mark steps in which groups were lost.", loss_curves(losses))
+    for title, note, label, values in _CURVES:
+        curves = _known(histories, values)
+        if curves:
+            yield _plot(title, note, step_curves(curves, label))
+
+
+def _known(
+    histories: Mapping[str, History], values: Callable[[History], Floats | None]
+) -> dict[str, tuple[History, Floats]]:
+    """The runs that have these values, with them; where all are 0 or absent, there are none."""
+    found = {name: (history, values(history)) for name, history in histories.items()}
+    return {name: (history, told) for name, (history, told) in found.items() if told is not None and np.nansum(told**2)}
 
 
 def _paces_of(history: History) -> Iterator[Plot]:

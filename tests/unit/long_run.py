@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from spare_megatron.journal.lines import Line
-from spare_megatron.journal.records import RunRecord
+from spare_megatron.journal.records import CheckpointRecord, RunRecord
 from spare_megatron.journal.standing import Standing
 from spare_megatron.report.history import History, Loss, Steps, history_of
 
@@ -13,7 +13,10 @@ HIGHEST_LOSS = 99.0
 
 
 def long_history(num_steps: int, num_groups: int) -> History:
-    """A run that loses group 0 in every tenth step and has it back in the next one. Its loss has one peak."""
+    """A run that loses group 0 in every tenth step and has it back in the next one.
+
+    Its loss has one peak. It is saved every ten steps.
+    """
     run = RunRecord(
         name="long",
         num_groups=num_groups,
@@ -25,6 +28,9 @@ def long_history(num_steps: int, num_groups: int) -> History:
         granularity="microbatch",
         reduce_mode="fast",
         faults=[],
+        tokens_per_step=4096,
+        flops_per_step=1e15,
+        peak_tflops=989.0,
     )
     standing = Standing()
     standing.take(Line(source="driver", at_s=0.0, record=run))
@@ -38,6 +44,7 @@ def long_history(num_steps: int, num_groups: int) -> History:
         ended_s=np.cumsum(rng.random(num_steps)),
         loss=loss,
         grad_norm=loss,
+        learning_rate=np.linspace(1e-3, 1e-5, num_steps),
         is_undone=np.zeros(num_steps, np.bool_),
         members=[everybody - gone if gone else everybody for gone in lost],
         lost=lost,
@@ -48,4 +55,10 @@ def long_history(num_steps: int, num_groups: int) -> History:
         Loss(found_s=float(index), group=0, rank=0, cause="killed", pending="", is_given_up=False)
         for index in range(0, num_steps, 10)
     ]
-    return dataclasses.replace(history_of(standing, "valid", now_s=0.0), steps=steps, losses=losses)
+    saved = [
+        CheckpointRecord(group=0, step=step, outcome="saved", reason="", num_bytes=1, stall_s=0.1, write_s=1.0)
+        for step in range(10, num_steps + 1, 10)
+    ]
+    checkpoints = [(float(steps.ended_s[record.step - 1]), record) for record in saved]
+    history = history_of(standing, "valid", now_s=0.0)
+    return dataclasses.replace(history, steps=steps, losses=losses, checkpoints=checkpoints)

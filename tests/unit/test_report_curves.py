@@ -1,0 +1,141 @@
+"""What the page of a trained run has beyond that of a simulated one: curves, checkpoints, and where it comes from."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spare_megatron.journal.follow import read_standing
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.report.history import History, history_of
+from spare_megatron.report.page import Plot, live_content, plots_of, report
+from tests.unit.measured_run import (
+    BEGAN_S,
+    FLOPS,
+    ORIGIN,
+    PEAK_TFLOPS,
+    STEP_S,
+    TOKENS,
+    loss_at,
+    measured_lines,
+    redone_lines,
+    write_journal,
+)
+
+NUM_STEPS = 8
+
+
+def history_from(run_dir: Path, lines: list[Line]) -> History:
+    return history_of(read_standing(write_journal(run_dir, lines)), "valid", now_s=0.0)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return history_from(tmp_path, measured_lines(NUM_STEPS))
+
+
+def plots(history: History) -> dict[str, Plot]:
+    return {plot.title: plot for plot in plots_of(history)}
+
+
+def head_rows(history: History) -> dict[str, str]:
+    page = report(history, "")
+    return dict(re.findall(r"<tr><th>([^<]*)</th><td>([^<]*)</td></tr>", page))
+
+
+def values_of(plot: Plot) -> tuple[list[float], list[float]]:
+    (curve,) = plot.figure.data
+    return list(curve.x), list(curve.y)
+
+
+def test_learning_rate_and_gradient_norm_are_drawn_over_steps(history: History) -> None:
+    drawn = plots(history)
+    steps, rates = values_of(drawn["Learning rate"])
+    assert steps == list(range(NUM_STEPS))
+    assert rates == [1e-3 / (step + 1) for step in range(NUM_STEPS)]
+    assert values_of(drawn["Gradient norm"]) == (steps, [loss_at(step) / 2 for step in range(NUM_STEPS)])
+
+
+def test_tokens_per_second_and_utilization_are_those_of_the_time_between_commits(history: History) -> None:
+    """The first step is left out: its time includes the start of the run."""
+    drawn = plots(history)
+    _, speed = values_of(drawn["Tokens per second"])
+    assert np.isnan(speed[0])
+    assert speed[1:] == pytest.approx([TOKENS / STEP_S] * (NUM_STEPS - 1))
+    _, percent = values_of(drawn["Model FLOPs utilization"])
+    share = FLOPS / STEP_S / 2 / (PEAK_TFLOPS * 1e12)
+    assert percent[1:] == pytest.approx([100 * share] * (NUM_STEPS - 1))
+    rows = head_rows(history)
+    assert rows["tokens/s of the median step"] == f"{TOKENS / STEP_S:.0f}"
+    assert rows["MFU of the median step"] == f"{share:.1%}"
+
+
+def test_the_head_says_when_where_and_with_what_the_run_trained(history: History) -> None:
+    rows = head_rows(history)
+    assert rows["began"] == "2026-11-18 11:06:40 UTC"
+    assert rows["wall time"] == f"{NUM_STEPS * STEP_S + 1:.0f} s"
+    assert rows["host"] == "node-7"
+    assert rows["version, commit"] == "1.2.3, 0123456789abcdef"
+    assert rows["checkpoints"] == "2 saved"
+
+
+def test_what_an_earlier_journal_does_not_know_is_left_out(tmp_path: Path) -> None:
+    history = history_from(tmp_path, measured_lines(NUM_STEPS, origin={}))
+    assert {"Loss", "Gradient norm", "Learning rate"} <= plots(history).keys()
+    assert not {"Tokens per second", "Model FLOPs utilization"} & plots(history).keys()
+    rows = head_rows(history)
+    assert not {"host", "version, commit", "tokens/s of the median step"} & rows.keys()
+    assert rows["began"] == "2026-11-18 11:06:40 UTC"
+
+
+def test_without_a_peak_there_is_no_utilization(tmp_path: Path) -> None:
+    history = history_from(tmp_path, measured_lines(NUM_STEPS, origin={**ORIGIN, "peak_tflops": None}))
+    assert "Tokens per second" in plots(history)
+    assert "Model FLOPs utilization" not in plots(history)
+    assert "MFU of the median step" not in head_rows(history)
+
+
+def test_checkpoints_are_marked_over_time_and_listed(tmp_path: Path) -> None:
+    failed: dict[str, Any] = {"outcome": "failed", "reason": "No space left on device: <disk>"}
+    lines = measured_lines(NUM_STEPS)
+    record = CheckpointRecord(group=1, step=6, num_bytes=0, stall_s=0.5, write_s=0.25, **failed)
+    lines.append(Line(source="group-0001-rank-0", at_s=BEGAN_S + 13.0, record=record))
+    history = history_from(tmp_path, lines)
+    marks = {trace.name: list(trace.x) for trace in plots(history)["Step time"].figure.data}
+    assert marks["checkpoint saved"] == [9.0, 17.0]
+    assert marks["checkpoint failed"] == [13.0]
+    page = report(history, "")
+    assert head_rows(history)["checkpoints"] == "1 failed, 2 saved"
+    assert "No space left on device: &lt;disk&gt;" in page
+    (table,) = re.findall(r"<h2>Checkpoints</h2>(.*?)</table>", page, re.DOTALL)
+    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("<tr>")[2:]]
+    assert [row[:7] for row in rows] == [
+        ["9 s", "4", "saved", "12 MB", "1.5 s", "20 ms", "0"],
+        ["13 s", "6", "failed", "0 B", "250 ms", "500 ms", "1"],
+        ["17 s", "8", "saved", "12 MB", "1.5 s", "20 ms", "0"],
+    ]
+
+
+def test_a_run_without_checkpoints_has_no_list_of_them(tmp_path: Path) -> None:
+    lines = [line for line in measured_lines(NUM_STEPS) if not isinstance(line.record, CheckpointRecord)]
+    history = history_from(tmp_path, lines)
+    assert "Checkpoints" not in report(history, "")
+    assert "checkpoints" not in head_rows(history)
+    assert {trace.name for trace in plots(history)["Step time"].figure.data} == {"from commit to commit, s", "groups"}
+
+
+def test_steps_that_a_restart_undid_are_not_in_the_curves(tmp_path: Path) -> None:
+    lines = measured_lines(4) + redone_lines(4, kept=2, losses={2: 9.0, 3: 9.5}, params={})
+    history = history_from(tmp_path, lines)
+    drawn = plots(history)
+    loss = drawn["Loss"].figure.data[0]
+    assert list(zip(loss.x, loss.y, strict=True)) == [(0, loss_at(0)), (1, loss_at(1)), (2, 9.0), (3, 9.5)]
+    assert values_of(drawn["Tokens per second"])[0] == [0, 1, 2, 3]
+
+
+def test_the_content_of_a_served_run_has_the_same_curves(history: History) -> None:
+    content = live_content(history)
+    assert all(title in content for title in ("Learning rate", "Gradient norm", "Tokens per second", "node-7"))

@@ -39,13 +39,14 @@ def report(
         target = out or run_dirs[0] / DEFAULT_NAME
         if out is not None or run_dirs[0].is_dir():  # else that is what is wrong
             check_output_file("--out", target)
-        standings = [(folder, read_standing(folder)) for folder in run_dirs]
+        is_pair = len(run_dirs) == 2
+        standings = [(folder, read_standing(folder, with_params=is_pair)) for folder in run_dirs]
         now_s = time.time()
         histories = [history_of(standing, verdict_of(folder, standing), now_s) for folder, standing in standings]
-        if len(histories) == 1:
-            page = page_of(histories[0], config_of(run_dirs[0]))
-        else:
+        if is_pair:
             page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
+        else:
+            page = page_of(histories[0], config_of(run_dirs[0]))
         target.write_text(page)
     typer.echo(str(target))
 

@@ -110,8 +110,13 @@ class Folding:
         self.last_fenced_at: dict[int, int] = {}
         self.fenced: dict[int, tuple[int, int]] = {}
         self.opened: dict[int, Mapping[int, int]] = {0: self.incarnations}
-        self.num_restarts = 0
+        self.restarted_at: list[int] = []  # committed steps that each restart kept
         self.errors: list[str] = []
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts from a checkpoint."""
+        return len(self.restarted_at)
 
     def take(self, index: int, entry: Mapping[str, Any]) -> None:
         """Folds the next entry."""
@@ -222,7 +227,7 @@ class Folding:
         self.step = entry["step"]
         self.kept = ()
         self.attempts.clear()
-        self.num_restarts += 1
+        self.restarted_at.append(entry["step"])
 
 
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:

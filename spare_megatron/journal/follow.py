@@ -3,12 +3,16 @@
 from pathlib import Path
 
 from spare_megatron.journal.format import require_known_format
-from spare_megatron.journal.standing import UNREAD, Standing
+from spare_megatron.journal.standing import PARAMS, UNREAD, Standing
 from spare_megatron.journal.tail import JournalTail
 
 
 class Follower:
     """Reads of a run's journal what is new, each time.
+
+    Args:
+        run_dir: The directory of the run.
+        with_params: Reads digests of parameters, too.
 
     Raises:
         ValueError: It is of a later format.
@@ -17,9 +21,9 @@ class Follower:
         standing: How the run stood the last time.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, with_params: bool = False) -> None:
         require_known_format(run_dir)
-        self._tail = JournalTail(run_dir, without=UNREAD)
+        self._tail = JournalTail(run_dir, without=UNREAD if with_params else (*UNREAD, PARAMS))
         self.standing = Standing()
 
     def poll(self) -> Standing:
@@ -37,8 +41,8 @@ class Follower:
         return (*self._tail.damage, *self.standing.damage)
 
 
-def read_standing(run_dir: Path) -> Standing:
-    """How the run stands by everything that is in its journal now.
+def read_standing(run_dir: Path, *, with_params: bool = False) -> Standing:
+    """How the run stands by everything that is in its journal now. The arguments are those of `Follower`.
 
     Raises:
         FileNotFoundError: The run directory has no journal.
@@ -46,7 +50,7 @@ def read_standing(run_dir: Path) -> Standing:
     """
     if not any((run_dir / "journal").glob("*.jsonl")):
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
-    follower = Follower(run_dir)
+    follower = Follower(run_dir, with_params=with_params)
     follower.poll().settle(is_whole=True)
     follower.standing.damage[:] = follower.damage
     return follower.standing

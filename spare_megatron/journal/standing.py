@@ -20,6 +20,7 @@ from spare_megatron.journal.records import (
     EntryRecord,
     FaultRecord,
     LossRecord,
+    ParamsRecord,
     RecoveryRecord,
     RunRecord,
     UpdateRecord,
@@ -29,7 +30,9 @@ from spare_megatron.journal.steps import StepTable
 
 GroupState = Literal["alive", "slow", "rejoining", "lost", "given up"]
 
-UNREAD = ("vote", "params", "snapshot", "redundancy", "repair")
+PARAMS = "params"
+"""Digests of parameters, which are read only to compare two runs: a long run has many."""
+UNREAD = ("vote", "snapshot", "redundancy", "repair")
 """Kinds of records that say nothing of how a run stands."""
 
 _SLOW_RATIO = 1.5
@@ -73,6 +76,7 @@ class Standing:
         self._losses = Losses()
         self.recoveries = Recoveries()
         self.checkpoints: list[tuple[float, CheckpointRecord]] = []
+        self._params: dict[tuple[int, int], set[str]] = {}  # restarts and committed steps before it
         self.num_rejoined = self.num_recomputed = 0
         self.num_lines = 0
         self.damage: list[str] = []
@@ -138,6 +142,8 @@ class Standing:
                 self._cadence = at_s, record
             case CheckpointRecord():
                 self.checkpoints.append((at_s, record))
+            case ParamsRecord():
+                self._params.setdefault((record.num_restarts, record.step), set()).add(record.sha256)
             case EndRecord() if self.end is None:
                 self.end = record
         self._note(event_of_record(record, at_s))
@@ -236,6 +242,15 @@ class Standing:
     def losses(self) -> list[tuple[float, LossRecord]]:
         """Groups found lost, each with when."""
         return self._losses.found
+
+    def params(self) -> dict[int, frozenset[str]]:
+        """Digests of the groups' parameters by the committed steps they hold; those that a restart undid are absent."""
+        restarted_at = [] if self.folding is None else self.folding.restarted_at
+        return {
+            step: frozenset(digests)
+            for (num_restarts, step), digests in sorted(self._params.items())
+            if all(step <= kept for kept in restarted_at[num_restarts:])
+        }
 
     def groups(self) -> list[GroupState]:
         """How each group stands."""

@@ -1,6 +1,6 @@
 """The history of a run as its journal has it, laid out along its committed steps for a reader's eyes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,6 +118,7 @@ class History:
         began_s: When the run began, in seconds since the epoch; None for a simulated run.
         lasted_s: From then to its end, or to now.
         checkpoints: How saves ended, each with when, as in `Steps`.
+        params: Digests of all parameters by the committed steps that they hold, as far as they have been read.
     """
 
     run: RunRecord
@@ -131,6 +132,7 @@ class History:
     began_s: float | None
     lasted_s: float
     checkpoints: Sequence[tuple[float, CheckpointRecord]]
+    params: Mapping[int, frozenset[str]]
 
     def tokens_per_s(self) -> Floats | None:
         """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""
@@ -172,6 +174,7 @@ def history_of(standing: Standing, verdict: str, now_s: float) -> History:
         began_s=None if standing.run.reduce_mode == "simulated" else standing.began_s,
         lasted_s=(standing.told_s if standing.end is not None else max(now_s, standing.told_s)) - standing.began_s,
         checkpoints=[(at_s - standing.began_s, record) for at_s, record in sorted(standing.checkpoints, key=_written)],
+        params=standing.params(),
     )
 
 

@@ -20,6 +20,7 @@ import plotly.graph_objects as go
 from spare_megatron.journal.events import groups_named
 from spare_megatron.journal.paces import Slowest, find_slowest
 from spare_megatron.journal.quantities import format_bytes, format_count, format_duration
+from spare_megatron.report.equality import compare
 from spare_megatron.report.figures import (
     group_map,
     load_around,
@@ -113,7 +114,8 @@ def _content(head: str, tables: str, plots: list[Plot]) -> str:
 def _head(histories: Mapping[str, History]) -> str:
     figures = {name: dict(_figures_of(history)) for name, history in histories.items()}
     rows = list(dict.fromkeys(row for of_run in figures.values() for row in of_run))
-    return _template("head").render(figures=figures, rows=rows)
+    equality = compare(*histories.values()) if len(histories) == 2 else None
+    return _template("head").render(figures=figures, rows=rows, equality=equality)
 
 
 def _tables(histories: Mapping[str, History]) -> str:

@@ -1,0 +1,134 @@
+"""Whether two runs computed the same bits, by their journals."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.journal.follow import read_standing
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.records import ParamsRecord
+from spare_megatron.report.equality import compare
+from spare_megatron.report.history import History, history_of
+from spare_megatron.report.page import curves_of
+from tests.unit.measured_run import loss_at, measured_lines, redone_lines, run_record, write_journal
+
+SAME, OTHER = "ab" * 32, "cd" * 32
+
+
+@pytest.fixture
+def histories(tmp_path: Path) -> "Histories":
+    return Histories(tmp_path)
+
+
+class Histories:
+    """Reads histories of journals, each from a directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+
+    def __call__(self, lines: list[Line]) -> History:
+        self._number += 1
+        run_dir = write_journal(self._folder / f"run-{self._number}", lines)
+        return history_of(read_standing(run_dir, with_params=True), "valid", now_s=0.0)
+
+
+def described(first: History, second: History) -> str:
+    equality = compare(first, second)
+    assert equality is not None
+    return equality.describe()
+
+
+def test_equal_runs_are_said_to_be_bitwise_equal(histories: Histories) -> None:
+    assert described(histories(measured_lines(8)), histories(measured_lines(8))) == (
+        "Bitwise equal: loss and gradient norm of all 8 steps are the same to the last bit. "
+        f"Parameters after 8 steps: sha256 {SAME} in both."
+    )
+
+
+def test_the_first_step_that_differs_in_the_last_bit_is_named_with_both_values(histories: Histories) -> None:
+    left, right = loss_at(3), math.nextafter(loss_at(3), 9.0)
+    assert f"{left:.12f}" == f"{right:.12f}"
+    text = described(histories(measured_lines(8)), histories(measured_lines(8, losses={3: right, 5: 1.0})))
+    assert text.startswith(f"Not bitwise equal: the runs first differ in step 3: loss {left} and {right}.")
+
+
+def test_runs_with_equal_losses_and_other_parameters_are_not_equal(histories: Histories) -> None:
+    first = histories(measured_lines(8, params={4: SAME, 6: SAME, 8: SAME}))
+    second = histories(measured_lines(8, params={4: SAME, 6: OTHER, 8: OTHER}))
+    assert described(first, second) == (
+        "Not bitwise equal: loss and gradient norm of all 8 steps are the same to the last bit. "
+        f"Parameters differ after 6 steps: sha256 {SAME} and {OTHER}."
+    )
+
+
+def test_a_shorter_run_is_compared_as_far_as_it_goes(histories: Histories) -> None:
+    first = histories(measured_lines(8, params={4: SAME, 8: OTHER}))
+    second = histories(measured_lines(6, params={4: SAME, 6: OTHER}))
+    assert described(first, second) == (
+        "Bitwise equal: loss and gradient norm of the 6 steps that both journals hold (of 8 and 6) are the same to the "
+        f"last bit. Parameters after 4 steps: sha256 {SAME} in both."
+    )
+
+
+def test_without_digests_of_the_same_steps_nothing_is_claimed(histories: Histories) -> None:
+    first, second = histories(measured_lines(8, params={8: SAME})), histories(measured_lines(8, params={6: SAME}))
+    equality = compare(first, second)
+    assert equality is not None
+    assert not equality.is_bitwise
+    assert equality.describe() == (
+        "Loss and gradient norm of all 8 steps are the same to the last bit. Parameters cannot be compared: the "
+        "journals have no digests of them after the same number of steps."
+    )
+
+
+def test_what_a_restart_undid_is_not_compared(histories: Histories) -> None:
+    """The second run computes two steps wrongly, goes back before them, and computes them as the first one does."""
+    params = {4: SAME, 6: SAME, 8: SAME}
+    first = histories(measured_lines(8, params=params))
+    wrong = measured_lines(8, losses={6: 1.0, 7: 1.0}, params={4: SAME, 7: OTHER})
+    second = histories(wrong + redone_lines(8, kept=6, losses={}, params={8: SAME}))
+    assert second.params == {4: {SAME}, 8: {SAME}}
+    equality = compare(first, second)
+    assert equality is not None
+    assert equality.is_bitwise
+
+
+def test_digests_in_which_the_groups_of_a_run_differ_are_left_out(histories: Histories) -> None:
+    lines = measured_lines(8, params={4: SAME, 8: SAME})
+    lines.append(Line(source="group-0001-rank-0", at_s=0.0, record=ParamsRecord(group=1, step=8, sha256=OTHER)))
+    text = described(histories(lines), histories(measured_lines(8, params={4: SAME, 8: SAME})))
+    assert f"Parameters after 4 steps: sha256 {SAME} in both." in text
+
+
+def test_a_simulated_run_is_compared_with_nothing(histories: Histories) -> None:
+    measured = histories(measured_lines(8))
+    lines = measured_lines(8)
+    simulated = histories([replace(lines[0], record=replace(run_record(8), reduce_mode="simulated")), *lines[1:]])
+    assert compare(measured, simulated) is None
+    assert compare(simulated, measured) is None
+
+
+def test_both_of_two_equal_curves_can_be_seen(histories: Histories) -> None:
+    """The first is drawn below the second, wider and in another colour."""
+    history = histories(measured_lines(8))
+    drawn = {plot.title: plot.figure for plot in curves_of({"one": history, "two": history})}
+    assert len(drawn) == 5
+    for figure in drawn.values():
+        below, above = (trace for trace in figure.data if trace.mode == "lines")
+        assert (below.name, above.name) == ("one", "two")
+        assert list(below.y)[1:] == list(above.y)[1:]
+        assert below.line.width >= 3 * above.line.width
+        assert below.line.color != above.line.color
+        assert figure.layout.showlegend
+
+
+def test_the_page_of_two_runs_says_it_and_reads_digests(tmp_path: Path) -> None:
+    first, second = (write_journal(tmp_path / name, measured_lines(8)) for name in ("one", "two"))
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(first), str(second), "--out", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "Bitwise equal: loss and gradient norm of all 8 steps" in page.read_text()

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,8 +30,13 @@ def serve(
             server.serve_forever()
 
 
-def open_server(run_dir: Path, port: int) -> "ReportServer":
+def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time) -> "ReportServer":
     """The server, not yet answering.
+
+    Args:
+        run_dir: Directory of the run.
+        port: As in `serve`.
+        now_s: Seconds since the epoch.
 
     Raises:
         FileNotFoundError: The directory holds no journal.
@@ -53,12 +59,17 @@ def open_server(run_dir: Path, port: int) -> "ReportServer":
         if standing.run is None:
             return Content(version=version, text=NOTHING_YET, is_final=False)
         verdict = "the run goes on" if standing.end is None else verdict_of(run_dir, standing)
-        text = live_content(history_of(standing, verdict, time.time()))
-        return Content(version=version, text=text, is_final=standing.end is not None)
+        history = history_of(standing, verdict, now_s())
+        return Content(
+            version=version,
+            text=live_content(history),
+            is_final=standing.end is not None,
+            newest_at_s=None if history.began_s is None else standing.told_s,
+        )
 
     page = live_page(run_dir.resolve().name, config_of(run_dir))
     try:
-        return ReportServer(page, Updated(make), port)
+        return ReportServer(page, Updated(make), port, now_s)
     except OSError as error:
         raise OSError(f"--port {port}: {error.strerror}; choose another, or 0 for a free one") from error
 

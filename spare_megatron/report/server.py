@@ -38,11 +38,13 @@ class Content:
         version: Another one whenever there is something new.
         text: JSON.
         is_final: Nothing more will come.
+        newest_at_s: When the newest line that it is made from was written, in seconds since the epoch; None if unknown.
     """
 
     version: int
     text: str
     is_final: bool
+    newest_at_s: float | None = None
 
 
 class Updated:
@@ -80,6 +82,7 @@ class ReportServer(ThreadingHTTPServer):
         page: The page, which fetches `data` beside it.
         content: What it shows.
         port: The port; 0 takes a free one.
+        now_s: Seconds since the epoch, from which pages learn how old the newest figure is.
 
     Raises:
         OSError: The port is taken.
@@ -87,7 +90,8 @@ class ReportServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, page: str, content: Updated, port: int) -> None:
+    def __init__(self, page: str, content: Updated, port: int, now_s: Callable[[], float] = time.time) -> None:
+        self.now_s = now_s
         self.page = page.encode()
         self.content = content
         self.token = secrets.token_urlsafe(24)
@@ -124,6 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_content(self, have: str) -> None:
         content = self.server.content.now()
         told = {"X-Version": str(content.version), "X-Ended": "yes" if content.is_final else "no"}
+        if content.newest_at_s is not None:
+            told["X-Age"] = f"{max(0.0, self.server.now_s() - content.newest_at_s):.3f}"
         if have == str(content.version):
             self._answer(HTTPStatus.NO_CONTENT, headers=told)
         else:

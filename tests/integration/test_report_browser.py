@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Error, Page, sync_playwright
+from playwright.sync_api import Browser, Error, Page, ViewportSize, sync_playwright
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
@@ -24,9 +24,10 @@ from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import Scenario
 from tests.integration.debian import fetch_with_dependencies, with_libraries
 from tests.unit.long_run import long_history
+from tests.unit.measured_run import BEGAN_S, measured_lines, write_journal
 
 TIMEOUT_S = 90.0
-SCREEN = {"width": 1366, "height": 768}
+SCREEN = ViewportSize(width=1366, height=768)
 SCENARIO = Scenario(
     name="browsed",
     num_groups=7,
@@ -219,6 +220,34 @@ def test_a_journal_that_has_hardly_begun_or_was_cut_off_is_drawn(
     with opened(browser, reported(tmp_path, cut)) as page:
         assert draw_all(page) >= plots
         assert "going on" in page.inner_text("#head")
+
+
+def test_a_page_says_how_old_its_newest_figure_is_also_when_the_server_is_gone(
+    browser: Browser, tmp_path: Path
+) -> None:
+    found = measured_lines(20)[:41]
+    newest_s = max(line.at_s for line in found)
+    now_s = newest_s + 3.0
+    server = open_server(write_journal(tmp_path, found), 0, lambda: now_s)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    page = browser.new_page(viewport=SCREEN)
+    page.set_default_timeout(TIMEOUT_S * 1e3)
+    try:
+        page.clock.set_fixed_time(BEGAN_S / 2)  # the browser's clock is off by decades
+        page.goto(server.url)
+        page.locator("#state", has_text="Live. The newest figure is 3 s old.").wait_for()
+        now_s += 40.0
+        page.locator("#state", has_text="Live. The newest figure is 43 s old.").wait_for()
+        page.route("**/data*", lambda route: route.abort())
+        page.locator("#state", has_text=re.compile(r"^No answer from spare serve .* is 43 s old\.$")).wait_for()
+        page.clock.set_fixed_time(BEGAN_S / 2 + 60.0)
+        page.locator("#state", has_text=re.compile(r"^No answer from spare serve .* is 103 s old\.$")).wait_for()
+    finally:
+        page.close()
+        server.shutdown()
+        thread.join(TIMEOUT_S)
+        server.server_close()
 
 
 def test_a_served_run_grows_in_the_page_and_what_is_zoomed_stays(

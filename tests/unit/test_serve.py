@@ -18,6 +18,7 @@ from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import Scenario
+from tests.unit.measured_run import BEGAN_S, measured_lines, write_journal
 
 TIMEOUT_S = 30.0
 SCENARIO = Scenario(
@@ -129,6 +130,36 @@ def test_content_grows_with_the_journal_until_the_run_has_ended(run_dir: Path) -
         assert "12 of 12" in last["head"]
         assert len(last["plots"]) > len(first["plots"])
         assert get(server, f"{path}?have={headers['X-Version']}")[2]["X-Ended"] == "yes"
+
+
+def test_the_age_of_the_newest_figure_grows_while_nothing_arrives(tmp_path: Path) -> None:
+    """By the clock of the server, however often a browser asks."""
+    now_s, clock_s = BEGAN_S + 20.5, 0.0
+    found = measured_lines(20)
+    newest_s = (found[40].at_s, found[80].at_s)
+    write_journal(tmp_path, found[:41])
+    with answering(open_server(tmp_path, 0, lambda: now_s)) as server:
+        server.content.clock_s = lambda: clock_s
+        path = f"/{server.token}/data"
+        _, _, headers = get(server, f"{path}?have=0")
+        assert float(headers["X-Age"]) == pytest.approx(now_s - newest_s[0])
+        now_s, clock_s = now_s + 60.0, 60.0
+        status, _, headers = get(server, f"{path}?have={headers['X-Version']}")
+        assert status == 204
+        assert float(headers["X-Age"]) == pytest.approx(now_s - newest_s[0])
+        write_journal(tmp_path, found[41:81])
+        clock_s = 120.0
+        status, _, headers = get(server, f"{path}?have={headers['X-Version']}")
+        assert status == 200
+        assert float(headers["X-Age"]) == pytest.approx(now_s - newest_s[1])
+        now_s = newest_s[1] - 3.0  # another machine's clock is ahead of this one's
+        assert get(server, f"{path}?have={headers['X-Version']}")[2]["X-Age"] == "0.000"
+
+
+def test_a_simulated_run_has_no_age(run_dir: Path) -> None:
+    """Its times are not those of a clock."""
+    with answering(open_server(run_dir, 0)) as server:
+        assert "X-Age" not in get(server, f"/{server.token}/data?have=0")[2]
 
 
 def test_content_that_is_dear_is_made_less_often() -> None:

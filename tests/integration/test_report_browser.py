@@ -81,9 +81,9 @@ def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def opened(browser: Browser, url: str) -> Iterator[Page]:
+def opened(browser: Browser, url: str, screen: ViewportSize = SCREEN) -> Iterator[Page]:
     """The page when it is ready. It may ask nobody for anything but where it comes from, and nothing may go wrong."""
-    page = browser.new_page(viewport=SCREEN)
+    page = browser.new_page(viewport=screen)
     page.set_default_timeout(TIMEOUT_S * 1e3)
     wrong: list[str] = []
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
@@ -220,6 +220,28 @@ def test_a_journal_that_has_hardly_begun_or_was_cut_off_is_drawn(
     with opened(browser, reported(tmp_path, cut)) as page:
         assert draw_all(page) >= plots
         assert "going on" in page.inner_text("#head")
+
+
+@pytest.mark.parametrize("width_px", [400, 360])
+def test_the_page_fits_a_telephone(browser: Browser, lines: list[str], tmp_path: Path, width_px: int) -> None:
+    """Only tables and the configuration scroll sideways, each within itself."""
+    run_dir = write(tmp_path / "run", "".join(lines))
+    (run_dir / "config.toml").write_text(f'name = "{"x" * 200}"')
+    measured = write_journal(tmp_path / ("a-long-name-" * 8), measured_lines(20))
+    alone, pair = tmp_path / "alone.html", tmp_path / "pair.html"
+    for arguments in ([run_dir, "--out", alone], [measured, run_dir, "--out", pair]):
+        result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+        assert result.exit_code == 0, result.output
+    for page_file in (alone, pair):
+        with opened(browser, page_file.as_uri(), ViewportSize(width=width_px, height=700)) as page:
+            draw_all(page)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width_px
+            assert max(page.evaluate(WIDTHS)) <= width_px
+            assert min(page.evaluate(WIDTHS)) > width_px * 0.85
+            assert max(page.evaluate(TABLE_WIDTHS)) > width_px
+
+
+TABLE_WIDTHS = "() => [...document.querySelectorAll('.wide')].map((table) => table.scrollWidth)"
 
 
 def test_a_page_says_how_old_its_newest_figure_is_also_when_the_server_is_gone(

@@ -3,7 +3,9 @@
 import contextlib
 import traceback
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
+from spare_megatron.config.own_code import PACKAGE, code_digest, code_mismatch
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.runtime.process.processes import Child, describe_exit, end_child, fork_server, start_child
 
@@ -17,7 +19,7 @@ def preflight(config: RunConfig) -> None:
         ValueError: The run cannot start; the text says why.
             Also if the check was killed, or did not end within `control.startup_timeout_s`.
     """
-    child = start_child(fork_server(), "preflight", _check_and_prepare, config)
+    child = start_child(fork_server(), "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
     try:
         if error := _hear(child, config):
             raise ValueError(error)
@@ -50,7 +52,13 @@ def _hear(child: Child, config: RunConfig) -> str:
     return error
 
 
-def _check_and_prepare(config: RunConfig, reports: Connection) -> None:
+def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Connection) -> None:
+    if mismatch := code_mismatch(code):
+        reports.send(
+            f"{mismatch} from {package}: start it with `spare`, which imports nothing from the working directory, or "
+            f"set PYTHONPATH to the folder of the package that is meant"
+        )
+        return
     try:
         import torch
 

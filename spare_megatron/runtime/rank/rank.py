@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from spare_megatron.config.own_code import code_digest
+from spare_megatron.config.own_code import code_digest, code_mismatch
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.control.open_store import open_store
@@ -71,6 +71,8 @@ from spare_megatron.runtime.wire.piece_wire import Address
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs one rank to its end and leaves the process with an `ExitCode`, unless it raises."""
+    if mismatch := code_mismatch(spec.code):  # a ValueError would concern all groups, and end the run
+        raise RuntimeError(f"{mismatch}: restore the files with which the run began, and the group can take part")
     torch.set_num_threads(spec.config.cluster.threads_per_rank)
     rank = _Rank(spec, reports)  # holds the communicators until the process is left
     code = rank.run()

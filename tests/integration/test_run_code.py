@@ -88,6 +88,31 @@ def test_a_driver_with_other_code_than_the_processes_it_starts_is_refused(text_c
     assert not run_dir.exists()
 
 
+UNGUARDED = """
+import sys
+from pathlib import Path
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.runtime.driver.run import start_run
+
+start_run(load_run_config(Path(sys.argv[1])).config, Path(sys.argv[2]), print)
+"""
+
+
+def test_a_script_without_a_main_guard_is_told_that_it_needs_one(text_corpus: Path, tmp_path: Path) -> None:
+    """Each process imports the script, and would start a run of its own; memory was blamed for how the first ended."""
+    preset, script = tmp_path / "preset.toml", tmp_path / "script.py"
+    preset.write_text(dump_run_config(tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=2)))
+    script.write_text(UNGUARDED)
+    words = [sys.executable, str(script), str(preset), str(tmp_path / "run")]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ValueError: {script} starts a run whenever it is imported")
+    assert last.endswith('under `if __name__ == "__main__":`')
+    assert done.stderr.count("Traceback") == 1, "of the script itself"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_rank_whose_code_is_not_that_of_the_run_does_not_begin(tmp_path: Path) -> None:
     """On GPUs each rank imports the files as they are when it starts, which may be days after the run did."""
     spec = RankSpec(

@@ -34,6 +34,8 @@ _IMPORTED: tuple[str, ...] = (
     "spare_megatron.runtime.process.imported_code",
 )
 """What the fork server imports, so that what it forks has it."""
+NO_MAIN_GUARD = 96
+"""Exit code of a process that would start a run while it imports the script of the process that started it."""
 _PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
 _STORE_START_TIMEOUT_S = 120.0
@@ -44,6 +46,8 @@ def fork_server() -> ForkServerContext:
 
     For the main thread: the kernel ends the server when the thread that started it has ended.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # it imports the main module of its parent
+        leave(NO_MAIN_GUARD)
     set_environment_of_ranks()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.runtime.process.fork_server_end", *_IMPORTED])

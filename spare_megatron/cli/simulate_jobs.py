@@ -16,6 +16,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.sweep import (
     Case,
@@ -137,6 +138,7 @@ def _simulated(cases: Sequence[Case], num_jobs: int) -> Generator[CaseResult]:
         yield from map(_simulate_one, cases)
         return
     # Fresh processes: a fork of one with threads (progress, solvers) may hang.
+    start_in_safe_path_mode()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_follow_the_first_process) as pool:
         try:

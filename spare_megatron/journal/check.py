@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.journal.check_code import check_code
 from spare_megatron.journal.check_params import check_compared, check_last_params, check_params
 from spare_megatron.journal.check_restarts import check_restored
 from spare_megatron.journal.check_slices import check_slices, has_lost_state
@@ -63,7 +64,7 @@ def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
         return _verdict(evidence, found, 0, FORMAT)
     run = runs[0]
     fold = fold_evidence(evidence, run)
-    findings = [*_check_log(evidence, fold), *_check_fold(run, fold)]
+    findings = [*check_code(evidence, run, fold), *_check_log(evidence, fold), *_check_fold(run, fold)]
     findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(evidence, fold), run, fold, tally)
     findings += check_slices(evidence, run, fold)
     findings += _apply(_RULES_OF_STEPS, steps_of(evidence, fold), run, fold, tally)

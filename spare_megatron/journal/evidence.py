@@ -22,6 +22,7 @@ from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,
     ParamsRecord,
+    RankRecord,
     Record,
     RecoveryRecord,
     RedundancyRecord,
@@ -38,7 +39,7 @@ Placed = tuple[Place, Any]
 
 FREQUENT = (ContributionRecord, VoteRecord, UpdateRecord, ParamsRecord)
 """What every group tells of every step, beside the entries of the log."""
-RARE = (RunRecord, LossRecord, FaultRecord, RecoveryRecord, RedundancyRecord, RepairRecord, EndRecord)
+RARE = (RunRecord, RankRecord, LossRecord, FaultRecord, RecoveryRecord, RedundancyRecord, RepairRecord, EndRecord)
 
 
 def is_rare(record: Record) -> bool:
@@ -71,6 +72,7 @@ class Evidence(Protocol):
         rare: The lines that `is_rare` names, in the order of their times.
         entries: Index -> the entry of the log as the first group read it.
         num_stretches: In how many parts the frequent records are to be looked at.
+        origin_code: Digest of the code that `origin.json` beside the journal names; None without such a file.
     """
 
     @property
@@ -81,6 +83,9 @@ class Evidence(Protocol):
 
     @property
     def num_stretches(self) -> int: ...
+
+    @property
+    def origin_code(self) -> str | None: ...
 
     @property
     def damage(self) -> Sequence[str]:
@@ -97,6 +102,7 @@ class HeldEvidence:
     """A journal that is in memory as a whole."""
 
     num_stretches = 1
+    origin_code: str | None = None
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from spare_megatron.journal.evidence import FREQUENT, Place, Placed, Stretch, is_rare
 from spare_megatron.journal.format import require_known_format
 from spare_megatron.journal.lines import KINDS, Line, decode_line
+from spare_megatron.journal.origin import origin_field
 from spare_megatron.journal.records import EntryRecord, Record
 
 STRETCH_BYTES = 16 << 20
@@ -86,6 +87,7 @@ class FiledEvidence:
         self._files = sorted((run_dir / "journal").glob("*.jsonl"))
         if not self._files:
             raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
+        self.origin_code = origin_field(run_dir, "code")
         self._until_s = until_s
         self._damage: dict[tuple[int, int], str] = {}  # by file and number of the line
         self._rare: list[tuple[Place, Line]] = []

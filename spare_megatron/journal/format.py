@@ -6,6 +6,7 @@ from typing import Any
 
 from spare_megatron import __version__
 from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.origin import origin_field
 
 
 def require_known_format(run_dir: Path) -> None:
@@ -33,8 +34,7 @@ def _first_record(run_dir: Path) -> dict[str, Any]:
 
 def _origin(run_dir: Path) -> str:
     """Which code wrote it, as the run's directory says."""
-    try:
-        origin = json.loads((run_dir / "origin.json").read_text())
-        return f"written by spare_megatron {origin['version']}, commit {origin['commit']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "origin.json does not say by which version it was written"
+    version, commit = origin_field(run_dir, "version"), origin_field(run_dir, "commit")
+    if version and commit:
+        return f"written by spare_megatron {version}, commit {commit}"
+    return "origin.json does not say by which version it was written"

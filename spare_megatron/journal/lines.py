@@ -14,6 +14,7 @@ from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,
     ParamsRecord,
+    RankRecord,
     Record,
     RecoveryRecord,
     RedundancyRecord,
@@ -34,6 +35,7 @@ _FORMER_FIELDS = {"cadence": ("restart_s",)}
 
 KINDS: dict[str, type[Record]] = {
     "run": RunRecord,
+    "rank": RankRecord,
     "contribution": ContributionRecord,
     "vote": VoteRecord,
     "entry": EntryRecord,

@@ -62,6 +62,19 @@ class RunRecord:
     """Commit of its checkout."""
     host: str = ""
     """Name of the machine of the driver."""
+    code: str = ""
+    """Digest of its Python files; empty in earlier formats and in a simulated run, where no rank names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """A rank begins a life of its group; the first record of its file."""
+
+    group: int
+    rank: int
+    incarnation: int
+    code: str
+    """Digest of the package's Python files, as this process has imported them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +339,7 @@ class EndRecord:
 
 Record = (
     RunRecord
+    | RankRecord
     | ContributionRecord
     | VoteRecord
     | EntryRecord

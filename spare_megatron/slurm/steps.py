@@ -40,7 +40,7 @@ def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str]) -> t
         on: The node.
         words: The command and its arguments.
     """
-    command = (*slurm.container, slurm.python or sys.executable, "-m", "spare_megatron.cli.main", *words)
+    command = (*slurm.container, slurm.python or sys.executable, "-P", "-m", "spare_megatron.cli.main", *words)
     srun, *rest = step_command(name, on, command)
     return (srun, *slurm.step_options, *rest)
 

@@ -140,6 +140,22 @@ def drop_the_fault(lines: Lines) -> None:
     lines.remove(one(lines, "fault"))
 
 
+def change_the_code_of_a_rank(lines: Lines) -> None:
+    one(lines, "rank", group=2)["code"] = "0" * 64
+
+
+def drop_the_code_of_a_rank(lines: Lines) -> None:
+    lines.remove(one(lines, "rank", group=2))
+
+
+def change_the_code_of_the_run(lines: Lines) -> None:
+    one(lines, "run")["code"] = "0" * 64
+
+
+def drop_the_code_of_the_run(lines: Lines) -> None:
+    del one(lines, "run")["code"]
+
+
 def drop_the_run(lines: Lines) -> None:
     lines.remove(one(lines, "run"))
 
@@ -168,6 +184,14 @@ DOCTORED: list[tuple[Callable[[Lines], None], str, str]] = [
     (apply_another_sum, "invalid", "step 2: groups applied different sums"),
     (apply_a_sum_of_too_little, "invalid", "step 2: the sum did not count 8 microbatches"),
     (drop_the_fault, "unknown", "never struck"),
+    (
+        change_the_code_of_a_rank,
+        "invalid",
+        "rank 0 of group 2 in life 0 ran code 000000000000, the run record names code",
+    ),
+    (drop_the_code_of_a_rank, "unknown", "the code of ranks [0] of group 2 in life 0 is not in the journal"),
+    (change_the_code_of_the_run, "invalid", "and 3 more ran code"),
+    (drop_the_code_of_the_run, "invalid", "the run record names no code"),
     (drop_the_run, "unknown", "0 run records, expected 1"),
     (drop_the_end, "unknown", "the journal has no end"),
 ]
@@ -194,6 +218,28 @@ def test_the_journal_as_it_was_written_passes_the_check(run: Run, tmp_path: Path
     answer = CliRunner().invoke(app, ["check", str(run.run_dir), "--json"])
     assert json.loads(answer.output) == {"verdict": "valid", "reasons": [], "steps_committed": 4}
     assert answer.exit_code == 0
+
+
+def test_a_doctored_origin_fails_the_check_and_a_journal_that_was_copied_without_one_does_not(
+    run: Run, tmp_path: Path
+) -> None:
+    write_lines(read_lines(run.run_dir), tmp_path)
+    origin = json.loads((run.run_dir / "origin.json").read_text())
+    file = tmp_path / "origin.json"
+    for text, verdict in (
+        (None, "valid"),
+        (json.dumps(origin), "valid"),
+        ('{"version": "1"}', "invalid"),
+        ("", "invalid"),
+    ):
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+        assert check(FiledEvidence(tmp_path)).verdict == verdict, text
+    file.write_text(json.dumps({**origin, "code": "0" * 64}))
+    reason = f"invalid: origin.json names code 000000000000, the run record code {origin['code'][:12]}"
+    assert check(FiledEvidence(tmp_path)).reasons == (reason,)
+    assert CliRunner().invoke(app, ["check", str(tmp_path)]).exit_code == 1
 
 
 def test_only_the_last_line_of_a_writer_may_be_torn(run: Run, tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """Which code a run, a figure or a node has: digests see all of it, and no other project's commit is taken for ours."""
 
+import multiprocessing
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 import spare_megatron
 from spare_megatron.config import own_code
-from spare_megatron.config.own_code import UNKNOWN, code_digest, commit
+from spare_megatron.config.own_code import UNKNOWN, code_digest, code_mismatch, commit, start_in_safe_path_mode
 from spare_megatron.runtime.doctor import node_facts
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -44,6 +47,34 @@ def test_a_change_anywhere_in_the_code_changes_its_digest(package: Path) -> None
         (package / name).write_text("changed\n")
         seen.add(digest())
     assert len(seen) == 4
+
+
+def test_a_process_keeps_the_digest_of_the_code_that_it_has_imported(package: Path) -> None:
+    """What is forked from it runs that, whatever becomes of the files."""
+    before = digest()
+    (package / "core/__init__.py").write_text("changed\n")
+    assert code_digest() == before
+    assert code_mismatch(before) == ""
+    code_digest.cache_clear()
+    assert code_mismatch(before) == (
+        f"spare_megatron in {package} is code {digest()[:12]}, the driver of the run has {before[:12]}"
+    )
+
+
+def _say_where_it_looks(pipe: Connection) -> None:
+    pipe.send((sys.flags.safe_path, "" in sys.path))
+
+
+def test_what_multiprocessing_starts_does_not_look_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python begins it with -c, which puts the working directory before all others."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    start_in_safe_path_mode()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_say_where_it_looks, args=(theirs,))
+    process.start()
+    assert ours.poll(60.0)
+    assert ours.recv() == (True, False)
+    process.join()
 
 
 def test_a_digest_of_some_packages_does_not_see_the_others(package: Path) -> None:

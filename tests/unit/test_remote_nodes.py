@@ -20,6 +20,7 @@ from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.summary import Summary
+from spare_megatron.runtime.driver import remote_node
 from spare_megatron.runtime.driver.node_connection import Door, connect
 from spare_megatron.runtime.process.reports import ExitCode, StoreAway
 from spare_megatron.runtime.process.spec import NodeSpec
@@ -143,6 +144,21 @@ def test_a_node_without_a_group_in_the_run_does_not_know_its_end() -> None:
     assert end is not None
     assert (end.outcome, end.reason) == ("finished", "")
     assert end_without_driver(exits, {zero, one}) is None
+
+
+def test_a_supervisor_with_other_code_than_the_driver_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    driver, ours = Pipe()
+    monkeypatch.setattr(remote_node, "connect", lambda *_: ours)
+    monkeypatch.setattr("importlib.import_module", lambda _: None)  # Megatron
+    store = TcpStoreSpec(host="127.0.0.1", port=1)
+    driver.send(
+        NodeSpec(config=RunConfig(), run_dir=tmp_path, node=1, store=store, faults=(), rank_main=no_main, code="0" * 64)
+    )
+    with pytest.raises(ValueError, match=r"the driver of the run has 0{12}: install the same on all nodes"):
+        remote_node.look_after_node(tmp_path, 1, 0.0)
 
 
 def test_the_end_is_journaled_also_where_the_file_has_been_closed(tmp_path: Path) -> None:
@@ -329,7 +345,7 @@ def test_a_step_shares_its_node_and_outlives_others() -> None:
 def test_a_node_runs_in_the_container_that_is_asked_for(slurm: SlurmConfig, expected: str) -> None:
     command = " ".join(node_step(slurm, "node-3", "n4", ("supervise", "/run", "--node", "3")))
     options = " ".join(step_command("node-3", "n4", ()))[len("srun ") :]
-    module = "-m spare_megatron.cli.main"
+    module = "-P -m spare_megatron.cli.main"
     for text, name in ((options, "OPTIONS"), (sys.executable, "PYTHON"), (module, "MODULE")):
         command = command.replace(text, name)
     assert command == expected

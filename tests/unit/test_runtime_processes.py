@@ -15,6 +15,7 @@ from spare_megatron.core.topology import GroupId, Layout, Member
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.runtime.driver import driver as driver_module
 from spare_megatron.runtime.driver.driver import Driver
+from spare_megatron.runtime.driver.preflight import _why_ended
 from spare_megatron.runtime.process.reports import ExitCode, GroupLost, RanksReady
 from spare_megatron.runtime.process.spec import NodeSpec, RankSpec
 from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
@@ -159,3 +160,15 @@ def test_who_lost_a_peer_is_taken_for_lost_after_the_peer(tmp_path: Path) -> Non
     assert ranks.exits == {(0, 0): ExitCode.GROUP_BROKEN, (0, 1): 9}
     assert not ranks.sentinels
     ranks.end()
+
+
+@pytest.mark.parametrize(
+    ("code", "is_for_memory", "names_main_guard"),
+    [(-signal.SIGKILL, True, False), (1, False, False), (96, False, True)],
+)
+def test_memory_is_blamed_only_for_a_process_that_was_killed(
+    code: int, is_for_memory: bool, names_main_guard: bool
+) -> None:
+    """A script that starts a run whenever it is imported ended the first process with 1, and read of memory."""
+    text = _why_ended(RunConfig(), code)
+    assert ("memory" in text, "if __name__ ==" in text) == (is_for_memory, names_main_guard)

@@ -1,11 +1,21 @@
 """What can be found wrong with a run, and prepared for it, only with Megatron at hand. Before any rank starts."""
 
 import contextlib
+import sys
 import traceback
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
+from spare_megatron.config.own_code import PACKAGE, code_digest, code_mismatch
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.runtime.process.processes import Child, describe_exit, end_child, fork_server, start_child
+from spare_megatron.runtime.process.processes import (
+    NO_MAIN_GUARD,
+    Child,
+    describe_exit,
+    end_child,
+    fork_server,
+    start_child,
+)
 
 _END_TIMEOUT_S = 10.0
 
@@ -17,7 +27,7 @@ def preflight(config: RunConfig) -> None:
         ValueError: The run cannot start; the text says why.
             Also if the check was killed, or did not end within `control.startup_timeout_s`.
     """
-    child = start_child(fork_server(), "preflight", _check_and_prepare, config)
+    child = start_child(fork_server(), "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
     try:
         if error := _hear(child, config):
             raise ValueError(error)
@@ -42,15 +52,33 @@ def _hear(child: Child, config: RunConfig) -> str:
             error = child.reports.recv()
     child.process.join(_END_TIMEOUT_S)
     if not error and child.process.exitcode != 0:
-        raise ValueError(
-            f"the process that builds the sample index of data.corpus={config.data.corpus} has ended with "
-            f"{describe_exit(child.process.exitcode)}; SIGKILL is most often for memory, which fewer train.steps need "
-            f"less of"
-        )
+        raise ValueError(_why_ended(config, child.process.exitcode))
     return error
 
 
-def _check_and_prepare(config: RunConfig, reports: Connection) -> None:
+def _why_ended(config: RunConfig, code: int | None) -> str:
+    script = getattr(sys.modules["__main__"], "__file__", "the script")
+    if code == NO_MAIN_GUARD:
+        return (
+            f"{script} starts a run whenever it is imported, and every process of the run imports it: put what it does "
+            f'under `if __name__ == "__main__":`'
+        )
+    ended = (
+        f"the process that builds the sample index of data.corpus={config.data.corpus} has ended with "
+        f"{describe_exit(code)}"
+    )
+    if code is None or code < 0:
+        return f"{ended}; SIGKILL is most often for memory, which fewer train.steps need less of"
+    return f"{ended}; what it has printed says why. Like every process of the run it imports {script}"
+
+
+def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Connection) -> None:
+    if mismatch := code_mismatch(code):
+        reports.send(
+            f"{mismatch} from {package}: start it with `spare`, which imports nothing from the working directory, or "
+            f"set PYTHONPATH to the folder of the package that is meant"
+        )
+        return
     try:
         import torch
 

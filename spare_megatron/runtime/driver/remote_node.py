@@ -6,12 +6,13 @@ import importlib
 import os
 from pathlib import Path
 
+from spare_megatron.config.own_code import code_mismatch
 from spare_megatron.control.open_store import open_store, with_credentials
 from spare_megatron.control.store import StoreLost
 from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.driver.node_connection import connect
-from spare_megatron.runtime.process.processes import ask_for_gpus_without_touching_them
+from spare_megatron.runtime.process.processes import set_environment_of_ranks
 from spare_megatron.runtime.process.spec import NodeSpec
 from spare_megatron.runtime.supervisor.node import look_after
 from spare_megatron.runtime.supervisor.orphans import wait_for_others
@@ -24,13 +25,14 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
         How the run has ended, where that is for its nodes to tell: the driver is lost.
 
     Raises:
-        ValueError: Nobody awaits the node, or it cannot use the control store.
+        ValueError: Nobody awaits the node, its code is not the driver's, or it cannot use the control store.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)
-    ask_for_gpus_without_touching_them()
     importlib.import_module("spare_megatron.runtime.rank.rank")  # ranks that are forked from this process have it then
     spec: NodeSpec = driver.recv()
+    if mismatch := code_mismatch(spec.code):
+        raise ValueError(f"{mismatch}: install the same on all nodes")
     config = spec.config
     spec = dataclasses.replace(spec, store=with_credentials(spec.store, config.control, os.environ))
     if not look_after(spec, driver):

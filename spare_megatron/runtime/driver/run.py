@@ -18,7 +18,7 @@ from spare_megatron import __version__
 from spare_megatron.config.exports import write_with_exports
 from spare_megatron.config.implications import implications
 from spare_megatron.config.model_shape import flops_per_token
-from spare_megatron.config.own_code import commit
+from spare_megatron.config.own_code import code_digest, commit
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
@@ -29,6 +29,7 @@ from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.origin import ORIGIN
 from spare_megatron.journal.records import EndRecord, RunRecord
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.checkpoint.checkpoints import folder_of, step_of
@@ -132,8 +133,8 @@ def _run(
     make_driver: Callable[..., Driver],
 ) -> Summary:
     write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
-    origin = {"version": __version__, "commit": commit()}
-    (run_dir / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
+    origin = {"version": __version__, "commit": commit(), "code": code_digest()}
+    (run_dir / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
     journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
     journal.write(_run_record(config, faults, origin))
 
@@ -180,6 +181,7 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[st
         version=__version__,
         commit=origin["commit"],
         host=socket.gethostname(),
+        code=origin["code"],
         faults=[
             {
                 "step": fault.step,

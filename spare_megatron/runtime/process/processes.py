@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.open_store import etcd_spec
 from spare_megatron.control.spec import StoreSpec, TcpStoreSpec
@@ -27,8 +28,14 @@ from spare_megatron.control.tcp_store import serve
 from spare_megatron.runtime.process import end_signal
 from spare_megatron.runtime.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
 
-_IMPORTED: tuple[str, ...] = ("spare_megatron.runtime.driver.run", "spare_megatron.runtime.rank.rank")
+_IMPORTED: tuple[str, ...] = (
+    "spare_megatron.runtime.driver.run",
+    "spare_megatron.runtime.rank.rank",
+    "spare_megatron.runtime.process.imported_code",
+)
 """What the fork server imports, so that what it forks has it."""
+NO_MAIN_GUARD = 96
+"""Exit code of a process that would start a run while it imports the script of the process that started it."""
 _PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
 _STORE_START_TIMEOUT_S = 120.0
@@ -39,8 +46,9 @@ def fork_server() -> ForkServerContext:
 
     For the main thread: the kernel ends the server when the thread that started it has ended.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ask_for_gpus_without_touching_them()
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # it imports the main module of its parent
+        leave(NO_MAIN_GUARD)
+    set_environment_of_ranks()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.runtime.process.fork_server_end", *_IMPORTED])
     # Ctrl-C reaches every process of the terminal, and only the driver is to act on it: the server and all that
@@ -55,9 +63,13 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def ask_for_gpus_without_touching_them() -> None:
-    """Whoever imports Megatron asks whether there are GPUs, and CUDA cannot be used in what is forked after that."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available then asks the driver only
+def set_environment_of_ranks() -> None:
+    """What has to be set before Megatron is imported and before a process is started."""
+    start_in_safe_path_mode()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Megatron asks for GPUs when it is imported, and CUDA cannot be used in a fork of a process that has used it:
+    # torch.cuda.is_available then asks the driver only.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def rank_context(device: str) -> ForkContext | SpawnContext:

@@ -1,10 +1,11 @@
 """What the processes of a run are told. Loads without torch, as the driver must start at once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.core.topology import GroupId, Member
@@ -30,6 +31,7 @@ class RankSpec:
         seconds_left: Until the run ends with the step under way; None if all steps are to be trained.
         wiped_out_at_s: Monotonic time at which the supervisor knew of the wipe-out after which the rank starts again.
         keeper: Where the keeper of its node listens; None where no snapshots are taken.
+        code: Digest of the driver's code.
     """
 
     config: RunConfig
@@ -44,6 +46,7 @@ class RankSpec:
     seconds_left: float | None = None
     wiped_out_at_s: float | None = None
     keeper: KeeperAddress | None = None
+    code: str = field(default_factory=code_digest)
 
     @property
     def name(self) -> str:
@@ -71,6 +74,7 @@ class NodeSpec:
         hub_pid: The process that holds the bridge between the nodes' networks, where each has one of its own.
         life: 0 for the supervisor with which the run began; whoever takes its place later has a higher number.
         is_remote: The driver is on another machine, and may be lost without the node.
+        code: Digest of the driver's code.
     """
 
     config: RunConfig
@@ -82,6 +86,7 @@ class NodeSpec:
     hub_pid: int | None = None
     life: int = 0
     is_remote: bool = False
+    code: str = field(default_factory=code_digest)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from spare_megatron.config.own_code import code_digest, code_mismatch
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.control.open_store import open_store
@@ -20,7 +21,7 @@ from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, FaultRecord
+from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.beacon import Beacon
@@ -70,6 +71,8 @@ from spare_megatron.runtime.wire.piece_wire import Address
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs one rank to its end and leaves the process with an `ExitCode`, unless it raises."""
+    if mismatch := code_mismatch(spec.code):  # a ValueError would concern all groups, and end the run
+        raise RuntimeError(f"{mismatch}: restore the files with which the run began, and the group can take part")
     torch.set_num_threads(spec.config.cluster.threads_per_rank)
     rank = _Rank(spec, reports)  # holds the communicators until the process is left
     code = rank.run()
@@ -112,6 +115,7 @@ class _Rank:
         """Trains, and turns the ways in which a run may end for this rank into exit codes."""
         try:
             self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
+            self._write_code()
             executor = self._executor = self._build_executor()
             first = self._come_back(executor) if self._spec.incarnation else self._start(executor)
             if isinstance(first, Stop):
@@ -137,6 +141,10 @@ class _Rank:
         """Closes the journal."""
         self._beacon.leave()
         close_or_tell(self._journal, self._reports.send)
+
+    def _write_code(self) -> None:
+        group, incarnation = self._spec.member
+        self._journal.write(RankRecord(group=group, rank=self._spec.rank, incarnation=incarnation, code=code_digest()))
 
     def _build_executor(self) -> GroupExecutor:
         spec, config = self._spec, self._spec.config

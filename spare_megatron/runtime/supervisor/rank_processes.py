@@ -99,6 +99,7 @@ class RankProcesses:
             seconds_left=None if self._ends_at_s is None else self._ends_at_s - time.monotonic(),
             wiped_out_at_s=wiped_out_at_s,
             keeper=None if self.keeper is None else self.keeper.address,
+            code=self._spec.code,
         )
         process.become(spec)
         self._processes[key] = process

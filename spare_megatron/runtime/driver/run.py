@@ -134,8 +134,10 @@ def _run(
     write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
     origin = {"version": __version__, "commit": commit()}
     (run_dir / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
-    journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
-    journal.write(_run_record(config, faults, origin))
+    record = run_record(config, faults, origin)
+    journal = JournalWriter(run_dir, "driver")
+    metrics = Telemetry(config, record, open_sinks(config, run_dir, on_event))
+    journal.write(record)
 
     def tell(event: RunEvent) -> None:
         metrics.take(event)
@@ -152,7 +154,8 @@ def _run(
     return summary
 
 
-def _run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:
+def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:
+    """The terms of a run, from its resolved configuration and `origin.json`."""
     tokens = implications(config).tokens_per_step
     return RunRecord(
         format=FORMAT,

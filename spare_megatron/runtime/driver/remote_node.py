@@ -11,7 +11,7 @@ from spare_megatron.control.store import StoreLost
 from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.driver.node_connection import connect
-from spare_megatron.runtime.process.processes import ask_for_gpus_without_touching_them
+from spare_megatron.runtime.process.processes import prepare_for_torch
 from spare_megatron.runtime.process.spec import NodeSpec
 from spare_megatron.runtime.supervisor.node import look_after
 from spare_megatron.runtime.supervisor.orphans import wait_for_others
@@ -28,7 +28,7 @@ def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     driver = connect(run_dir, node, wait_s)
-    ask_for_gpus_without_touching_them()
+    prepare_for_torch()
     importlib.import_module("spare_megatron.runtime.rank.rank")  # ranks that are forked from this process have it then
     spec: NodeSpec = driver.recv()
     config = spec.config

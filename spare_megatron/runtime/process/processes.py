@@ -40,7 +40,7 @@ def fork_server() -> ForkServerContext:
     For the main thread: the kernel ends the server when the thread that started it has ended.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ask_for_gpus_without_touching_them()
+    prepare_for_torch()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.runtime.process.fork_server_end", *_IMPORTED])
     # Ctrl-C reaches every process of the terminal, and only the driver is to act on it: the server and all that
@@ -55,9 +55,15 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def ask_for_gpus_without_touching_them() -> None:
-    """Whoever imports Megatron asks whether there are GPUs, and CUDA cannot be used in what is forked after that."""
+def prepare_for_torch() -> None:
+    """Sets what torch reads from the environment when it is imported, here and in child processes.
+
+    Megatron's import asks whether there are GPUs, and CUDA cannot be used in processes forked after an ordinary check.
+    c10d warns in every process that host names are unknown, because `without_name_lookups` makes the lookup fail; what
+    concerns a run is raised as an exception or logged as an error. A level that the user has set stays.
+    """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available then asks the driver only
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def rank_context(device: str) -> ForkContext | SpawnContext:

@@ -15,6 +15,8 @@ CLOSE_TIMEOUT_S = 10.0
 """Longest wait at the end of a run for an output that has not taken everything yet."""
 
 _MOST_WAITING = 4096
+_UNBROKEN_WIDTH = 1 << 20
+"""Characters; more than any line has."""
 
 
 class View(Protocol):
@@ -31,10 +33,19 @@ class View(Protocol):
 
 
 class RunConsole(Console):
-    """Where a run or what was computed is shown. A pipe whose reader has left is an error like a full disk.
+    """Where a run or what was computed is shown.
 
-    rich would throw away what goes to stdout, whichever stream it is that is closed, and end the program.
+    Without a terminal, lines and tables are as wide as their text: nothing is wrapped or cut to 80 columns. COLUMNS
+    still sets a width. A pipe whose reader has left is an error like a full disk; rich would throw away what goes to
+    stdout, whichever stream it is that is closed, and end the program.
     """
+
+    def __init__(
+        self, *, file: IO[str] | None = None, stderr: bool = False, force_terminal: bool | None = None
+    ) -> None:
+        super().__init__(file=file, stderr=stderr, force_terminal=force_terminal)
+        if not self.is_terminal and not os.environ.get("COLUMNS"):
+            self.width = _UNBROKEN_WIDTH
 
     def on_broken_pipe(self) -> None:
         """Raises the error again."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.journal.quantities import format_duration
@@ -144,7 +144,7 @@ def _watch(run_dir: Path) -> None:
     from spare_megatron.cli.standing_view import lines_of, view_of
     from spare_megatron.journal.follow import Follower
 
-    follower, plan, console = Follower(run_dir), save_plan(run_dir), Console()
+    follower, plan, console = Follower(run_dir), save_plan(run_dir), RunConsole()
     try:
         if not console.is_terminal:
             _watch_plainly(run_dir, follower.poll, plan)

@@ -206,7 +206,7 @@ def test_a_pause_for_the_control_store_is_told_once(tmp_path: Path) -> None:
             progress.take(event)
         progress.take(StoreBack(node=0, away_s=2.6))
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().splitlines() == [
+    assert [line[len("2026-11-23 12:00:00 ") :] for line in console.file.getvalue().splitlines()] == [
         "the control store does not answer; training pauses for it, 60 s at most",
         "the control store answers again after 2.5 s",
     ]

@@ -44,6 +44,9 @@ class ListView:
         self.goes_on.wait(60.0)
         self.taken.append(event)
 
+    def refresh(self) -> None:
+        pass
+
 
 LONG = " ".join(["a sentence of many words"] * 20)
 

@@ -180,6 +180,7 @@ def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str
         tokens_per_step=tokens,
         flops_per_step=flops_per_token(config) * tokens,
         peak_tflops=config.metrics.peak_tflops,
+        max_minutes=config.train.max_minutes,
         version=__version__,
         commit=origin["commit"],
         host=socket.gethostname(),

@@ -13,15 +13,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from spare_megatron.cli.standing_view import NewLines, view_of
+from spare_megatron.cli.standing_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.events import text_of_entry, text_of_loss
 from spare_megatron.journal.follow import Follower
+from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.standing import SavePlan, Standing
 from spare_megatron.journal.summary import NOT_RUN, Summary
 from spare_megatron.runtime.process.reports import (
     CheckpointRejected,
     GroupLost,
+    GroupRejoined,
     GroupRestarted,
     MetricsLost,
     RanksReady,
@@ -29,17 +32,22 @@ from spare_megatron.runtime.process.reports import (
     RunEvent,
     RunStopped,
     Starting,
+    StepCommitted,
     StoreAwaited,
     StoreAway,
     StoreBack,
     StoreMeasured,
 )
 
+_BEHIND_S = 10.0
+"""After which the journal is behind if it lacks a step that was reported: its storage may be full."""
+
 
 class RunProgress:
     """Follows a run's journal, and the events that no journal has. Use as a context manager around the run.
 
-    On a terminal the lines scroll by above a live view; each event is shown once, in its line.
+    On a terminal the lines scroll by above a live view; each event is shown once, in its line. While the journal is
+    behind, as on a full disk, steps, losses and returns are shown as they are reported.
     """
 
     def __init__(self, config: RunConfig, console: Console, run_dir: Path) -> None:
@@ -51,6 +59,8 @@ class RunProgress:
         self._absent: set[int] = set()  # groups that are lost, and not up again
         self._is_store_away = self._is_store_short = False
         self._wiped_out_at: int | None = None
+        self._reported: tuple[int, float] | None = None  # a step that the journal lacked, and when it was reported
+        self._next_at_s = self._next_poll_s = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:
@@ -63,34 +73,47 @@ class RunProgress:
     ) -> None:
         try:
             if kind is None:
+                self._next_poll_s = 0.0
                 self.refresh()
         finally:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Shows what the journal has to tell by now."""
+        """Shows what the journal has to tell by now; without a terminal only after an event or two seconds."""
+        now_s = time.time()
+        if now_s < self._next_poll_s:
+            return
+        self._next_poll_s = 0.0 if self._console.is_terminal else now_s + STEP_LINE_INTERVAL_S
         standing = self._follow()
         if self._console.is_terminal and standing.run is not None:
-            self._live.update(view_of(standing, self._plan, time.time(), num_events=0), refresh=True)
+            self._live.update(view_of(standing, self._plan, now_s, num_events=0), refresh=True)
 
     def take(self, event: RunEvent) -> None:
         """Shows an event, unless the journal tells of it."""
+        if not isinstance(event, StepCommitted):
+            self._next_poll_s = 0.0
         match event:
             case Starting(what=what):
                 self._tell(f"starting: {what}")
             case RanksReady(group=group) if group in self._absent:
                 self._absent.discard(group)  # each of its nodes says so
                 self._tell(f"group {group} is up again and waits for the end of a step")
+            case StepCommitted():
+                self._committed(event)
+            case GroupRejoined(member=member, step=step):
+                self._tell_unrecorded(text_of_entry({"entry": "commit", "step": step - 1}, {member.group}))
             case GroupRestarted():
-                self._wiped_out_at = None
+                self._wiped_out_at = self._reported = None
             case CheckpointRejected(reason=reason):
                 self._tell(f"checkpoint rejected: {reason}; trying the one before")
             case MetricsLost(reason=reason):
                 self._tell(f"{reason}; metrics.jsonl has all of them, and training goes on")
             case RecordsLost(reason=reason):
                 self._tell(f"{reason}; what the run has written down is incomplete, what it has trained is not")
-            case GroupLost(group=group, rank=rank, traceback=text):
+            case GroupLost(group=group, rank=rank, cause=cause, traceback=text):
                 self._absent.add(group)
+                record = LossRecord(group=group, rank=rank, cause=cause, entry_index=0, is_given_up=event.is_given_up)
+                self._tell_unrecorded(text_of_loss(record, is_known=False))
                 if text:
                     self._tell(f"group {group} rank {rank} raised:\n{text.rstrip()}")
             case StoreAwaited() | StoreAway() | StoreBack() | StoreMeasured():
@@ -116,6 +139,38 @@ class RunProgress:
                 if shortage and not self._is_store_short:
                     self._tell(f"warning: {shortage}")
                 self._is_store_short = bool(shortage)
+
+    def _committed(self, event: StepCommitted) -> None:
+        """Tells of a step if the journal is behind."""
+        newest, now_s = self._follower.standing.newest, time.time()
+        if self._reported is None or (newest is not None and newest.step >= self._reported[0]):
+            self._reported = event.step, now_s
+        if now_s < self._next_at_s or not self._is_behind(now_s) or (run := self._follower.standing.run) is None:
+            return
+        self._next_at_s = now_s + STEP_LINE_INTERVAL_S
+        update = UpdateRecord(
+            group=event.group,
+            step=event.step,
+            attempt=0,
+            num_microbatches=0,
+            loss=event.loss,
+            grad_norm=event.grad_norm,
+            learning_rate=event.learning_rate,
+            makespan=event.makespan,
+            step_s=event.step_s,
+        )
+        self._tell("  ".join(figures_of(run, update, event.num_alive)))
+
+    def _is_behind(self, now_s: float) -> bool:
+        if self._reported is None or now_s - self._reported[1] < _BEHIND_S:
+            return False
+        newest = self._follow().newest
+        return newest is None or newest.step < self._reported[0]
+
+    def _tell_unrecorded(self, text: str) -> None:
+        if self._is_behind(time.time()) and text not in self._lines.unrecorded:
+            self._lines.unrecorded.add(text)
+            self._tell(text)
 
     def _follow(self) -> Standing:
         standing = self._follower.standing

@@ -28,7 +28,7 @@ _BAR_WIDTH = 50
 _EVENTS_SHOWN = 6
 _RECENT_COMMITS = 8
 """Among which the newest step is that some group has applied."""
-_STEP_LINE_INTERVAL_S = 2.0
+STEP_LINE_INTERVAL_S = 2.0
 """Without a terminal, seconds between lines about steps."""
 
 
@@ -72,11 +72,15 @@ def lines_of(standing: Standing, plan: SavePlan, now_s: float) -> Iterator[str]:
 class NewLines:
     """What a run's journal has to tell since the last time, as lines with their times: each event once.
 
+    Attributes:
+        unrecorded: Texts of events that were told before the journal had them.
+
     Args:
         has_steps: Has a line about the newest step, too, with events or when the last one is two seconds old.
     """
 
     def __init__(self, *, has_steps: bool) -> None:
+        self.unrecorded: set[str] = set()
         self._has_steps = has_steps
         self._num_events = 0
         self._told = (-1, 0)  # the newest attempt, and restarts, as of the last line about a step
@@ -88,7 +92,9 @@ class NewLines:
             self._next_at_s = now_s  # a step that came before an event is told before it
         found = [*standing.events_since(self._num_events), *self._step(standing, now_s)]
         self._num_events = standing.num_events
-        return [self.stamped(event.text, event.at_s) for event in sorted(found, key=lambda event: event.at_s)]
+        new = [event for event in sorted(found, key=lambda event: event.at_s) if event.text not in self.unrecorded]
+        self.unrecorded -= {event.text for event in found}
+        return [self.stamped(event.text, event.at_s) for event in new]
 
     def stamped(self, text: str, at_s: float) -> str:
         """The text with the local time before each of its lines; with the date where lines are kept."""
@@ -101,7 +107,7 @@ class NewLines:
             return
         newest = update.attempt, folding.num_restarts
         if newest != self._told and now_s >= self._next_at_s:
-            self._told, self._next_at_s = newest, now_s + _STEP_LINE_INTERVAL_S
+            self._told, self._next_at_s = newest, now_s + STEP_LINE_INTERVAL_S
             yield Event(at_s=standing.committed_at_s, text=step_line(standing, now_s))
 
 
@@ -116,14 +122,14 @@ def step_line(standing: Standing, now_s: float) -> str:
         parts = [f"step {folding.step}/{run.num_steps}", f"groups {len(folding.members)}/{run.num_groups}"]
     else:
         members = [commit.members for commit in folding.commits[-_RECENT_COMMITS:] if commit.attempt == update.attempt]
-        parts = [*_figures(run, update, len(members[0] if members else folding.members))]
+        parts = [*figures_of(run, update, len(members[0] if members else folding.members))]
     left_s = standing.left_s(now_s)
     if left_s:
         parts.append(f"left {format_duration(max(1, round(left_s)))}")
     return "  ".join(parts)
 
 
-def _figures(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterator[str]:
+def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterator[str]:
     """Those of a step that so many groups took part in."""
     yield f"step {update.step + 1}/{run.num_steps}"
     if update.loss:  # a simulated run has none

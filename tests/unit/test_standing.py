@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from spare_megatron.cli import progress as progress_module
 from spare_megatron.cli import status
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.main import app
@@ -49,6 +50,7 @@ from spare_megatron.runtime.process.reports import (
     RanksReady,
     RunStopped,
     Starting,
+    StepCommitted,
     StoreMeasured,
 )
 from spare_megatron.simulator.costs import CostModel
@@ -367,6 +369,48 @@ def test_piped_each_event_is_told_once_with_its_time_and_the_number_of_the_journ
     assert all(re.match(STAMP, text) for text in lines)
     told = [text[len("2026-11-23 12:00:00 ") :] for text in lines]
     assert [text for text in told if not text.startswith("step ")] == TOLD
+
+
+def test_while_the_journal_is_behind_what_is_reported_is_told_and_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk the screen would stand still until the end."""
+    now_s = 110.0
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(time=lambda: now_s))
+    run_dir = write(tmp_path / "run", STORY[:2])
+    console = RunConsole(file=io.StringIO())
+    step = StepCommitted(
+        group=GroupId(0),
+        step=1,
+        loss=2.34561,
+        grad_norm=1.2341,
+        learning_rate=3e-4,
+        num_alive=2,
+        makespan=4,
+        step_s=0.5,
+        split_s={},
+        head=3,
+        epoch=1,
+        num_recomputed=0,
+        recoveries=(),
+    )
+    lost = GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="")
+    rejoined = GroupRejoined(member=Member(GroupId(1), 1), step=2)
+    with RunProgress(RunConfig(), console, run_dir) as progress:
+        for event in (step, lost, rejoined):
+            progress.take(event)
+        assert isinstance(console.file, io.StringIO)
+        assert console.file.getvalue() == "", "the journal will tell of these"
+        now_s += 11.0
+        for event in (replace(step, step=9), replace(step, step=10), lost, rejoined):
+            progress.take(event)
+        with (run_dir / "journal" / "test.jsonl").open("a") as file:
+            file.write("".join(encode_line(item) + "\n" for item in STORY[2:]))
+        progress.refresh()
+    told = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
+    assert told[0].startswith("step 10/20  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%")
+    assert told[1:4] == [TOLD[1], TOLD[3], TOLD[0]]
+    assert [text[:9] for text in told[4:]] == ["step 2/20"]
 
 
 def test_a_step_that_came_before_an_event_is_told_before_it() -> None:

@@ -40,6 +40,7 @@ from spare_megatron.journal.records import UpdateRecord
 from spare_megatron.metrics import sink as metric_sinks
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.runtime.driver import run
+from spare_megatron.runtime.driver.run import run_record
 from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.runtime.process import spans
 from spare_megatron.runtime.process.reports import MetricsLost, StepCommitted
@@ -172,7 +173,7 @@ def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
     lost: list[object] = []
     with tempfile.TemporaryDirectory() as scratch:
         sinks = open_sinks(config, Path(scratch), lost.append)
-        telemetry = Telemetry(config, sinks)
+        telemetry = Telemetry(config, run_record(config, (), {"commit": ""}), sinks)
         began_s, before, spent_before_s = time.monotonic(), 0, 0.0
         for step in range(num_steps):
             telemetry.take(_committed(step))

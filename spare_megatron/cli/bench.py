@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.running import interrupt_by_signals, load_runnable
@@ -51,7 +52,7 @@ def throughput(
     from spare_megatron.bench.throughput import kernels_measured, measure, problems_of, training_alone
     from spare_megatron.config.own_code import commit
 
-    console = Console(stderr=as_json)
+    console = RunConsole(stderr=as_json)
     came_from = {"config": str(config), "overrides": overrides or [], "pairs": pairs, "commit": commit()}
     with explained_errors("bench throughput"):
         if out is not None:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.config.implications import Implications
 from spare_megatron.config.loader import LoadedConfig
 from spare_megatron.config.resolved import settings
@@ -21,7 +21,7 @@ def print_settings(loaded: LoadedConfig) -> None:
     table.add_column("from", overflow="fold")
     for key, value in settings(loaded.config):
         table.add_row(key, _text(value), loaded.provenance.get(key, ""))
-    Console().print(table)
+    RunConsole().print(table)
 
 
 def print_implications(facts: Implications, endured_losses: float) -> None:
@@ -29,7 +29,7 @@ def print_implications(facts: Implications, endured_losses: float) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     for row in _rows(facts, endured_losses):
         table.add_row(*row)
-    Console().print(table)
+    RunConsole().print(table)
 
 
 def _rows(facts: Implications, endured_losses: float) -> Iterator[tuple[str, str]]:

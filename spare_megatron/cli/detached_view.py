@@ -5,6 +5,7 @@ import errno
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
@@ -15,6 +16,9 @@ CLOSE_TIMEOUT_S = 10.0
 """Longest wait at the end of a run for an output that has not taken everything yet."""
 
 _MOST_WAITING = 4096
+_REFRESH_S = 0.25
+_UNBROKEN_WIDTH = 1 << 20
+"""Characters; more than any line has."""
 
 
 class View(Protocol):
@@ -29,12 +33,24 @@ class View(Protocol):
     def take(self, event: Any) -> None:
         """Shows an event."""
 
+    def refresh(self) -> None:
+        """Shows what has changed meanwhile; called several times a second."""
+
 
 class RunConsole(Console):
-    """Where a run or what was computed is shown. A pipe whose reader has left is an error like a full disk.
+    """Where a run or what was computed is shown.
 
-    rich would throw away what goes to stdout, whichever stream it is that is closed, and end the program.
+    Without a terminal, lines and tables are as wide as their text: nothing is wrapped or cut to 80 columns. COLUMNS
+    still sets a width. A pipe whose reader has left is an error like a full disk; rich would throw away what goes to
+    stdout, whichever stream it is that is closed, and end the program.
     """
+
+    def __init__(
+        self, *, file: IO[str] | None = None, stderr: bool = False, force_terminal: bool | None = None
+    ) -> None:
+        super().__init__(file=file, stderr=stderr, force_terminal=force_terminal)
+        if not self.is_terminal and not os.environ.get("COLUMNS"):
+            self.width = _UNBROKEN_WIDTH
 
     def on_broken_pipe(self) -> None:
         """Raises the error again."""
@@ -73,11 +89,23 @@ class DetachedView:
 
     def _run(self) -> None:
         with outlasting_output(self._console.file), self._view as view:
-            while (event := self._waiting.get()) is not None:
-                view.take(event)
+            self._show(view)
             return
         while self._waiting.get() is not None:
             pass
+
+    def _show(self, view: View) -> None:
+        """Until the end of the run."""
+        next_s = 0.0
+        while True:
+            if time.monotonic() >= next_s:
+                view.refresh()
+                next_s = time.monotonic() + _REFRESH_S
+            with contextlib.suppress(queue.Empty):
+                event = self._waiting.get(timeout=max(0.0, next_s - time.monotonic()))
+                if event is None:
+                    return
+                view.take(event)
 
 
 @contextlib.contextmanager

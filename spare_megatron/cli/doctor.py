@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.journal.quantities import format_bytes
 
@@ -138,7 +138,7 @@ def _show(reports: "Sequence[NodeReport]", findings: "Sequence[Finding]") -> Non
         table.add_column(column, overflow="fold")
     for report in reports:
         table.add_row(*_row(report))
-    Console().print(table)
+    RunConsole().print(table)
     for finding in findings:
         kind = "problem" if finding.is_problem else "warning"
         typer.echo(f"{kind}: {finding.node}: {finding.check}: {finding.text}")

@@ -25,6 +25,8 @@ def logs(
     """
     with explained_errors("logs"):
         files = _logs_of_run(folder, group) if is_run_dir(folder) else _logs_of_job(folder, group)
+        if not files:
+            typer.echo(f"all logs in {folder / 'logs'} are empty; see `spare status {folder}`", err=True)
         for file in files:
             if len(files) > 1:
                 typer.echo(f"==> {file} <==")
@@ -49,8 +51,6 @@ def _logs_of_run(run_dir: Path, group: int | None) -> list[Path]:
     """The logs of a group's ranks; or of all those that hold something the last ones, in the order of their times."""
     if group is None:
         written = [file for file in (run_dir / "logs").glob("*.log") if file.stat().st_size]
-        if not written:
-            raise ValueError(f"the logs in {run_dir / 'logs'} are empty; see `spare status {run_dir}`")
         return sorted(written, key=lambda file: file.stat().st_mtime)[-_MOST_LOGS:]
     files = sorted(run_dir.glob(f"logs/group-{group:04d}-rank-*.log"))
     if not files:

@@ -1,5 +1,6 @@
 """What `spare train` shows: a live view on a terminal, plain lines elsewhere, and the table at the end."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,22 +8,21 @@ from types import TracebackType
 from typing import Self
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from spare_megatron.cli.standing_view import view_of
+from spare_megatron.cli.standing_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.events import text_of_entry, text_of_loss
 from spare_megatron.journal.follow import Follower
-from spare_megatron.journal.quantities import format_bytes, format_duration
-from spare_megatron.journal.records import CheckpointRecord
+from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
-from spare_megatron.journal.standing import SavePlan
+from spare_megatron.journal.standing import SavePlan, Standing
 from spare_megatron.journal.summary import NOT_RUN, Summary
 from spare_megatron.runtime.process.reports import (
     CheckpointRejected,
-    CheckpointTold,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
@@ -39,23 +39,29 @@ from spare_megatron.runtime.process.reports import (
     StoreMeasured,
 )
 
-_PLAIN_INTERVAL_S = 2.0
-"""Without a terminal, seconds between lines about steps; events are told at once."""
+_BEHIND_S = 10.0
+"""After which the journal is behind if it lacks a step that was reported: its storage may be full."""
 
 
 class RunProgress:
-    """Follows a run's events. Use as a context manager around the run."""
+    """Follows a run's journal, and the events that no journal has. Use as a context manager around the run.
+
+    On a terminal the lines scroll by above a live view; each event is shown once, in its line. While the journal is
+    behind, as on a full disk, steps, losses and returns are shown as they are reported.
+    """
 
     def __init__(self, config: RunConfig, console: Console, run_dir: Path) -> None:
-        self._config = config
+        checkpoint = config.checkpoint
+        self._plan = SavePlan(interval_s=checkpoint.interval_s or 0.0, interval_steps=checkpoint.interval_steps or 0)
         self._console = console
         self._follower = Follower(run_dir)
-        self._absent: dict[int, str] = {}  # groups that take no part, and what is known of them
-        self._last: StepCommitted | None = None
+        self._lines = NewLines(has_steps=not console.is_terminal)
+        self._absent: set[int] = set()  # groups that are lost, and not up again
         self._is_store_away = self._is_store_short = False
-        self._last_event = "starting"
-        self._next_line_at_s = 0.0
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+        self._wiped_out_at: int | None = None
+        self._reported: tuple[int, float] | None = None  # a step that the journal lacked, and when it was reported
+        self._next_at_s = self._next_poll_s = 0.0
+        self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -65,51 +71,56 @@ class RunProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        try:
+            if kind is None:
+                self._next_poll_s = 0.0
+                self.refresh()
+        finally:
+            self._live.stop()
+
+    def refresh(self) -> None:
+        """Shows what the journal has to tell by now; without a terminal only after an event or two seconds."""
+        now_s = time.time()
+        if now_s < self._next_poll_s:
+            return
+        self._next_poll_s = 0.0 if self._console.is_terminal else now_s + STEP_LINE_INTERVAL_S
+        standing = self._follow()
+        if self._console.is_terminal and standing.run is not None:
+            self._live.update(view_of(standing, self._plan, now_s, num_events=0), refresh=True)
 
     def take(self, event: RunEvent) -> None:
-        """Shows an event."""
+        """Shows an event, unless the journal tells of it."""
+        if not isinstance(event, StepCommitted):
+            self._next_poll_s = 0.0
         match event:
             case Starting(what=what):
                 self._tell(f"starting: {what}")
             case RanksReady(group=group) if group in self._absent:
-                if self._absent[group] != "coming back":  # each of its nodes says so
-                    self._tell(f"group {group} is up again and waits for the end of a step")
-                self._absent[group] = "coming back"
-            case RanksReady():
-                self._last_event = "all ranks start with the same parameters"
-            case GroupRejoined(member=member, step=step):
-                self._absent.pop(member.group, None)
-                self._tell(f"group {member.group} rejoined, and takes part from step {step + 1} on")
-            case GroupRestarted(member=member, step=step, source=source, rejected=rejected):
-                self._absent.pop(member.group, None)
-                self._last = None
-                for text in rejected:
-                    self._tell(text, is_repeatable=False)
-                where = f"the checkpoint after {step} steps" if step else "the beginning, there is no checkpoint"
-                if source == "memory":
-                    where = f"the snapshot after {step} steps"
-                self._tell(f"training starts again from {where}", is_repeatable=False)
+                self._absent.discard(group)  # each of its nodes says so
+                self._tell(f"group {group} is up again and waits for the end of a step")
             case StepCommitted():
                 self._committed(event)
-            case CheckpointTold(record=record):
-                self._tell(_describe_save(record))
+            case GroupRejoined(member=member, step=step):
+                self._tell_unrecorded(text_of_entry({"entry": "commit", "step": step - 1}, {member.group}))
+            case GroupRestarted():
+                self._wiped_out_at = self._reported = None
             case CheckpointRejected(reason=reason):
                 self._tell(f"checkpoint rejected: {reason}; trying the one before")
             case MetricsLost(reason=reason):
                 self._tell(f"{reason}; metrics.jsonl has all of them, and training goes on")
             case RecordsLost(reason=reason):
                 self._tell(f"{reason}; what the run has written down is incomplete, what it has trained is not")
-            case GroupLost(group=group, rank=rank, cause=cause, traceback=text, is_given_up=is_given_up):
-                self._absent[group] = "given up" if is_given_up else "lost"
-                end = f"; given up after spare.rejoins={self._config.spare.rejoins}" if is_given_up else ""
-                self._tell(f"group {group} lost: rank {rank}: {cause}; the others go on{end}")
+            case GroupLost(group=group, rank=rank, cause=cause, traceback=text):
+                self._absent.add(group)
+                record = LossRecord(group=group, rank=rank, cause=cause, entry_index=0, is_given_up=event.is_given_up)
+                self._tell_unrecorded(text_of_loss(record, is_known=False))
                 if text:
-                    self._console.print(Text(text.rstrip()))
+                    self._tell(f"group {group} rank {rank} raised:\n{text.rstrip()}")
             case StoreAwaited() | StoreAway() | StoreBack() | StoreMeasured():
                 self._store_told(event)
-            case RunStopped(step=step, reason=reason):
-                self._tell(f"stopped after {step} committed steps: {reason}", is_repeatable=False)
+            case RunStopped(step=step, reason=reason, is_final=False) if step != self._wiped_out_at:
+                self._wiped_out_at = step  # each group says so
+                self._tell(f"wiped out after {step} committed steps: {reason}")
 
     def _store_told(self, event: StoreAwaited | StoreAway | StoreBack | StoreMeasured) -> None:
         match event:
@@ -130,40 +141,51 @@ class RunProgress:
                 self._is_store_short = bool(shortage)
 
     def _committed(self, event: StepCommitted) -> None:
-        if self._last is not None and event.step <= self._last.step:
+        """Tells of a step if the journal is behind."""
+        newest, now_s = self._follower.standing.newest, time.time()
+        if self._reported is None or (newest is not None and newest.step >= self._reported[0]):
+            self._reported = event.step, now_s
+        if now_s < self._next_at_s or not self._is_behind(now_s) or (run := self._follower.standing.run) is None:
             return
-        self._last = event
-        is_end = event.step + 1 == self._config.train.steps
-        if not self._console.is_terminal and (time.monotonic() >= self._next_line_at_s or is_end):
-            self._next_line_at_s = time.monotonic() + _PLAIN_INTERVAL_S
-            self._console.print(self._describe_step(event), highlight=False)
-
-    def _describe_step(self, event: StepCommitted) -> str:
-        return (
-            f"step {event.step + 1}/{self._config.train.steps}  loss {event.loss:.4f}  "
-            f"groups {event.num_alive}/{self._config.layout.num_groups}  "
-            f"load {event.makespan} microbatches  {format_duration(event.step_s)}"
+        self._next_at_s = now_s + STEP_LINE_INTERVAL_S
+        update = UpdateRecord(
+            group=event.group,
+            step=event.step,
+            attempt=0,
+            num_microbatches=0,
+            loss=event.loss,
+            grad_norm=event.grad_norm,
+            learning_rate=event.learning_rate,
+            makespan=event.makespan,
+            step_s=event.step_s,
         )
+        self._tell("  ".join(figures_of(run, update, event.num_alive)))
 
-    def _tell(self, text: str, *, is_repeatable: bool = True) -> None:
-        if not is_repeatable and text == self._last_event:
-            return
-        self._last_event = text
-        self._console.print(text, highlight=False)
+    def _is_behind(self, now_s: float) -> bool:
+        if self._reported is None or now_s - self._reported[1] < _BEHIND_S:
+            return False
+        newest = self._follow().newest
+        return newest is None or newest.step < self._reported[0]
 
-    def _render(self) -> RenderableType:
-        checkpoint = self._config.checkpoint
-        plan = SavePlan(interval_s=checkpoint.interval_s or 0.0, interval_steps=checkpoint.interval_steps or 0)
-        return view_of(self._follower.poll(), plan, time.time(), note=self._last_event)
+    def _tell_unrecorded(self, text: str) -> None:
+        if self._is_behind(time.time()) and text not in self._lines.unrecorded:
+            self._lines.unrecorded.add(text)
+            self._tell(text)
 
+    def _follow(self) -> Standing:
+        standing = self._follower.standing
+        with contextlib.suppress(OSError):  # of the journal's storage: what is new is shown the next time
+            self._follower.poll()
+        self._print(*self._lines.take(standing, time.time()))
+        return standing
 
-def _describe_save(record: CheckpointRecord) -> str:
-    where = f"checkpoint after {record.step} steps"
-    if record.outcome != "saved":
-        return f"{where} {record.outcome}: {record.reason}; the earlier ones are untouched, and training goes on"
-    figures = f"{format_bytes(record.num_bytes)} by group {record.group} in {format_duration(record.write_s)}"
-    end = f"; {record.reason}" if record.reason else ""
-    return f"{where} saved: {figures}, {format_duration(record.stall_s)} of it without training{end}"
+    def _tell(self, text: str) -> None:
+        self._follow()  # for what it may refer to
+        self._print(self._lines.stamped(text, time.time()))
+
+    def _print(self, *lines: str) -> None:
+        for line in lines:
+            self._console.print(Text(line))
 
 
 def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from spare_megatron.runtime.driver.stand_in import Launcher
     from spare_megatron.runtime.process.reports import RunEvent
 
+_MOST_FAULTS = 4
+"""To be named before a run; a campaign has hundreds."""
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -87,14 +89,33 @@ def run_and_show(
     from spare_megatron.cli.detached_view import DetachedView
     from spare_megatron.cli.progress import RunProgress
     from spare_megatron.runtime.driver.run import start_run
+    from spare_megatron.runtime.process.reports import Starting
 
     with DetachedView(RunProgress(config, console, run_dir), console) as progress:
+        progress.take(Starting(what=plan_of(config)))
 
         def tell(event: "RunEvent") -> None:
             for take in (progress.take, *listeners):
                 take(event)
 
         return start_run(config, run_dir, tell, launcher=launcher)
+
+
+def plan_of(config: "RunConfig") -> str:
+    """What is about to be trained, and the faults to come."""
+    from spare_megatron.faults.rates import draw_faults
+    from spare_megatron.faults.trace import resolve_trace
+    from spare_megatron.journal.events import fault_named
+
+    layout = config.parallel
+    faults = (*resolve_trace(config), *draw_faults(config))
+    named = [fault_named(fault) for fault in faults[:_MOST_FAULTS]]
+    if len(faults) > _MOST_FAULTS:
+        named.append(f"and {len(faults) - _MOST_FAULTS} more")
+    ranks = f"{layout.ranks_per_group} rank{'s' if layout.ranks_per_group > 1 else ''}"
+    return f"{config.name}, {config.train.steps} steps in {layout.num_groups} groups of {ranks}" + (
+        f"; to be injected: {'; '.join(named)}" if named else ""
+    )
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import INTERRUPTED, do_each, explained_errors
@@ -176,7 +175,7 @@ def _simulate(request: Request) -> None:
     results = simulate_all(
         cases_of(scenarios, request.seeds),
         num_jobs=request.jobs or default_jobs(),
-        console=Console(stderr=True),
+        console=RunConsole(stderr=True),
         out=None if request.out is None else ResultFile(request.out),
     )
     figures, reasons = summarize(wanted, request.seeds, results), given_up(results.values())

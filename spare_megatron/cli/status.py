@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.journal.quantities import format_duration
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from spare_megatron.journal.standing import SavePlan, Standing
 
 _POLLS_PER_S = 4
-_PLAIN_INTERVAL_S = 2.0
 _EVENTS_TOLD = 20
 _SILENCE_S = 5.0
 """After which it is asked whether anybody still drives a run."""
@@ -144,10 +143,10 @@ def _watch(run_dir: Path) -> None:
     from spare_megatron.cli.standing_view import lines_of, view_of
     from spare_megatron.journal.follow import Follower
 
-    follower, plan, console = Follower(run_dir), save_plan(run_dir), Console()
+    follower, plan, console = Follower(run_dir), save_plan(run_dir), RunConsole()
     try:
         if not console.is_terminal:
-            _watch_plainly(run_dir, follower.poll, plan)
+            _watch_plainly(run_dir, follower.poll)
             return
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while follower.poll().end is None:
@@ -162,25 +161,20 @@ def _watch(run_dir: Path) -> None:
         console.print(text, highlight=False, markup=False)
 
 
-def _watch_plainly(run_dir: Path, poll: Callable[[], "Standing"], plan: "SavePlan") -> None:
+def _watch_plainly(run_dir: Path, poll: Callable[[], "Standing"]) -> None:
     """Without a terminal: a line when steps have been committed, and one for each event as it is known."""
-    from spare_megatron.cli.standing_view import step_line
+    from spare_megatron.cli.standing_view import NewLines
 
-    told, told_events, next_at_s, is_left = "", 0, 0.0, False
+    lines, is_left = NewLines(has_steps=True), False
     while True:
-        standing = poll()
-        for event in standing.events_since(told_events):
-            typer.echo(event.text)
-        told_events = standing.num_events
-        line = step_line(standing) if standing.run is not None else ""
-        if line != told and (time.monotonic() >= next_at_s or standing.end is not None):
-            told, next_at_s = line, time.monotonic() + _PLAIN_INTERVAL_S
-            typer.echo(line)
+        standing, now_s = poll(), time.time()
+        for text in lines.take(standing, now_s):
+            typer.echo(text)
         if standing.end is not None:
             return
-        note = driverless(run_dir, standing, time.time())
+        note = driverless(run_dir, standing, now_s)
         if note and not is_left:
-            typer.echo(note)
+            typer.echo(lines.stamped(note, now_s))
         is_left = bool(note)
         time.sleep(1 / _POLLS_PER_S)
 

@@ -26,6 +26,8 @@ from spare_megatron.config.validate_store import store_problems, store_warnings
 from spare_megatron.core.placement import make_placement
 
 _LEAST_BUCKET_MIB, _MOST_BUCKET_MIB = 2.0**-10, 2.0**20
+_MOST_THREADS_PER_CORE = 8
+"""Up to which ranks of small models that share cores meet their heartbeats; the demo has 8 for the whole machine."""
 _LEAST_HEARTBEAT_S = 0.01
 """As long as a healthy thread may have to wait for a processor."""
 _MOST_WAIT_S = 1e8
@@ -359,7 +361,7 @@ def _only_transformer_engine(config: RunConfig) -> str:
 
 def _oversubscribed(config: RunConfig, machine: Machine) -> Iterator[str]:
     threads = config.parallel.num_ranks * config.cluster.threads_per_rank
-    if resolve_device(config, machine) == "cpu" and threads > machine.num_cores:
+    if resolve_device(config, machine) == "cpu" and threads > _MOST_THREADS_PER_CORE * machine.num_cores:
         yield (
             f"{config.parallel.num_ranks} ranks with cluster.threads_per_rank={config.cluster.threads_per_rank} share "
             f"{machine.num_cores} cores; steps will be slow and their times uneven"
@@ -371,6 +373,8 @@ def _weak_redundancy(config: RunConfig) -> Iterator[str]:
     if spare.redundancy == 1:
         yield "spare.redundancy=1 masks nothing: every lost group sends the run back to its newest checkpoint"
         return
+    if spare.redundancy == num_groups:  # no other placement does better, nor does a lower redundancy
+        return
     placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
     most = placement.max_hosts_in_domain(spare.groups_per_domain)
     if most > 1:
@@ -379,11 +383,13 @@ def _weak_redundancy(config: RunConfig) -> Iterator[str]:
             f"lost together: spare.redundancy x spare.groups_per_domain={spare.groups_per_domain} exceeds "
             f"layout.num_groups={num_groups}; lower one of the former"
         )
+    if spare.placement == "golomb":  # what few groups have to share, no placement avoids
+        return
     shared = placement.max_shared_hosts
-    if shared > 1 and spare.redundancy < num_groups:  # where every group hosts all, none is lost with fewer
-        needed = spare.redundancy * (spare.redundancy - 1) + 1
+    fewest = make_placement("golomb", num_groups, spare.redundancy).max_shared_hosts
+    if shared > fewest:
         yield (
-            f"some two shards share {shared} of their spare.redundancy={spare.redundancy} hosts, so fewer losses may "
-            f"wipe a shard out; placement golomb avoids it from about layout.num_groups={needed} on "
-            f"(now spare.placement={spare.placement}, layout.num_groups={num_groups})"
+            f"with spare.placement={spare.placement} some two shards share {shared} of their "
+            f"spare.redundancy={spare.redundancy} hosts, so fewer losses may wipe a shard out; with "
+            f"spare.placement=golomb no two share more than {fewest}"
         )

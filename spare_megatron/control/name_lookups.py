@@ -8,7 +8,6 @@ so it is made to give up with the first.
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Iterator
 
 _RES_INIT = 1
@@ -19,7 +18,7 @@ _RES_INIT = 1
 def without_name_lookups() -> Iterator[None]:
     """Fails what this thread asks name servers meanwhile, at once. Names in /etc/hosts are found.
 
-    torch says in a line on stderr that a host name cannot be retrieved, once.
+    torch logs a warning that a host name cannot be retrieved, once per process.
     """
     libc = ctypes.CDLL(None)
     try:
@@ -36,19 +35,6 @@ def without_name_lookups() -> Iterator[None]:
         yield
     finally:
         state.retry = before
-
-
-@contextlib.contextmanager
-def muted_stderr() -> Iterator[None]:
-    """Drops what C++ prints on stderr meanwhile; for a process without other threads."""
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
 
 
 class _Resolver(ctypes.Structure):

@@ -11,7 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from spare_megatron.control.name_lookups import muted_stderr, without_name_lookups
+from spare_megatron.control.name_lookups import without_name_lookups
 from spare_megatron.control.store import StoreLost, StoreTimeout
 
 _CONNECT_TIMEOUT_S = 60.0
@@ -19,8 +19,7 @@ _CONNECT_TIMEOUT_S = 60.0
 
 def serve(address: str, parent: Connection) -> None:
     """Serves a store on this address until the other end of `parent` is closed; sends the port first."""
-    with muted_stderr():  # of a line that says nothing to whoever starts a run; errors are raised
-        store = listen(address, timedelta(seconds=_CONNECT_TIMEOUT_S))
+    store = listen(address, timedelta(seconds=_CONNECT_TIMEOUT_S))
     parent.send(store.port)
     with contextlib.suppress(EOFError):
         parent.recv()

@@ -1,11 +1,14 @@
-"""What people are told of a run, a line each: losses, returns, restarts, saves, and its end."""
+"""What people are told of a run, a line each: losses, returns, restarts, saves, and its end.
 
-from collections.abc import Collection, Mapping
+All commands take these texts from here. Steps count from 0, as everywhere in the journal.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from spare_megatron.journal.quantities import format_bytes, format_duration
-from spare_megatron.journal.records import CheckpointRecord, EndRecord, FaultRecord, LossRecord, Record
+from spare_megatron.journal.records import CheckpointRecord, EndRecord, FaultRecord, LossRecord, Record, RestartRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,42 +28,75 @@ def groups_named(groups: Collection[int]) -> str:
     return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, sorted(groups)))}"
 
 
-def event_of_record(record: Record, at_s: float) -> Event | None:
-    """What a record tells people, if anything."""
-    text = ""
+class Fault(Protocol):
+    """A fault of the trace, or the record of one."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def phase(self) -> str: ...
+
+
+def fault_named(fault: Fault) -> str:
+    """A fault in words."""
+    return f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
+
+
+def texts_of_record(record: Record) -> Iterator[str]:
+    """What a record tells people, apart from losses and the end of the run."""
     match record:
-        case LossRecord():
-            end = "; given up" if record.is_given_up else ""
-            text = f"group {record.group} lost: rank {record.rank}: {record.cause}{end}"
         case FaultRecord():
-            text = f"fault injected: {record.kind} of group {record.group} rank {record.rank}, {record.phase}"
+            yield f"fault injected: {fault_named(record)}"
+        case RestartRecord():
+            yield from record.rejected
         case CheckpointRecord(outcome="saved"):
-            figures = f"{format_bytes(record.num_bytes)} in {format_duration(record.write_s)}"
-            text = f"checkpoint after {record.step} steps saved: {figures}"
+            figures = f"{format_bytes(record.num_bytes)} by group {record.group} in {format_duration(record.write_s)}"
+            end = f"; {record.reason}" if record.reason else ""
+            yield (
+                f"checkpoint after {record.step} steps saved: {figures}, {format_duration(record.stall_s)} of it "
+                f"without training{end}"
+            )
         case CheckpointRecord():
-            text = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
-        case EndRecord():
-            text = "the run " + (f"ended: {record.outcome}: {record.reason}" if record.reason else record.outcome)
-    return Event(at_s=at_s, text=text) if text else None
+            what = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
+            yield f"{what}; the earlier ones are untouched, and training goes on"
 
 
-def event_of_entry(entry: Mapping[str, Any], taken_in: Collection[int], at_s: float) -> Event | None:
-    """What an entry of the decision log tells people, if anything.
+def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
+    """A loss, or that a group which is known to be lost will not come back."""
+    if is_known:
+        return f"group {record.group} given up: it has used up spare.rejoins"
+    end = "; given up: it has used up spare.rejoins" if record.is_given_up else ""
+    return f"group {record.group} lost: rank {record.rank}: {record.cause}{end}"
+
+
+def text_of_end(record: EndRecord, halted_by: str) -> str:
+    """The end of the run; why, unless the reason was already told when the log halted it."""
+    if not record.reason:
+        return f"the run {record.outcome}"
+    return f"the run ended: {record.outcome}" + (f": {record.reason}" if record.reason != halted_by else "")
+
+
+def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:
+    """What an entry of the decision log tells people; empty if nothing.
 
     Args:
         entry: The entry.
         taken_in: The groups that take part from it on and did not before.
-        at_s: When it was read.
     """
-    text = ""
     match entry:
         case {"entry": "commit", "step": step} if taken_in:
             take = "take" if len(taken_in) > 1 else "takes"
-            text = f"{groups_named(taken_in)} rejoined, and {take} part from step {step + 1} on"
+            return f"{groups_named(taken_in)} rejoined, and {take} part from step {step + 1} on"
         case {"entry": "restart", "step": step}:
             source = "the snapshot" if entry.get("snapshot") is not None else "the checkpoint"
             where = f"{source} after {step} steps" if step else "the beginning"
-            text = f"training starts again from {where}"
+            return f"training starts again from {where}"
         case {"entry": "halt", "reason": reason}:
-            text = f"halted: {reason}"
-    return Event(at_s=at_s, text=text) if text else None
+            return f"halted: {reason}"
+    return ""

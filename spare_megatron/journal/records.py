@@ -56,6 +56,8 @@ class RunRecord:
     """Floating-point operations of the model for the global batch, redundant ones not counted; 0 if unknown."""
     peak_tflops: float | None = None
     """Peak of a rank's device, where `metrics.peak_tflops` says it."""
+    max_minutes: float | None = None
+    """`train.max_minutes`, after which the run ends with the step under way."""
     version: str = ""
     """Version of the package that started the run; empty in earlier formats, like the two that follow."""
     commit: str = ""

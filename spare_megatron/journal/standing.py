@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from spare_megatron.journal.events import Event, event_of_entry, event_of_record
+import numpy as np
+
+from spare_megatron.journal.events import Event, text_of_end, text_of_entry, text_of_loss, texts_of_record
 from spare_megatron.journal.fold import Folding
 from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
 from spare_megatron.journal.lines import Line
@@ -22,6 +24,7 @@ from spare_megatron.journal.records import (
     LossRecord,
     ParamsRecord,
     RecoveryRecord,
+    RestartRecord,
     RunRecord,
     UpdateRecord,
 )
@@ -39,6 +42,9 @@ _SLOW_RATIO = 1.5
 """Beyond the median of all groups: time per microbatch, medians of the last steps."""
 _PACE_STEPS = 8
 _KEPT_EVENTS = 200
+_RECENT_STEPS = 32
+_LONGEST_STEP = 10.0
+"""Medians of the recent steps: what takes longer, as a restart does, says little of the steps to come."""
 _SOURCE = re.compile(r"group-(\d+)-rank-\d+(?:-life-(\d+))?")
 
 
@@ -66,6 +72,7 @@ class Standing:
         num_lines: Lines that have been taken.
         damage: What could not be made sense of.
         num_events: Events so far.
+        newest: What a group has told of the last attempt that was applied.
     """
 
     def __init__(self) -> None:
@@ -91,6 +98,9 @@ class Standing:
         self._saved_at_s = 0.0
         self.num_events = 0
         self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
+        self._halted_by = ""
+        self.newest: UpdateRecord | None = None
         self._lives: dict[int, int] = {}  # the highest number of a group's lives that has begun
         self._fenced: set[tuple[int, int]] = set()  # groups, and which life of theirs
         self._last_lost: dict[int, int] = {}  # of a group's lives
@@ -126,13 +136,14 @@ class Standing:
                     self.recoveries.take(line)
             case UpdateRecord():
                 self.steps.update(record)
+                if self.newest is None or record.attempt > self.newest.attempt:
+                    self.newest = record
                 self._updated_at_s[record.group] = at_s
             case ContributionRecord():
                 self._contributed(record, at_s)
             case LossRecord():
                 self.recoveries.take(line)
-                if not self._lost(record, at_s):
-                    return
+                self._lost(record, at_s)
             case FaultRecord():
                 self._hit_after.add(step_before(record))
                 self.recoveries.take(line)
@@ -146,17 +157,23 @@ class Standing:
                 self._params.setdefault((record.num_restarts, record.step), set()).add(record.sha256)
             case EndRecord() if self.end is None:
                 self.end = record
-        self._note(event_of_record(record, at_s))
+                self._note(text_of_end(record, self._halted_by), at_s)
+        for text in texts_of_record(record):
+            if isinstance(record, RestartRecord):  # each group tells of the checkpoints that none could use
+                if text in self._rejected:
+                    continue
+                self._rejected.add(text)
+            self._note(text, at_s)
 
-    def _lost(self, record: LossRecord, at_s: float) -> bool:
-        """Returns whether it is more than is known."""
+    def _lost(self, record: LossRecord, at_s: float) -> None:
         self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
-        return self._losses.take(record, at_s)
+        is_known = self._losses.of(record.group, record.incarnation) is not None
+        if self._losses.take(record, at_s):
+            self._note(text_of_loss(record, is_known=is_known), at_s)
 
-    def _note(self, event: Event | None) -> None:
-        if event is not None:
-            self._events.append(event)
-            self.num_events += 1
+    def _note(self, text: str, at_s: float) -> None:
+        self._events.append(Event(at_s=at_s, text=text))
+        self.num_events += 1
 
     def begun(self, sources: Collection[str]) -> None:
         """These writers are there: a rank opens its file when its group's life begins."""
@@ -192,7 +209,12 @@ class Standing:
                 self._saved_at_s = at_s
             if entry["entry"] == "fence":
                 self._fenced.add((entry["group"], entry.get("incarnation", 0)))
-            self._note(event_of_entry(entry, self.folding.members - members, at_s))
+            if entry["entry"] == "restart":
+                self._rejected.clear()
+            if entry["entry"] == "halt":
+                self._halted_by = entry["reason"]
+            if text := text_of_entry(entry, self.folding.members - members):
+                self._note(text, at_s)
             self._head += 1
 
     def _contributed(self, record: ContributionRecord, at_s: float) -> None:
@@ -219,6 +241,13 @@ class Standing:
     def num_committed(self) -> int:
         """Committed steps that no restart undid."""
         return 0 if self.folding is None else self.folding.step - self.folding.run.first_step
+
+    @property
+    def committed_at_s(self) -> float:
+        """When the last commit was read; that of the newest line where nothing says so."""
+        commits = self.folding.commits if self.folding else ()
+        found = self.entry_times(np.array([commit.index for commit in commits[-1:]], np.intp))
+        return self.told_s if np.isnan(found).any() or not commits else float(found[0])
 
     @property
     def outcome(self) -> str:
@@ -280,6 +309,22 @@ class Standing:
         until_s = self.told_s if self.end is not None else max(now_s, self.told_s)
         return self._stretches.goodput(self.entry_times, (self.began_s, until_s), self._hit_after)
 
+    def left_s(self, now_s: float) -> float | None:
+        """Seconds to the end of the run at the pace of the recent steps; None once it has ended, or without a pace."""
+        run, folding = self.run, self.folding
+        if run is None or folding is None or self.end is not None:
+            return None
+        recent = np.array([commit.index for commit in folding.commits[-_RECENT_STEPS - 1 :]], np.intp)
+        times_s = self.entry_times(recent)
+        intervals_s = np.diff(times_s[~np.isnan(times_s)])
+        if not len(intervals_s):
+            return None
+        pace_s = float(np.minimum(intervals_s, _LONGEST_STEP * np.median(intervals_s)).mean())
+        left_s = (run.num_steps - folding.step) * pace_s
+        if run.max_minutes is not None:
+            left_s = min(left_s, self.began_s + 60.0 * run.max_minutes - now_s)
+        return max(0.0, left_s)
+
     def next_save_s(self, plan: SavePlan, now_s: float) -> float | None:
         """Seconds to the next checkpoint; None if none is to come, or nothing says when. Saves wait for a commit."""
         if self.end is not None or self.folding is None:
@@ -298,9 +343,9 @@ class Standing:
         return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
 
     def events_since(self, num_events: int) -> Sequence[Event]:
-        """Those that came after the first so many, as far as they are kept, in the order in which they became known."""
+        """Those that became known after the first so many, as far as they are kept, in the order of their times."""
         new = self.num_events - num_events
-        return list(self._events)[-new:] if new else ()
+        return sorted(list(self._events)[-new:], key=lambda event: event.at_s) if new else ()
 
     def figures(self) -> Iterator[tuple[str, Any]]:
         """What can be counted, by the names that `summary.json` has for it."""

@@ -9,7 +9,8 @@ import pytest
 from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.journal.records import EntryRecord, ParamsRecord, StartRecord, UpdateRecord
+from spare_megatron.journal.follow import read_standing
+from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, StartRecord, UpdateRecord
 from spare_megatron.runtime.process.reports import GroupRejoined, RanksStarted
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
@@ -44,6 +45,9 @@ def test_a_lost_group_comes_back_and_takes_its_load_again(
     assert (group, incarnation, step) == (1, 1, AWAITED + 1)
     admissions = [entry for entry in entries_of(run.journal) if entry.get("admit")]
     assert [(entry["step"] + 1, entry["admit"]) for entry in admissions] == [(step, [[1, 1]])]
+    first = min(record.step for record in run.journal.of(ContributionRecord) if record.incarnation == 1)
+    told = [event.text for event in read_standing(run.run_dir).events(9) if "rejoined" in event.text]
+    assert told == [f"group 1 rejoined, and takes part from step {first} on"]
     updates = run.journal.of(UpdateRecord)
     assert {update.group for update in updates if update.step == STEPS - 1} == {0, 1, 2}
     assert {update.makespan for update in updates if update.step == STEPS - 1} == {2}, "everybody has one shard again"

@@ -16,7 +16,7 @@ from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRec
 from spare_megatron.runtime.checkpoint import checkpoint_reader
 from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path
 from spare_megatron.runtime.driver.run import rank_main, start_run
-from spare_megatron.runtime.process.reports import GroupRestarted, RanksReady, RunEvent
+from spare_megatron.runtime.process.reports import GroupRestarted, RanksReady, RunEvent, RunStopped
 from spare_megatron.runtime.process.spec import RankSpec
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
 
@@ -61,6 +61,7 @@ def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_wi
     records = run.journal.of(RestartRecord)
     assert sorted((r.group, r.step, r.rework_steps) for r in records) == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
     assert {event.member.group for event in run.events if isinstance(event, GroupRestarted)} == {0, 1, 2}
+    assert {event.is_final for event in run.events if isinstance(event, RunStopped)} == {False}
     assert same_bits(config, whole, run)
 
 

@@ -67,6 +67,16 @@ def started(config: RunConfig, run_dir: Path, rank_main: RankMain) -> Run:
     return read_run(config, run_dir, events)
 
 
+def test_a_healthy_run_leaves_all_logs_empty(text_corpus: Path, tmp_path: Path) -> None:
+    """c10d warned in every rank that it had no host name for a socket, because no name server is asked."""
+    layout = LayoutConfig(num_groups=2, pipeline_parallel=2)
+    run = started(tiny_config(text_corpus, layout, steps=STEPS), tmp_path / "run", rank.run_rank)
+    assert run.summary.verdict == "valid"
+    logs = {file.name: file.read_text() for file in (run.run_dir / "logs").iterdir()}
+    assert len(logs) == 5, "four ranks and a supervisor"
+    assert not any(logs.values()), logs
+
+
 def lives(run: Run) -> Counter[int]:
     """Group -> how often it was lost."""
     return Counter(loss.group for loss in run.journal.of(LossRecord))

@@ -53,8 +53,8 @@ def test_losing_the_last_host_of_a_shard_stops_the_run_and_names_the_shards(text
     assert run.summary.outcome == "wipe_out"
     assert run.summary.outcome_reason == "no surviving group hosts shards [1]"
     assert fenced_groups(run.journal) == {0, 1}
-    assert [(event.step, event.reason) for event in run.events if isinstance(event, RunStopped)] == [
-        (2, run.summary.outcome_reason)
+    assert [(event.step, event.reason, event.is_final) for event in run.events if isinstance(event, RunStopped)] == [
+        (2, run.summary.outcome_reason, True)
     ] * 2
     assert (run.summary.verdict, run.summary.steps_committed) == ("valid", 2)
     assert_exact(run, [0, 1])

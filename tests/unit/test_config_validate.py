@@ -296,8 +296,10 @@ def test_a_comfortable_run_raises_no_doubt() -> None:
 
 
 def test_more_threads_than_cores_is_doubtful() -> None:
-    (text,) = warnings(configured(*GOLOMB, "cluster.threads_per_rank=2"), dataclasses.replace(CPU, num_cores=13))
-    assert "7 ranks with cluster.threads_per_rank=2 share 13 cores" in text
+    config, few = configured(*GOLOMB, "cluster.threads_per_rank=3"), dataclasses.replace(CPU, num_cores=2)
+    (text,) = warnings(config, few)
+    assert "7 ranks with cluster.threads_per_rank=3 share 2 cores" in text
+    assert warnings(config, dataclasses.replace(CPU, num_cores=3)) == [], "as ranks of the demo share cores"
 
 
 def test_redundancy_of_one_masks_nothing() -> None:
@@ -316,12 +318,15 @@ def test_hosts_that_share_a_domain_are_doubtful() -> None:
 def test_shards_that_share_hosts_are_doubtful() -> None:
     (text,) = warnings(configured("layout.num_groups=7", "spare.redundancy=3", "spare.placement=consecutive"), CPU)
     assert "share 2 of their spare.redundancy=3 hosts" in text
-    assert "from about layout.num_groups=7 on" in text
+    assert "with spare.placement=golomb no two share more than 1" in text
 
 
 def test_groups_that_all_host_every_shard_cannot_do_better() -> None:
     assert warnings(configured("layout.num_groups=5", "spare.redundancy=5"), CPU) == []
-    assert "share 3 of their" in warnings(configured("layout.num_groups=5", "spare.redundancy=4"), CPU)[0]
+    assert warnings(configured("layout.num_groups=5", "spare.redundancy=4"), CPU) == []
+    assert warnings(configured("layout.num_groups=5", "spare.redundancy=4", "spare.placement=consecutive"), CPU) == []
+    in_twos = configured("layout.num_groups=6", "spare.redundancy=6", "spare.groups_per_domain=2")
+    assert warnings(in_twos, CPU) == []
 
 
 def test_a_vocabulary_smaller_than_that_of_the_corpus_is_refused() -> None:

@@ -1,6 +1,7 @@
 """What a run shows is never in its way."""
 
 import errno
+import io
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import IO, Self
 import pytest
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from spare_megatron.cli import detached_view
 from spare_megatron.cli.detached_view import DetachedView, RunConsole, outlasting_output
@@ -41,6 +43,40 @@ class ListView:
     def take(self, event: object) -> None:
         self.goes_on.wait(60.0)
         self.taken.append(event)
+
+    def refresh(self) -> None:
+        pass
+
+
+LONG = " ".join(["a sentence of many words"] * 20)
+
+
+def shown(*, is_terminal: bool) -> list[str]:
+    """The lines of a long text and of a table of two long cells."""
+    file = io.StringIO()
+    console = RunConsole(file=file, force_terminal=is_terminal)
+    table = Table("name", "value")
+    table.columns[0].no_wrap = True
+    table.add_row(LONG, LONG)
+    console.print(LONG)
+    console.print(table)
+    return file.getvalue().splitlines()
+
+
+def test_what_goes_to_a_file_is_neither_wrapped_nor_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was, to 80 columns, in the logs of Slurm."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = shown(is_terminal=False)
+    assert lines[0] == LONG
+    assert len(lines) == 1 + 5, "a table of a head and a row"
+    assert lines[4].count(LONG) == 2
+    assert max(map(len, lines)) < 3 * len(LONG), "nothing is padded to the width of the console"
+    assert len(shown(is_terminal=True)) > len(lines), "a terminal has an edge"
+
+
+def test_a_width_that_is_asked_for_holds_without_a_terminal_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, shown(is_terminal=False))) <= 60
 
 
 def is_nowhere(stream: IO[str]) -> bool:

@@ -27,6 +27,7 @@ from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.metrics.wandb import WandbSink
+from spare_megatron.runtime.driver.run import run_record
 from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.runtime.process.reports import (
     CheckpointTold,
@@ -84,7 +85,7 @@ def lost(group: int) -> GroupLost:
 
 def told(*events: Any, config: RunConfig = CONFIG) -> list[Mapping[str, Value]]:
     sink = ListSink()
-    telemetry = Telemetry(config, [sink])
+    telemetry = Telemetry(config, run_record(config, (), {"commit": ""}), [sink])
     for event in events:
         telemetry.take(event)
     telemetry.close()
@@ -128,7 +129,7 @@ def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name(monkeypatc
     now_s = 0.0
     monkeypatch.setattr("spare_megatron.runtime.driver.telemetry.time", SimpleNamespace(monotonic=lambda: now_s))
     sink = ListSink()
-    telemetry = Telemetry(CONFIG, [sink])
+    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": ""}), [sink])
 
     def commit(step: int, at_s: float, **settings: Any) -> None:
         nonlocal now_s
@@ -218,7 +219,7 @@ def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Pat
     reasons: list[str] = []
     whole = ListSink()
     sinks: list[Sink] = [DetachedSink("broken", BrokenSink, reasons.append), whole]
-    telemetry = Telemetry(CONFIG, sinks)
+    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": ""}), sinks)
     for step in range(10):
         telemetry.take(committed(step))
     telemetry.close()
@@ -262,7 +263,7 @@ def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
     monkeypatch.setitem(sys.modules, "wandb", None)
     failures: list[MetricsLost] = []
     config = replace(CONFIG, metrics=MetricsConfig(wandb_project="gpt", run_id="abcd1234"))
-    telemetry = Telemetry(config, open_sinks(config, tmp_path, failures.append))
+    telemetry = Telemetry(config, run_record(config, (), {"commit": ""}), open_sinks(config, tmp_path, failures.append))
     for step in range(3):
         telemetry.take(committed(step))
     telemetry.close()
@@ -273,7 +274,7 @@ def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
 
 def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
     """But 17 bytes a step, by which goodput goes back with a restart; benchmarks/telemetry.py tells 100,000."""
-    telemetry = Telemetry(CONFIG, [JsonlSink(tmp_path)])
+    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": ""}), [JsonlSink(tmp_path)])
     tracemalloc.start()
     try:
         sizes = []
@@ -290,7 +291,7 @@ def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     failures: list[MetricsLost] = []
     config = replace(CONFIG, metrics=MetricsConfig(tensorboard=True))
-    telemetry = Telemetry(config, open_sinks(config, tmp_path, failures.append))
+    telemetry = Telemetry(config, run_record(config, (), {"commit": ""}), open_sinks(config, tmp_path, failures.append))
     for step in range(3):
         telemetry.take(committed(step))
     telemetry.close()

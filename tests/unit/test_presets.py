@@ -1,12 +1,14 @@
 """Every preset that comes with the package can be used as it is."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from spare_megatron.cli.running import plan_of
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.validate import Machine, problems
+from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
 from spare_megatron.faults.rates import draw_faults
 from spare_megatron.faults.trace import resolve_trace
 
@@ -34,6 +36,15 @@ def test_run_preset_is_valid_and_its_faults_can_be_drawn(preset: Path) -> None:
     assert len(resolve_trace(config)) == len(config.faults.trace)
 
 
+@pytest.mark.parametrize("preset", RUNS, ids=lambda path: path.name)
+def test_a_run_preset_raises_no_doubts_even_on_a_machine_with_one_core(preset: Path) -> None:
+    """The demo began with two warnings about itself."""
+    config = load_run_config(preset).config
+    machine = Machine(num_gpus=config.parallel.num_ranks, num_cores=1, has_corpus=True, can_isolate=True)
+    assert resolve_device(config, machine) == config.cluster.device
+    assert warnings(config, machine) == []
+
+
 def test_the_campaigns_draw_what_they_are_for() -> None:
     nodes, llama3 = (load_run_config(CONFIGS / f"run/campaign_{name}_cpu.toml").config for name in ("nodes", "llama3"))
     early = [fault for fault in draw_faults(nodes) if fault.step < 1200]
@@ -53,3 +64,14 @@ def test_the_demo_kills_two_groups_in_different_phases_of_different_steps() -> N
     assert (first.kind, second.kind) == ("kill", "kill")
     assert first.group != second.group
     assert first.step < second.step
+
+
+def test_a_run_begins_with_what_it_is_going_to_show() -> None:
+    assert plan_of(load_run_config(CONFIGS / "run/demo_cpu.toml").config) == (
+        "demo_cpu, 60 steps in 4 groups of 2 ranks; to be injected: kill of group 3 rank 0 in step 15, backward; "
+        "kill of group 1 rank 1 in step 30, in_reduce"
+    )
+    healthy = plan_of(load_run_config(CONFIGS / "run/gpt_125m_node.toml").config)
+    assert healthy == "gpt_125m_node, 20000 steps in 8 groups of 1 rank"
+    campaign = plan_of(load_run_config(CONFIGS / "run/campaign_kills_cpu.toml").config)
+    assert re.search(r"; and \d+ more$", campaign)

@@ -14,13 +14,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from spare_megatron.cli import progress as progress_module
 from spare_megatron.cli import status
+from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
-from spare_megatron.cli.standing_view import view_of
+from spare_megatron.cli.standing_view import NewLines, step_line, view_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import StoreSpace, shortage
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.follow import Follower, read_standing
@@ -32,20 +34,32 @@ from spare_megatron.journal.records import (
     ContributionRecord,
     EndRecord,
     EntryRecord,
+    FaultRecord,
     LossRecord,
     Record,
+    RestartRecord,
     RunRecord,
     UpdateRecord,
 )
 from spare_megatron.journal.standing import SavePlan, Standing
 from spare_megatron.journal.summary import summarize
-from spare_megatron.runtime.process.reports import GroupLost, RanksReady, Starting, StoreMeasured
+from spare_megatron.runtime.process.reports import (
+    GroupLost,
+    GroupRejoined,
+    GroupRestarted,
+    RanksReady,
+    RunStopped,
+    Starting,
+    StepCommitted,
+    StoreMeasured,
+)
 from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.scenario import Scenario
 
 COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 RUN = RunRecord(
     name="told",
     num_groups=3,
@@ -182,7 +196,7 @@ def test_a_loss_that_several_nodes_tell_of_is_one_and_given_up_if_one_of_them_sa
     assert standing.groups() == ["alive", "given up", "alive"]
     assert [event.text for event in standing.events(9)] == [
         "group 1 lost: rank 1: SIGKILL",
-        "group 1 lost: rank 1: SIGKILL; given up",
+        "group 1 given up: it has used up spare.rejoins",
     ]
 
 
@@ -214,7 +228,7 @@ def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
     assert [event.text for event in standing.events(9)] == [
         "group 1 lost: rank 0: SIGKILL",
         "group 1 rejoined, and takes part from step 2 on",
-        "group 1 lost: rank 0: SIGKILL; given up",
+        "group 1 lost: rank 0: SIGKILL; given up: it has used up spare.rejoins",
     ]
 
 
@@ -302,6 +316,194 @@ def test_training_in_a_terminal_shows_what_the_journal_has(tmp_path: Path) -> No
         assert part in console.file.getvalue(), part
 
 
+UPDATE = UpdateRecord(
+    group=0,
+    step=1,
+    attempt=2,
+    num_microbatches=6,
+    loss=2.34561,
+    grad_norm=1.2341,
+    learning_rate=3e-4,
+    makespan=4,
+    step_s=0.5,
+)
+LOST = LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)
+STORY = [
+    line(100.0, replace(RUN, tokens_per_step=6000, flops_per_step=3e12, peak_tflops=4.0, ranks_per_group=2)),
+    commit(101.0, 0, 0),
+    line(101.5, FaultRecord(group=1, rank=0, step=1, phase="backward", kind="kill")),
+    line(102.0, LOST),
+    entry(102.1, 1, entry="fence", group=1, incarnation=0),
+    commit(103.0, 2, 1, admit=[[1, 1]]),
+    line(103.1, UPDATE),
+]
+TOLD = [
+    "fault injected: kill of group 1 rank 0 in step 1, backward",
+    "group 1 lost: rank 0: SIGKILL",
+    "group 1 is up again and waits for the end of a step",
+    "group 1 rejoined, and takes part from step 2 on",
+]
+
+
+def follow_story(run_dir: Path, *, is_terminal: bool) -> str:
+    """What is shown of it, with all that its processes report."""
+    group, lost = GroupId(1), GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="")
+    console = RunConsole(file=io.StringIO(), force_terminal=is_terminal)
+    write(run_dir, STORY[:5])
+    with RunProgress(RunConfig(), console, run_dir) as progress:
+        for event in (lost, lost, RanksReady(group=group)):
+            progress.take(event)
+            progress.refresh()
+        with (run_dir / "journal" / "test.jsonl").open("a") as file:
+            file.write("".join(encode_line(item) + "\n" for item in STORY[5:]))
+        for event in (GroupRejoined(member=Member(group, 1), step=2), RunStopped(group=group, step=2, reason="halt")):
+            progress.take(event)
+            progress.refresh()
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_piped_each_event_is_told_once_with_its_time_and_the_number_of_the_journal(tmp_path: Path) -> None:
+    """A group rejoined from step 16 on by the journal, and right below from step 17 on by its own report."""
+    lines = follow_story(tmp_path / "run", is_terminal=False).splitlines()
+    assert all(re.match(STAMP, text) for text in lines)
+    told = [text[len("2026-11-23 12:00:00 ") :] for text in lines]
+    assert [text for text in told if not text.startswith("step ")] == TOLD
+
+
+def test_while_the_journal_is_behind_what_is_reported_is_told_and_not_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk the screen would stand still until the end."""
+    now_s = 110.0
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(time=lambda: now_s))
+    run_dir = write(tmp_path / "run", STORY[:2])
+    console = RunConsole(file=io.StringIO())
+    step = StepCommitted(
+        group=GroupId(0),
+        step=1,
+        loss=2.34561,
+        grad_norm=1.2341,
+        learning_rate=3e-4,
+        num_alive=2,
+        makespan=4,
+        step_s=0.5,
+        split_s={},
+        head=3,
+        epoch=1,
+        num_recomputed=0,
+        recoveries=(),
+    )
+    lost = GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="")
+    rejoined = GroupRejoined(member=Member(GroupId(1), 1), step=2)
+    with RunProgress(RunConfig(), console, run_dir) as progress:
+        for event in (step, lost, rejoined):
+            progress.take(event)
+        assert isinstance(console.file, io.StringIO)
+        assert console.file.getvalue() == "", "the journal will tell of these"
+        now_s += 11.0
+        for event in (replace(step, step=9), replace(step, step=10), lost, rejoined):
+            progress.take(event)
+        with (run_dir / "journal" / "test.jsonl").open("a") as file:
+            file.write("".join(encode_line(item) + "\n" for item in STORY[2:]))
+        progress.refresh()
+    told = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
+    assert told[0].startswith("step 10/20  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%")
+    assert told[1:4] == [TOLD[1], TOLD[3], TOLD[0]]
+    assert [text[:9] for text in told[4:]] == ["step 2/20"]
+
+
+def test_a_step_that_came_before_an_event_is_told_before_it() -> None:
+    """It was held back for two seconds after the one before, and came behind with an earlier time."""
+    lines, update = NewLines(has_steps=True), replace(UPDATE, step=0, attempt=0)
+    standing = standing_of(commit(101.0, 0, 0), line(101.1, update))
+    (told,) = lines.take(standing, 101.2)
+    assert " step 1/20 " in told
+    for item in (commit(102.0, 1, 1), line(102.1, replace(UPDATE, attempt=1))):
+        standing.take(item)
+    assert lines.take(standing, 102.2) == [], "too soon"
+    standing.take(line(102.5, LOST))
+    step, loss = lines.take(standing, 102.6)
+    assert (" step 2/20 " in step, loss.endswith(TOLD[1])) == (True, True)
+    assert lines.take(standing, 999.0) == []
+
+
+def test_on_a_terminal_each_event_stands_once_in_the_lines_above_the_view(tmp_path: Path) -> None:
+    """The newest was in the lines, in the list of events and in the note."""
+    shown = follow_story(tmp_path / "run", is_terminal=True)
+    assert "step 2/20" in shown
+    assert [shown.count(text) for text in TOLD] == [1, 1, 1, 1]
+
+
+def test_a_step_is_told_in_the_same_line_everywhere(tmp_path: Path) -> None:
+    text = (
+        "step 2/20  loss 2.3456  lr 3.00e-04  grad norm 1.234  12k tokens/s  MFU 37.5%  groups 2/3  load 4  500 ms"
+        "  left 36 s"
+    )
+    assert f" {text}\n" in follow_story(tmp_path / "run", is_terminal=False)
+    assert f"{text}  (going on)\n" in CliRunner().invoke(app, ["status", str(tmp_path / "run")]).output
+    standing = standing_of(commit(101.0, 0, 0), line(101.1, replace(UPDATE, step=0, attempt=0)))
+    assert "loss 2.3456  lr 3.00e-04  grad norm 1.234  groups 3/3" in step_line(standing, 102.0), "nothing is known"
+
+
+def test_the_time_left_follows_the_recent_steps_and_their_recoveries() -> None:
+    standing = standing_of(*(commit(101.0 + step, step, step) for step in range(4)))
+    assert standing.left_s(104.0) == pytest.approx(16 * 1.0)
+    standing.take(commit(109.0, 4, 4))  # a recovery
+    assert standing.left_s(109.0) == pytest.approx(15 * (3 * 1.0 + 5.0) / 4)
+    standing.take(commit(1109.0, 5, 5))  # a restart, of a minute for each of the other steps
+    assert standing.left_s(1109.0) == pytest.approx(14 * (3 * 1.0 + 5.0 + 10 * 1.0) / 5)
+    standing.take(line(1110.0, EndRecord(outcome="finished", reason="")))
+    assert standing.left_s(1110.0) is None
+
+
+def test_no_more_time_is_left_than_the_run_is_to_take() -> None:
+    standing = Standing()
+    assert standing.left_s(100.0) is None
+    for item in (line(100.0, replace(RUN, max_minutes=0.2)), *(commit(101.0 + step, step, step) for step in range(4))):
+        standing.take(item)
+    assert standing.left_s(104.0) == pytest.approx(112.0 - 104.0)
+
+
+def test_checkpoints_that_no_group_could_use_are_told_once_for_each_restart() -> None:
+    record = RestartRecord(group=0, incarnation=1, step=1, rework_steps=1, restart_s=1.0, rejected=["step 2: damaged"])
+    restarts: list[Line] = []
+    for index in (1, 2):
+        restarts.append(entry(102.0, index, entry="restart", step=1, members=[[0, index], [1, index]]))
+        restarts += [line(103.0, replace(record, group=group)) for group in (0, 1)]
+    standing = standing_of(commit(101.0, 0, 0, save=True), *restarts)
+    told = [event.text for event in standing.events_since(0)]
+    assert told.count("step 2: damaged") == told.count("training starts again from the checkpoint after 1 steps") == 2
+
+
+def test_why_a_run_was_halted_is_told_once() -> None:
+    end = EndRecord(outcome="halted", reason="it diverged")
+    standing = standing_of(entry(101.0, 0, entry="halt", reason="it diverged"), line(102.0, end))
+    assert [event.text for event in standing.events(9)] == ["halted: it diverged", "the run ended: halted"]
+
+
+def test_a_wipe_out_before_a_restart_is_told_once_though_each_group_says_so(tmp_path: Path) -> None:
+    console = RunConsole(file=io.StringIO())
+    stopped = RunStopped(group=GroupId(0), step=3, reason="shard 1 has no host", is_final=False)
+    with RunProgress(RunConfig(), console, tmp_path) as progress:
+        for _ in range(2):
+            progress.take(stopped)
+            progress.take(replace(stopped, group=GroupId(1)))
+            progress.take(GroupRestarted(member=Member(GroupId(0), 1), step=3))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("wiped out after 3 committed steps: shard 1 has no host") == 2
+
+
+def test_a_traceback_is_shown_below_the_loss_that_it_explains(tmp_path: Path) -> None:
+    run_dir = write(tmp_path / "run", STORY[:5])
+    console = RunConsole(file=io.StringIO())
+    with RunProgress(RunConfig(), console, run_dir) as progress:
+        progress.take(GroupLost(group=GroupId(1), rank=0, cause="SIGKILL", traceback="Traceback:\n  x[/b]\n"))
+    assert isinstance(console.file, io.StringIO)
+    lines = [text[len("2026-11-23 12:00:00 ") :] for text in console.file.getvalue().splitlines()]
+    assert lines[1:] == [TOLD[1], "group 1 rank 0 raised:", "Traceback:", "  x[/b]"]
+
+
 def test_that_a_group_is_up_again_is_told_once_though_each_of_its_nodes_says_so(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     with RunProgress(RunConfig(), console, tmp_path) as progress:
@@ -356,7 +558,9 @@ def test_watching_without_a_terminal_tells_what_is_new_until_the_end(
     assert result.exit_code == 0, result.output
     told = result.output.splitlines()
     assert is_whole
-    assert told[-1].startswith("step 60/60")
+    assert re.fullmatch(STAMP + r"step 60/60  groups 7/7  load 3  \d.*", told[-2])
+    assert re.fullmatch(STAMP + "the run ended: finished: all steps are committed", told[-1])
+    assert all(re.match(STAMP, text) for text in told)
     num_losses = sum(isinstance(item.record, LossRecord) for item in lines)
     assert sum(" lost: rank" in text for text in told) == num_losses > 0
 

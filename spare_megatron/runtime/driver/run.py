@@ -135,8 +135,10 @@ def _run(
     write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
     origin = {"version": __version__, "commit": commit(), "code": code_digest()}
     (run_dir / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-    journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
-    journal.write(_run_record(config, faults, origin))
+    record = run_record(config, faults, origin)
+    journal = JournalWriter(run_dir, "driver")
+    metrics = Telemetry(config, record, open_sinks(config, run_dir, on_event))
+    journal.write(record)
 
     def tell(event: RunEvent) -> None:
         metrics.take(event)
@@ -153,7 +155,8 @@ def _run(
     return summary
 
 
-def _run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:
+def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:
+    """The terms of a run, from its resolved configuration and `origin.json`."""
     tokens = implications(config).tokens_per_step
     return RunRecord(
         format=FORMAT,
@@ -178,6 +181,7 @@ def _run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[st
         tokens_per_step=tokens,
         flops_per_step=flops_per_token(config) * tokens,
         peak_tflops=config.metrics.peak_tflops,
+        max_minutes=config.train.max_minutes,
         version=__version__,
         commit=origin["commit"],
         host=socket.gethostname(),

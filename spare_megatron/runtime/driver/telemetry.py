@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from spare_megatron.config.implications import implications
-from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
+from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RunRecord
+from spare_megatron.journal.speed import flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.metrics.tensorboard import TensorBoardSink
@@ -56,14 +55,14 @@ class Telemetry:
 
     Args:
         config: The resolved configuration.
+        run: The terms of the run.
         sinks: Who takes them.
     """
 
-    def __init__(self, config: RunConfig, sinks: Sequence[Sink]) -> None:
+    def __init__(self, config: RunConfig, run: RunRecord, sinks: Sequence[Sink]) -> None:
         self._config = config
+        self._run = run
         self._sinks = sinks
-        self._tokens = implications(config).tokens_per_step
-        self._flops = flops_per_token(config) * self._tokens
         spare = config.spare
         groups = config.layout.num_groups
         self._placement = make_placement(spare.placement, groups, spare.redundancy, spare.groups_per_domain)
@@ -128,13 +127,12 @@ class Telemetry:
             "train/loss": event.loss,
             "train/grad_norm": event.grad_norm,
             "train/learning_rate": event.learning_rate,
-            "train/tokens": (event.step + 1) * self._tokens,
+            "train/tokens": (event.step + 1) * self._run.tokens_per_step,
             "spare/groups_alive": event.num_alive,
             "spare/makespan": event.makespan,
             "spare/epoch": event.epoch,
             "spare/microbatches_recomputed": event.num_recomputed,
             "perf/step_s": round(step_s, 6),
-            "perf/tokens_per_s": round(self._tokens / step_s, 3),
             "perf/goodput": round(self._goodput.goodput, 6),
             **{f"perf/lost_{name}_s": round(spent_s, 6) for name, spent_s in self._goodput.lost_s.items()},
             **self._counts,
@@ -143,7 +141,7 @@ class Telemetry:
         }
         if self._config.data.access == "stacked":
             values["spare/fewest_hosts"] = self._fewest_hosts()
-        values |= self._speed(step_s, event.num_alive * self._config.parallel.ranks_per_group)
+        values |= self._speed(step_s, event.num_alive * self._run.ranks_per_group)
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
 
     def _take_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:
@@ -160,12 +158,12 @@ class Telemetry:
         return {f"fault/recovery_{part}": round(spent_s, 6) for part, spent_s in split.items()}
 
     def _speed(self, step_s: float, num_ranks: int) -> dict[str, Value]:
-        """What a rank's device does of the model's operations; redundant ones are not counted."""
-        tflops = self._flops / step_s / num_ranks / 1e12
-        values: dict[str, Value] = {"perf/tflops_per_rank": round(tflops, 6)}
-        if self._config.metrics.peak_tflops is not None:
-            values["perf/mfu"] = round(tflops / self._config.metrics.peak_tflops, 6)
-        return values
+        figures = {
+            "perf/tokens_per_s": (tokens_per_second(self._run, step_s), 3),
+            "perf/tflops_per_rank": (tflops_per_rank(self._run, step_s, num_ranks), 6),
+            "perf/mfu": (flops_utilization(self._run, step_s, num_ranks), 6),
+        }
+        return {name: round(value, digits) for name, (value, digits) in figures.items() if value is not None}
 
     def _fewest_hosts(self) -> int:
         """Hosts of the shard that has the fewest: so many losses can wipe the run out, one less cannot."""

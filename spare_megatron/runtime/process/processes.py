@@ -64,12 +64,17 @@ def fork_server() -> ForkServerContext:
 
 
 def set_environment_of_ranks() -> None:
-    """What has to be set before Megatron is imported and before a process is started."""
+    """Sets what has to be in the environment before Megatron is imported and before a process is started.
+
+    c10d warns in every process that host names are unknown, because `without_name_lookups` makes the lookup fail; what
+    concerns a run is raised as an exception or logged as an error. A level that the user has set stays.
+    """
     start_in_safe_path_mode()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Megatron asks for GPUs when it is imported, and CUDA cannot be used in a fork of a process that has used it:
     # torch.cuda.is_available then asks the driver only.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def rank_context(device: str) -> ForkContext | SpawnContext:

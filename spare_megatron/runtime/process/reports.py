@@ -124,11 +124,19 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The log told the group to stop before the last step: a wipe-out or a halt. Sent by every leader."""
+    """The log told the group to stop before the last step: a wipe-out or a halt. Sent by every leader.
+
+    Attributes:
+        group: The group.
+        step: Committed steps.
+        reason: Why.
+        is_final: The run ends; otherwise it is to restart.
+    """
 
     group: GroupId
     step: int
     reason: str
+    is_final: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -330,11 +330,12 @@ class _Rank:
         if isinstance(stop, FinishRun):
             return ExitCode.FINISHED
         reason = why_wiped_out(stop) if isinstance(stop, StopWipeOut) else stop.reason
+        is_halted = isinstance(stop, StopHalted)
+        is_final = is_halted or bool(stop.reason) or not self._spec.config.checkpoint.max_restarts
         if self._spec.rank == 0:
-            self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason))
-        if isinstance(stop, StopHalted):
+            self._reports.send(RunStopped(group=self._spec.group, step=stop.step, reason=reason, is_final=is_final))
+        if is_halted:
             return ExitCode.HALTED
-        is_final = stop.reason or not self._spec.config.checkpoint.max_restarts
         return ExitCode.WIPE_OUT if is_final else ExitCode.RESTART
 
     def _broken(self, error: Exception) -> ExitCode:

@@ -62,6 +62,10 @@ class RunRecord:
     """Commit of its checkout."""
     host: str = ""
     """Name of the machine of the driver."""
+    corpus: str = ""
+    """Which corpus it reads: digest of both files, tokens, tokenizer where known; empty in earlier versions."""
+    loaded_corpus: str = ""
+    """That of the checkpoint that it begins with, where that is known to be another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

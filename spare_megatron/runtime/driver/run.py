@@ -21,6 +21,7 @@ from spare_megatron.config.implications import implications
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.own_code import commit
 from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.sample_index import leased
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import other_corpus
 from spare_megatron.config.validate import Machine, resolve_device
@@ -108,8 +109,9 @@ def start_run(
     folder = folder_of(config, run_dir)
     config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
-    preflight(config)
     with contextlib.ExitStack() as held:
+        held.enter_context(leased(config))
+        preflight(config)
         held.enter_context(locked(run_dir))
         if config.checkpoint.is_wanted:
             held.enter_context(locked(folder))

@@ -94,8 +94,17 @@ def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_co
     with pytest.raises(ValueError, match=r"is of another training:\n  - data\.corpus = .*other \("):
         complete_run(config_of(other, pair, steps=4, load=load), tmp_path / "second")
     assert not (tmp_path / "second").exists()
-    second = complete_run(config_of(other, pair, steps=4, load=load, allow_other_corpus=True), tmp_path / "second")
+    on_purpose = config_of(other, pair, steps=4, load=load, allow_other_corpus=True)
+    leases: list[int] = []
+
+    def count_leases(event: RunEvent) -> None:
+        if isinstance(event, RanksReady):
+            leases.append(len(list((tmp_path / "cache").glob("*.lease-*"))))
+
+    second = complete_run(on_purpose, tmp_path / "second", on_event=count_leases)
     assert_proven(second)
+    assert {*leases} == {1}, "its sample index stays as long as it trains"
+    assert list((tmp_path / "cache").glob("*.lease-*")) == []
     [before], [after] = (run.journal.of(RunRecord) for run in (first, second))
     assert (before.loaded_corpus, after.loaded_corpus) == ("", before.corpus)
     saved = verify(checkpoint_path(tmp_path / "second" / "checkpoints", 4)).manifest

@@ -138,7 +138,7 @@ def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunCon
 
     config = load_run_config(path, overrides, cluster).config
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, launcher="srun"))
-    corpus, failure = judge_corpus(config.data, lambda what: typer.echo(f"spare submit: reading {what}", err=True))
+    corpus, failure = judge_corpus(config.data, lambda what: typer.echo(f"spare submit: {what}", err=True))
     num_ranks = max(0, config.parallel.num_ranks)
     machine = Machine(
         num_gpus=num_ranks,

@@ -90,7 +90,7 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
 
     Args:
         data: Where the corpus is.
-        on_read: Called with what is about to be read, if that takes long.
+        on_read: Called with what is about to be done, if that takes long.
     """
     try:
         return _look_at(data, on_read), ""
@@ -150,7 +150,7 @@ def read_corpus(prefix: str | Path, on_read: Callable[[str], None] = lambda _: N
     if num_bytes == 0:
         raise ValueError(f"{tokens} is empty; write the corpus anew, from text")
     if num_bytes >= _LONG_BYTES:
-        on_read(f"{tokens}, all {gib(num_bytes)} of it, which is done once")
+        on_read(f"reading {tokens}, all {gib(num_bytes)} of it, which is done once")
     digest = hashlib.sha256()
     with index.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -61,7 +61,7 @@ def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _
 
     Args:
         config: The configuration.
-        on_read: Called with what is about to be read, if that takes long.
+        on_read: Called with what is about to be done, if that takes long.
     """
     corpus, corpus_failure = judge_corpus(config.data, on_read)
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one

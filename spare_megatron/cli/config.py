@@ -115,7 +115,7 @@ def refusal(found: list[str]) -> str:
 def _this_machine(config: "RunConfig") -> "Machine":
     from spare_megatron.runtime.driver.run import look_at_machine
 
-    return look_at_machine(config)
+    return look_at_machine(config, lambda what: typer.echo(f"spare config check: {what}", err=True))
 
 
 def fitting_machine(config: "RunConfig") -> "Machine":

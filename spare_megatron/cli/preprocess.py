@@ -16,6 +16,13 @@ from spare_megatron.cli.errors import explained_errors
 VOCAB_SIZE = 256
 END_OF_DOCUMENT = 0
 """Byte 0 does not occur in text, so it marks the end of a document."""
+_JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+_MOST_NAMED = 3
+
+
+class _NoText(Exception):
+    """A file cannot become a document."""
 
 
 @dataclass(slots=True)
@@ -45,8 +52,9 @@ def preprocess(
 ) -> None:
     """Write text files as the indexed dataset that `spare train` reads.
 
-    Each file is a document of its bytes, in sorted order of the paths. Files that are not UTF-8 or hold byte 0,
-    which marks the end of a document, are skipped and counted.
+    Each file is a document of its bytes, in sorted order of the paths. Files in a folder that are not UTF-8 or hold
+    byte 0, which marks the end of a document, are skipped and counted; a file that is named is refused. JSON lines,
+    which hold many documents, are refused.
     """
     with explained_errors("preprocess"):
         if tokenizer != "byte":
@@ -54,13 +62,15 @@ def preprocess(
         check_output(output_prefix, overwrite=overwrite)
         paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
         check_apart(paths, output_prefix)
+        refuse_json_lines(paths)
+        from spare_megatron.config.corpus import note_of
         from spare_megatron.mcore.corpus_writer import write_corpus
 
         skipped = SkippedFiles()
         with _progress(len(paths)) as advance:
-            documents = read_documents(paths, skipped, advance)
+            documents = read_documents(paths, skipped, advance, named=frozenset(inputs))
             counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
-        outputs_of(output_prefix)[-1].write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE}) + "\n")
+        outputs_of(output_prefix)[-1].write_text(note_of(output_prefix, tokenizer, VOCAB_SIZE))
         num_bytes = counts.num_tokens - counts.num_documents
         figures = {
             "documents": counts.num_documents,
@@ -138,31 +148,71 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], excluded_folders: froz
                 yield path
 
 
-def read_documents(paths: Sequence[Path], skipped: SkippedFiles, advance: Callable[[], None]) -> Iterator[bytes]:
-    """The bytes of each file that is text; counts the others in `skipped`. Calls `advance` once for every file."""
+def refuse_json_lines(paths: Sequence[Path]) -> None:
+    """Each line of such a file is a document, and a file is taken for one.
+
+    Raises:
+        ValueError: There are some.
+    """
+    found = [path for path in paths if _is_json_lines(path)]
+    if found:
+        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        raise ValueError(
+            f"{', '.join(map(str, found[:_MOST_NAMED]))}{more}: JSON lines are not read, and each file would be one "
+            f"document; write each document into a file of its own, or choose others with --suffix and --exclude"
+        )
+
+
+def _is_json_lines(path: Path) -> bool:
+    """By its name, also where it is compressed; and .json by its first two lines: Megatron calls JSON lines so."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    if not suffixes or suffixes[-1] != ".json":
+        return bool(suffixes) and suffixes[-1] in _JSON_LINES
+    try:
+        with path.open(encoding="utf-8") as file:
+            return all(isinstance(json.loads(file.readline()), dict) for _ in range(2))
+    except (OSError, ValueError):
+        return False
+
+
+def read_documents(
+    paths: Sequence[Path], skipped: SkippedFiles, advance: Callable[[], None], *, named: frozenset[Path] = frozenset()
+) -> Iterator[bytes]:
+    """The bytes of each file that is text; counts the others in `skipped`. Calls `advance` once for every file.
+
+    Raises:
+        ValueError: One of those that are named is no text.
+    """
     for path in paths:
-        document = _read_text(path, skipped)
-        if document is not None:
-            yield document
+        try:
+            document = _read_text(path, skipped)
+        except _NoText as error:
+            if path in named:
+                raise ValueError(f"--input {path} {error}; give files of UTF-8 text") from error
+        else:
+            if document:
+                yield document
         advance()
 
 
-def _read_text(path: Path, skipped: SkippedFiles) -> bytes | None:
+def _read_text(path: Path, skipped: SkippedFiles) -> bytes:
+    """What the file holds. Raises _NoText where that is no text."""
     try:
         document = path.read_bytes()
         document.decode("utf-8")
-    except UnicodeDecodeError:
+    except UnicodeDecodeError as error:
         skipped.num_not_utf8 += 1
-    except OSError:
+        raise _NoText("is not UTF-8, as compressed and binary files are not") from error
+    except OSError as error:
         skipped.num_unreadable += 1
-    else:
-        if END_OF_DOCUMENT in document:
-            skipped.num_with_byte_0 += 1
-        elif not document:
-            skipped.num_empty += 1
-        else:
-            return document
-    return None
+        raise _NoText(f"cannot be read: {error.strerror}") from error
+    if END_OF_DOCUMENT in document:
+        skipped.num_with_byte_0 += 1
+        raise _NoText("holds byte 0, which marks the end of a document")
+    skipped.num_empty += not document
+    return document
 
 
 def _describe(prefix: Path, figures: dict[str, int], skipped: SkippedFiles) -> str:

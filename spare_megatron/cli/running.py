@@ -46,7 +46,7 @@ def load_runnable(
     from spare_megatron.runtime.driver.run import look_at_machine
 
     config = restrict(load_run_config(path, overrides).config)
-    machine = look_at_machine(config)
+    machine = look_at_machine(config, lambda what: typer.echo(f"spare {command}: {what}", err=True))
     found = problems(config, machine)
     if found:
         raise ValueError("this configuration cannot run:\n" + "\n".join(f"  - {text}" for text in found))

@@ -132,15 +132,21 @@ def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunCon
     Raises:
         ValueError: It cannot run on the cluster; the text has every reason that can be seen from here.
     """
+    from spare_megatron.config.corpus import judge_corpus
     from spare_megatron.config.loader import load_run_config
     from spare_megatron.config.validate import Machine, problems, warnings
 
     config = load_run_config(path, overrides, cluster).config
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, launcher="srun"))
-    corpus = Path(config.data.corpus)
-    has_corpus = all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx"))
+    corpus, failure = judge_corpus(config.data, lambda what: typer.echo(f"spare submit: {what}", err=True))
     num_ranks = max(0, config.parallel.num_ranks)
-    machine = Machine(num_gpus=num_ranks, num_cores=num_ranks * config.cluster.threads_per_rank, has_corpus=has_corpus)
+    machine = Machine(
+        num_gpus=num_ranks,
+        num_cores=num_ranks * config.cluster.threads_per_rank,
+        has_corpus=corpus is not None,
+        corpus_failure=failure,
+        corpus=corpus,
+    )
     found = problems(config, machine)
     if found:
         raise ValueError("this configuration cannot run as a job:\n" + "\n".join(f"  - {text}" for text in found))

@@ -80,6 +80,8 @@ class DataConfig:
 
     corpus: str = ""
     """Path prefix of the indexed dataset that `spare preprocess` wrote (PREFIX.bin and PREFIX.idx)."""
+    identity: str = ""
+    """What `data.corpus` must be: digest, tokens, tokenizer, as `config.toml` of a run has it; any if empty."""
     cache: str = ""
     """Folder for the sample indices; `cache` beside the corpus when empty."""
     access: Literal["stacked", "shared"] = "stacked"
@@ -184,6 +186,8 @@ class CheckpointConfig:
     """Folder of the checkpoints, on storage that all nodes share; `checkpoints` in the run's directory when empty."""
     load: str = ""
     """What the run begins with: a checkpoint, or the newest valid one of a folder of checkpoints or of a run."""
+    allow_other_corpus: bool = False
+    """Whether a run may go on from a checkpoint of another corpus than `data.corpus`; its record then names both."""
     timeout_s: float = 1800.0
     """Longest time to write a checkpoint, which is given up then while training goes on, and to read one."""
     max_restarts: int = 3

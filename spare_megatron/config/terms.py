@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from spare_megatron.config.corpus import is_same_corpus
 from spare_megatron.config.schema import RunConfig
 
 Terms = Mapping[str, int | float | str | bool | None]
@@ -53,9 +54,11 @@ def terms_of(config: RunConfig) -> Terms:
         "train.steps": train.steps,
         _BATCH: global_batch(config),
         _MEGATRON: _function_of(config),
+        CORPUS: config.data.identity,
     }
 
 
+CORPUS = "data.identity"
 _MEGATRON = "[megatron]"
 _BATCH = "layout.num_groups x spare.microbatches_per_shard x train.micro_batch_size"
 
@@ -75,11 +78,23 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
     """What keeps a run from going on from a checkpoint with these terms, for people; empty when nothing does."""
     ours = terms_of(config)
     theirs = {_MEGATRON: ours[_MEGATRON], **theirs}  # earlier versions did not say
-    return [
+    found = [
         f"{key} = {_told(ours[key])}, and the checkpoint was trained with {_told(theirs.get(key))}; set it to that"
         for key in ours
-        if ours[key] != theirs.get(key)
+        if key != CORPUS and ours[key] != theirs.get(key)
     ]
+    if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
+        found.append(
+            f"data.corpus = {config.data.corpus} ({config.data.identity}), and the checkpoint was trained with another "
+            f"corpus ({other}); choose that one, or set checkpoint.allow_other_corpus=true to go on with this one"
+        )
+    return found
+
+
+def other_corpus(theirs: Terms, config: RunConfig) -> str:
+    """The corpus of a checkpoint with these terms; empty if it is that of the run, or either is not known."""
+    identity = str(theirs.get(CORPUS, ""))
+    return "" if is_same_corpus(identity, config.data.identity) else identity
 
 
 def _told(value: object) -> object:

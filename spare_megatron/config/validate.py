@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
@@ -44,7 +45,8 @@ class Machine:
         has_corpus: Both files of `data.corpus` exist.
         can_isolate: Processes may be given networks of their own: root, and `ip` and `nsenter` are there.
         can_listen: `control.listen_address` is an address of this machine.
-        corpus_vocab_size: The vocabulary it was written with, where that is known.
+        corpus_failure: Why they cannot be used; empty if they can.
+        corpus: What is in them, where that is known.
         memory_bytes: That of one of its machines, where that is known.
         process_memory_bytes: What one process may take of it, where that is known.
     """
@@ -54,7 +56,8 @@ class Machine:
     has_corpus: bool
     can_isolate: bool = False
     can_listen: bool = True
-    corpus_vocab_size: int | None = None
+    corpus_failure: str = ""
+    corpus: CorpusFacts | None = None
     memory_bytes: int | None = None
     process_memory_bytes: int | None = None
 
@@ -96,7 +99,8 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
         *data_problems(
             config,
             has_corpus=machine.has_corpus,
-            corpus_vocab_size=machine.corpus_vocab_size,
+            corpus_failure=machine.corpus_failure,
+            corpus=machine.corpus,
             memory_bytes=machine.process_memory_bytes,
         ),
     ]

@@ -66,6 +66,10 @@ class RunRecord:
     """Name of the machine of the driver."""
     code: str = ""
     """Digest of its Python files; empty in earlier formats and in a simulated run, where no rank names one."""
+    corpus: str = ""
+    """Which corpus it reads: digest of both files, tokens, tokenizer where known; empty in earlier versions."""
+    loaded_corpus: str = ""
+    """That of the checkpoint that it begins with, where that is known to be another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

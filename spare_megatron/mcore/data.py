@@ -1,9 +1,9 @@
 """Training samples addressed by (step, shard, index): whoever computes a microbatch reads the same tokens."""
 
-import json
 import os
 import shutil
-from hashlib import blake2b, sha256
+import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
+from spare_megatron.config.sample_index import RENEWAL_S, index_folder, num_samples, remove_unused, renew
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.core.topology import ShardId
@@ -35,14 +36,21 @@ class _Vocabulary:
 def prepare_index(config: RunConfig) -> Path:
     """Build what ranks need to find their samples, and say in which folder; at once when it is there already.
 
-    To be called in one process, before the ranks start: they only load, and wait for nobody.
+    To be called in one process, before the ranks start: they only load, and wait for nobody. Indices beside it that
+    have not been used for long are removed.
 
     Raises:
         ValueError: The corpus is missing or too short for one sample, or the index cannot be written or is too large.
     """
-    folder = _index_folder(config)
-    if folder.is_dir():
-        return folder
+    folder = index_folder(config)
+    if not folder.is_dir():
+        _build_index(config, folder)
+    renew(folder)
+    remove_unused(folder)
+    return folder
+
+
+def _build_index(config: RunConfig, folder: Path) -> None:
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -62,7 +70,6 @@ def prepare_index(config: RunConfig) -> Path:
             ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return folder
 
 
 class Corpus:
@@ -74,9 +81,11 @@ class Corpus:
         Raises:
             ValueError: The corpus or its index is missing.
         """
-        folder = _index_folder(config)
+        folder = index_folder(config)
         if not folder.is_dir():
             raise ValueError(f"the sample index {folder} is missing; call prepare_index once before the ranks start")
+        self._folder = folder
+        self._renew()
         self._dataset = _open_dataset(config, folder)
         self._num_shards = config.layout.num_groups
         self._microbatches_per_shard = config.spare.microbatches_per_shard
@@ -85,6 +94,8 @@ class Corpus:
 
     def microbatch(self, step: int, microbatch: Microbatch) -> dict[str, torch.Tensor]:
         """The `tokens`, `labels` and `position_ids` of a microbatch, each [micro_batch_size, seq_length]."""
+        if time.monotonic() - self._renewed_at_s > RENEWAL_S:
+            self._renew()
         first = self.first_sample(step, microbatch)
         samples = [self._dataset[first + number] for number in range(self._micro_batch_size)]
         return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "position_ids")}
@@ -105,6 +116,10 @@ class Corpus:
                 digest.update(tokens.numpy().tobytes())
         return digest.hexdigest()
 
+    def _renew(self) -> None:
+        renew(self._folder)
+        self._renewed_at_s = time.monotonic()
+
     def first_sample(self, step: int, microbatch: Microbatch) -> int:
         """Number of a microbatch's first sample; the others follow it."""
         shards_before = step * self._num_shards + microbatch.shard
@@ -112,17 +127,12 @@ class Corpus:
         return microbatches_before * self._micro_batch_size
 
 
-def _num_samples(config: RunConfig) -> int:
-    per_step = config.layout.num_groups * config.spare.microbatches_per_shard * config.train.micro_batch_size
-    return config.train.steps * per_step
-
-
 def _open_dataset(config: RunConfig, index_folder: Path) -> GPTDataset:
     """Megatron's dataset over the corpus; builds the index when the folder has none.
 
     Made by hand and not by BlendedMegatronDatasetBuilder, whose `build` makes the ranks wait for each other.
     """
-    prefix = _prefix(config)
+    prefix = Path(config.data.corpus).absolute()
     dataset_config = GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=config.model.seq_length,
@@ -142,29 +152,4 @@ def _open_dataset(config: RunConfig, index_folder: Path) -> GPTDataset:
             f"{config.model.seq_length + 1}; use a larger corpus or shorter sequences"
         )
     documents = np.arange(GPTDataset.numel_low_level_dataset(indexed), dtype=np.int32)
-    return GPTDataset(indexed, str(prefix), documents, _num_samples(config), Split.train, dataset_config)
-
-
-def _index_folder(config: RunConfig) -> Path:
-    """Where the index of this run's samples belongs.
-
-    The name holds all that the index depends on, the state of the corpus included, which Megatron leaves out:
-    a corpus that was written anew gets a new index.
-    """
-    prefix = _prefix(config)
-    files = [Path(f"{prefix}{ending}") for ending in (".bin", ".idx")]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise ValueError(
-            f"data.corpus={config.data.corpus}: {' and '.join(missing)} missing; "
-            f"write it with `spare preprocess` or change the path"
-        )
-    states = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    identity = [str(prefix), states, config.train.seed, config.model.seq_length, config.model.vocab_size]
-    name = blake2b(json.dumps([*identity, _num_samples(config)]).encode(), digest_size=8).hexdigest()
-    cache = Path(config.data.cache) if config.data.cache else prefix.parent / "cache"
-    return cache.absolute() / f"samples-{name}"
-
-
-def _prefix(config: RunConfig) -> Path:
-    return Path(config.data.corpus).absolute()
+    return GPTDataset(indexed, str(prefix), documents, num_samples(config), Split.train, dataset_config)

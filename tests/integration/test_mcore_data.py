@@ -1,5 +1,6 @@
 """The corpus as it is written, indexed and addressed."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from spare_megatron.config.sample_index import NUM_KEPT, leased
 from spare_megatron.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig, SpareConfig, TrainConfig
 from spare_megatron.mcore.corpus_writer import CorpusCounts, write_corpus
 from spare_megatron.mcore.data import Corpus, prepare_index
@@ -136,6 +138,25 @@ def test_an_index_is_built_once_per_corpus_and_seed(config: RunConfig) -> None:
     write_corpus(DOCUMENTS[1:], config.data.corpus)
     assert prepare_index(config) != folder
     assert not list(folder.parent.glob(".*"))
+
+
+def test_indices_of_former_settings_do_not_pile_up(config: RunConfig) -> None:
+    folders = [prepare_index(replace(config, train=replace(config.train, seed=seed))) for seed in range(NUM_KEPT + 3)]
+    assert len(list(folders[0].parent.iterdir())) == NUM_KEPT + 1
+    assert folders[-1].is_dir()
+
+
+def test_a_corpus_keeps_its_index_in_use(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepare_index(config)
+    with leased(config):
+        [lease] = folder.parent.glob("*.lease-*")
+        corpus, (work, *_) = Corpus(config), all_work(config)
+        os.utime(lease, (1, 1))
+        corpus.microbatch(0, work)
+        assert lease.stat().st_mtime == 1
+        monkeypatch.setattr("spare_megatron.mcore.data.RENEWAL_S", -1.0)
+        corpus.microbatch(0, work)
+        assert lease.stat().st_mtime > 1
 
 
 def test_the_cache_can_be_elsewhere(config: RunConfig, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.records import CheckpointRecord, FaultRecord
+from spare_megatron.journal.records import CheckpointRecord, FaultRecord, RunRecord
 from spare_megatron.runtime.checkpoint.checkpoints import aside_path, checkpoint_path, visible_steps
 from spare_megatron.runtime.checkpoint.verification import newest_valid, verify
 from spare_megatron.runtime.driver.run import rank_main, start_run
@@ -24,6 +24,7 @@ from spare_megatron.runtime.process.lock import Locked
 from spare_megatron.runtime.process.reports import RanksReady, RunEvent
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -72,12 +73,42 @@ def test_a_run_goes_on_from_its_checkpoint_bitwise(text_corpus: Path, tmp_path: 
     assert (found.num_samples, found.group, found.epoch, found.log_head) == (4 * 8, 1, 0, 4)
     assert found.num_bytes == next(r.num_bytes for r in whole.journal.of(CheckpointRecord) if r.step == 4)
 
+    [first] = whole.journal.of(RunRecord)
+    assert first.corpus == found.terms["data.identity"] != ""
+
     resumed = complete_run(config_of(text_corpus, STAGES, load=str(checkpoint_path(folder, 2))), tmp_path / "resumed")
     assert_proven(resumed)
     assert resumed.summary.steps_committed == 4
     expected = {step: losses for step, losses in losses_of(whole.journal).items() if step >= 2}
     assert losses_of(resumed.journal) == expected
     assert resumed.summary.params_sha256 == whole.summary.params_sha256
+
+
+def test_going_on_with_another_corpus_is_refused_and_on_purpose_recorded(text_corpus: Path, tmp_path: Path) -> None:
+    """It was silent."""
+    other = tmp_path / "other"
+    write_tiny_corpus(other, [[number % 256 for number in range(2000)]])
+    pair = LayoutConfig(num_groups=2)
+    first = complete_run(config_of(text_corpus, pair, steps=4), tmp_path / "first")
+    load = str(checkpoint_path(tmp_path / "first" / "checkpoints", 2))
+    with pytest.raises(ValueError, match=r"is of another training:\n  - data\.corpus = .*other \("):
+        complete_run(config_of(other, pair, steps=4, load=load), tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+    on_purpose = config_of(other, pair, steps=4, load=load, allow_other_corpus=True)
+    leases: list[int] = []
+
+    def count_leases(event: RunEvent) -> None:
+        if isinstance(event, RanksReady):
+            leases.append(len(list((tmp_path / "cache").glob("*.lease-*"))))
+
+    second = complete_run(on_purpose, tmp_path / "second", on_event=count_leases)
+    assert_proven(second)
+    assert {*leases} == {1}, "its sample index stays as long as it trains"
+    assert list((tmp_path / "cache").glob("*.lease-*")) == []
+    [before], [after] = (run.journal.of(RunRecord) for run in (first, second))
+    assert (before.loaded_corpus, after.loaded_corpus) == ("", before.corpus)
+    saved = verify(checkpoint_path(tmp_path / "second" / "checkpoints", 4)).manifest
+    assert saved.terms["data.identity"] == after.corpus != before.corpus
 
 
 def test_a_flip_in_the_last_checkpoint_is_found_and_another_group_saves_it_again(

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import differences, terms_of
+from spare_megatron.config.terms import differences, other_corpus, terms_of
 from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.messages import Fence, Retry, encode_entry
 from spare_megatron.core.phases import Phase
@@ -331,6 +332,56 @@ def test_fields_of_megatron_that_make_another_model_are_terms_of_the_training() 
     assert differences(terms_of(CONFIG), replace(CONFIG, megatron={"normalization": "LayerNorm"})) == []
     untold = {key: value for key, value in terms_of(CONFIG).items() if key != "[megatron]"}
     assert differences(untold, silu) == [], "a checkpoint of an earlier version"
+
+
+def reading(identity: str, config: RunConfig = CONFIG, *, is_allowed: bool = False) -> RunConfig:
+    checkpoint = replace(config.checkpoint, allow_other_corpus=is_allowed)
+    return replace(config, data=replace(config.data, corpus="OTHER", identity=identity), checkpoint=checkpoint)
+
+
+def test_another_corpus_is_another_training_unless_that_is_allowed(tmp_path: Path) -> None:
+    """Training went on with it without a word."""
+    theirs, other = "9f86d081, 300 tokens, tokenizer byte", "60303ae2, 300 tokens"
+    save(tmp_path, 10, config=reading(theirs))
+    with pytest.raises(ValueError, match="is of another training") as error:
+        resolve_load(reading(other, load_config(tmp_path)), tmp_path, pytest.fail)
+    assert (
+        f"data.corpus = OTHER ({other}), and the checkpoint was trained with another corpus ({theirs}); choose that "
+        f"one, or set checkpoint.allow_other_corpus=true to go on with this one"
+    ) in str(error.value)
+    with pytest.raises(ValueError, match="is of another training"):
+        resolve_load(resumed(reading(other), tmp_path), tmp_path, pytest.fail)
+    allowed = resolve_load(reading(other, load_config(tmp_path), is_allowed=True), tmp_path, pytest.fail)
+    assert other_corpus(read_manifest(Path(allowed.checkpoint.load)).terms, allowed) == theirs
+    for same in (theirs, "9f86d081, 300 tokens", ""):
+        resolve_load(reading(same, load_config(tmp_path)), tmp_path, pytest.fail)
+
+
+def test_a_checkpoint_of_an_earlier_version_does_not_say_of_which_corpus_it_is() -> None:
+    untold = {key: value for key, value in terms_of(CONFIG).items() if key != "data.identity"}
+    assert differences(untold, reading("9f86d081, 300 tokens")) == []
+
+
+def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_path: Path) -> None:
+    """What an earlier run had left in checkpoint.folder counted for one of this run."""
+    from spare_megatron.runtime.rank.start_over import StartOver  # imports Megatron
+
+    config = replace(reading("60303ae2, 300 tokens"), name="run")
+    folder = tmp_path / "checkpoints"
+    save(folder, 5, config=reading("9f86d081, 300 tokens"))
+    save(folder, 3, config=config)
+    starting = StartOver(
+        config=config,
+        run_dir=tmp_path,
+        rank=0,
+        trainer=Mock(),
+        wiped_out_at_s=None,
+        snapshots=None,
+        probe=Mock(),
+    )
+    assert [offer.step for offer in starting.offers()] == [3]
+    (reason,) = starting.rejected
+    assert reason.startswith("step-00000005 is of another training: data.corpus = OTHER (60303ae2, 300 tokens)")
 
 
 def test_a_checkpoint_that_holds_all_steps_leaves_nothing_to_train(tmp_path: Path) -> None:

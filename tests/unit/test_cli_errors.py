@@ -22,6 +22,7 @@ from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.scenario import Scenario
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
 SCENARIO = Scenario(
@@ -54,8 +55,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train(tmp_path: Path) -> list[str]:
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"corpus{ending}").touch()
+    write_tiny_corpus(tmp_path / "corpus")
     return ["train", "--config", DEMO, "--set", f"data.corpus={tmp_path}/corpus"]
 
 
@@ -172,7 +172,7 @@ def test_a_note_beside_the_corpus_that_is_not_ours_is_named(train: list[str], tm
     for text in ('{"text": "a document"}\n{"text": "another"}\n', '{"tokenizer": "byte"}', "[]", ""):
         (tmp_path / "corpus.json").write_text(text)
         told = spare(*train, expected=2)
-        assert f"{tmp_path}/corpus.json does not say with which vocabulary data.corpus={tmp_path}/corpus was" in told
+        assert f"{tmp_path}/corpus.json does not say with which vocabulary the corpus was written" in told
 
 
 def test_more_steps_than_memory_has_room_for_are_refused_before_anything_is_started(

@@ -1,9 +1,11 @@
 """Every problem and every doubt that validation knows."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import DataConfig, RunConfig
 from spare_megatron.config.validate import Machine, problems, resolve_device, warnings
@@ -22,6 +24,11 @@ def only_problem(*overrides: str, machine: Machine = CPU) -> str:
     found = problems(configured(*overrides), machine)
     assert len(found) == 1, found
     return found[0]
+
+
+def corpus_with(**facts: Any) -> CorpusFacts:
+    known: dict[str, Any] = {"digest": "ab12", "num_tokens": 9, "least_token": 0, "largest_token": 255}
+    return CorpusFacts(**{**known, **facts})
 
 
 def test_the_defaults_with_a_corpus_are_fine() -> None:
@@ -330,7 +337,7 @@ def test_groups_that_all_host_every_shard_cannot_do_better() -> None:
 
 
 def test_a_vocabulary_smaller_than_that_of_the_corpus_is_refused() -> None:
-    machine = dataclasses.replace(CPU, corpus_vocab_size=300)
+    machine = dataclasses.replace(CPU, corpus=corpus_with(vocab_size=300))
     (problem,) = problems(RunConfig(data=DataConfig(corpus="text")), machine)
     assert "model.vocab_size=256 is below the 300 tokens" in problem
 

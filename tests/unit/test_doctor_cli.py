@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.runtime.doctor import node_facts
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
 
@@ -17,8 +18,7 @@ DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(node_facts, "_PIECE_BYTES", 1 << 16)
     monkeypatch.chdir(tmp_path)
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"corpus{suffix}").write_bytes(b"text")
+    write_tiny_corpus(tmp_path / "corpus")
     return tmp_path / "corpus"
 
 

@@ -15,6 +15,7 @@ from spare_megatron.runtime.doctor import node_facts
 from spare_megatron.runtime.doctor.node_facts import look_at_node
 from spare_megatron.runtime.driver import run
 from spare_megatron.runtime.process.reports import RunEvent, Starting, StoreAwaited
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,12 +30,14 @@ def test_an_etcd_that_does_not_answer_is_told_of_before_anything_is_started(
     def start(_: RunConfig) -> None:
         raise RuntimeError("far enough")
 
+    write_tiny_corpus(tmp_path / "text")
     monkeypatch.setattr(run, "preflight", start)
     monkeypatch.setattr(etcd_silence, "ANSWER_S", 0.0)
     with socket.socket() as deaf:  # has a port of its own, and listens to nobody
         deaf.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        settings = ["cluster.device=cpu", "control.store=etcd", f'control.endpoints=["{endpoint}"]']
+        etcd = ["control.store=etcd", f'control.endpoints=["{endpoint}"]']
+        settings = ["cluster.device=cpu", f"data.corpus={tmp_path}/text", *etcd]
         events: list[RunEvent] = []
         with pytest.raises(RuntimeError, match="far enough"):
             run.start_run(load_run_config(DEMO, settings).config, tmp_path / "run", events.append)

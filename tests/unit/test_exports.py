@@ -16,6 +16,7 @@ from spare_megatron.config.loader import load_run_config, loads_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import MetricsConfig, RunConfig, SlurmConfig
 from spare_megatron.runtime.driver import telemetry
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 ROOT = Path(__file__).parents[2]
 SETUP = (
@@ -84,8 +85,7 @@ def test_only_its_owner_reads_a_file_with_exports(tmp_path: Path, config: RunCon
 
 
 def test_a_job_with_exports_is_readable_to_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"corpus{suffix}").touch()
+    write_tiny_corpus(tmp_path / "corpus")
     commands = tmp_path / "slurm"
     commands.mkdir()
     for name, answer in (("sbatch", "echo 17"), ("scontrol", "exit 1")):

@@ -1,5 +1,6 @@
 """`spare preprocess`, called as users call it."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -80,6 +81,45 @@ def test_a_file_named_twice_is_read_once(texts: Path) -> None:
 def test_progress_comes_in_lines_where_there_is_no_terminal(texts: Path, tmp_path: Path) -> None:
     done = spare("--input", texts, "--output-prefix", tmp_path / "corpus")
     assert "read 6 of 6 files" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["docs.jsonl", "docs.JSONL", "docs.ndjson", "docs.jsonl.gz", "docs.ndjson.zst", "docs.json"]
+)
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "in a folder"])
+def test_json_lines_are_refused_and_named(texts: Path, tmp_path: Path, name: str, is_named: bool) -> None:
+    """A file of 1000 documents was taken for one, with exit code 0."""
+    file = texts / name
+    file.write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(1000)))
+    done = spare("--input", file if is_named else texts, "--output-prefix", tmp_path / "corpus")
+    assert done.exit_code == 2
+    assert f"{file}: JSON lines are not read, and each file would be one document; write each" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+@pytest.mark.parametrize("text", ['{\n  "name": "package"\n}\n', '{"name": "package"}\n', "[1]\n[2]\n", "{}\ntext"])
+def test_json_that_is_one_document_is_one(texts: Path, tmp_path: Path, text: str) -> None:
+    (texts / "package.json").write_text(text)
+    done = spare("--input", texts / "package.json", "--output-prefix", tmp_path / "corpus")
+    assert done.exit_code == 0, done.output
+    assert documents_of(tmp_path / "corpus") == [text.encode() + b"\0"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (gzip.compress(b"text", mtime=0), "is not UTF-8, as compressed and binary files are not"),
+        (b"a\0b", "holds byte 0, which marks the end of a document"),
+    ],
+)
+def test_a_named_file_that_is_no_text_is_not_skipped(texts: Path, tmp_path: Path, content: bytes, reason: str) -> None:
+    named = texts / "sub" / "named.txt.gz"
+    named.write_bytes(content)
+    done = spare("--input", texts, "--input", named, "--output-prefix", tmp_path / "corpus")
+    assert done.exit_code == 2
+    assert f"--input {named} {reason}; give files of UTF-8 text" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+    assert spare("--input", texts, "--output-prefix", tmp_path / "corpus").exit_code == 0, "in a folder it is skipped"
 
 
 def test_an_existing_dataset_is_kept_unless_overwrite_is_given(texts: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.slurm import commands
 from spare_megatron.slurm.commands import Unanswered, call, submit, wait_for
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +36,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 
 def submitted(tmp_path: Path, *words: str) -> tuple[int, str]:
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"corpus{suffix}").touch()
+    write_tiny_corpus(tmp_path / "corpus")
     preset, corpus = str(ROOT / "configs/run/gpt_7b_h100.toml"), f"data.corpus={tmp_path / 'corpus'}"
     given = ["submit", "--config", preset, "--set", corpus, "--run-dir", str(tmp_path / "job"), *words]
     result = CliRunner().invoke(app, given)

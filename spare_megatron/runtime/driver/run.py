@@ -15,12 +15,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron import __version__
+from spare_megatron.config.corpus import judge_corpus
 from spare_megatron.config.exports import write_with_exports
 from spare_megatron.config.implications import implications
 from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.own_code import code_digest, commit
 from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.sample_index import leased
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import other_corpus
 from spare_megatron.config.validate import Machine, resolve_device
 from spare_megatron.control.etcd_silence import silence_of
 from spare_megatron.control.open_store import check_files_for_etcd, etcd_spec
@@ -34,6 +37,7 @@ from spare_megatron.journal.records import EndRecord, RunRecord
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.checkpoint.checkpoints import folder_of, step_of
 from spare_megatron.runtime.checkpoint.loading import resolve_load
+from spare_megatron.runtime.checkpoint.verification import read_manifest
 from spare_megatron.runtime.driver.driver import Driver
 from spare_megatron.runtime.driver.preflight import preflight
 from spare_megatron.runtime.driver.stand_in import ByHand, Launcher
@@ -43,7 +47,6 @@ from spare_megatron.runtime.process.records_end import close_or_tell
 from spare_megatron.runtime.process.reports import CheckpointRejected, RunEvent, Starting, StoreAwaited
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 
-_MOST_NOTE_BYTES = 1 << 16
 _DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
 
 
@@ -54,19 +57,25 @@ def rank_main(spec: RankSpec, reports: Connection) -> None:
     run_rank(spec, reports)
 
 
-def look_at_machine(config: RunConfig) -> Machine:
-    """What this machine offers a run."""
-    corpus = config.data.corpus
+def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _: None) -> Machine:
+    """What this machine offers a run.
+
+    Args:
+        config: The configuration.
+        on_read: Called with what is about to be done, if that takes long.
+    """
+    corpus, corpus_failure = judge_corpus(config.data, on_read)
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     return Machine(
         num_gpus=num_machines * _count_gpus(),
         num_cores=num_machines * len(os.sched_getaffinity(0)),
         can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
         can_listen=_can_listen(config.control.listen_address),
-        corpus_vocab_size=_corpus_vocab_size(corpus),
+        corpus_failure=corpus_failure,
+        corpus=corpus,
         memory_bytes=_memory_bytes(),
         process_memory_bytes=_process_memory_bytes(),
-        has_corpus=all(Path(corpus + ending).is_file() for ending in (".bin", ".idx")),
+        has_corpus=corpus is not None,
     )
 
 
@@ -91,8 +100,8 @@ def start_run(
         ValueError: The run cannot start; nothing has been written. Or another job has the directory.
         KeyboardInterrupt: After all processes have been ended and the summary is written.
     """
-    device = resolve_device(config, look_at_machine(config))
-    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
+    machine = look_at_machine(config, lambda what: on_event(Starting(what=what)))
+    config = _resolved(config, machine)
     _check_empty(run_dir)
     if config.control.store == "etcd":
         check_files_for_etcd(config.control, os.environ)
@@ -101,13 +110,27 @@ def start_run(
     folder = folder_of(config, run_dir)
     config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
-    preflight(config)
     with contextlib.ExitStack() as held:
+        held.enter_context(leased(config))
+        preflight(config)
         held.enter_context(locked(run_dir))
         if config.checkpoint.is_wanted:
             held.enter_context(locked(folder))
         launcher = ByHand() if config.cluster.launcher == "hand" else launcher
         return _run(config, run_dir, on_event, faults, partial(Driver, rank_main=rank_main, launcher=launcher))
+
+
+def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
+    """The configuration with the device and the corpus that it has on this machine.
+
+    Raises:
+        ValueError: The corpus cannot be used.
+    """
+    if machine.corpus is None:
+        raise ValueError(machine.corpus_failure or f"data.corpus={config.data.corpus}: one of its files is missing")
+    cluster = dataclasses.replace(config.cluster, device=resolve_device(config, machine))
+    data = dataclasses.replace(config.data, identity=machine.corpus.identity)
+    return dataclasses.replace(config, cluster=cluster, data=data)
 
 
 def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
@@ -186,6 +209,8 @@ def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str
         commit=origin["commit"],
         host=socket.gethostname(),
         code=origin["code"],
+        corpus=config.data.identity,
+        loaded_corpus=_loaded_corpus(config),
         faults=[
             {
                 "step": fault.step,
@@ -198,6 +223,12 @@ def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str
             for fault in faults
         ],
     )
+
+
+def _loaded_corpus(config: RunConfig) -> str:
+    """The corpus of the checkpoint that the run begins with, where it is known to be another one."""
+    load = config.checkpoint.load
+    return other_corpus(read_manifest(Path(load)).terms, config) if load else ""
 
 
 def _memory_bytes() -> int:
@@ -222,26 +253,6 @@ def _can_listen(address: str) -> bool:
     except ValueError:
         return True
     return True
-
-
-def _corpus_vocab_size(prefix: str) -> int | None:
-    """The vocabulary that the corpus was written with, where it says so.
-
-    Raises:
-        ValueError: What should say so says something else.
-    """
-    note = Path(prefix + ".json")
-    if not note.is_file():
-        return None
-    with note.open("rb") as file:
-        text = file.read(_MOST_NOTE_BYTES)  # Megatron's own tools read text from files of such names
-    try:
-        return int(json.loads(text)["vocab_size"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{note} does not say with which vocabulary data.corpus={prefix} was written, as `spare preprocess` notes "
-            f"it there: write the corpus anew, or move that file away"
-        ) from error
 
 
 def _count_gpus() -> int:

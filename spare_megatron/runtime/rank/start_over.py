@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import differences
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.phases import Phase
 from spare_megatron.core.restart_messages import LoadCheckpoint, Offer
@@ -63,6 +64,7 @@ class StartOver:
         snapshots: SnapshotLoader | None,
         probe: RankProbe,
     ) -> None:
+        self._config = config
         self._folder = folder_of(config, run_dir)
         self._takes_checkpoints = config.checkpoint.is_wanted
         self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
@@ -96,7 +98,7 @@ class StartOver:
         self._wiped_out_at_s = None
 
     def offers(self) -> tuple[Offer, ...]:
-        """The newest checkpoints that lack nothing at a glance, but for those that are withdrawn.
+        """The newest checkpoints of this training that lack nothing at a glance, but for those that are withdrawn.
 
         Raises:
             OSError: The folder of the checkpoints cannot be read.
@@ -109,6 +111,9 @@ class StartOver:
                 checkpoint = glance(checkpoint_path(self._folder, step))
             except DamagedCheckpoint as error:
                 rejected.append(str(error))
+                continue
+            if found := differences(checkpoint.manifest.terms, self._config):
+                rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
                 continue
             offer = offer_of(checkpoint.manifest)
             if offer in self._withdrawn:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.submit.job_configs import CONFIGS
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 
 @pytest.fixture
@@ -27,7 +28,6 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"corpus{suffix}").touch()
+    write_tiny_corpus(tmp_path / "corpus")
     preset = CONFIGS / "run/gpt_7b_h100.toml"
     return ["--config", str(preset), "--set", f"data.corpus={tmp_path / 'corpus'}", "--run-dir", str(tmp_path / "job")]

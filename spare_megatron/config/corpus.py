@@ -1,0 +1,322 @@
+"""The two files of a corpus: whether they fit each other, and what is in them. Loads without torch.
+
+Reading all of it takes minutes where it is large. What was found is kept, with the size and the time of last change
+of both files, and counts only as long as they have these.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from spare_megatron.config.schema import DataConfig
+from spare_megatron.config.sizes import gib
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+"""Of an index of Megatron's: magic, version, code of the type of tokens, number of sequences and of documents."""
+_VERSION = 1
+_TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOAT_TYPES = (6, 7)
+_CHUNK = 1 << 22
+"""Items read at a time."""
+_LONG_BYTES = 1 << 28
+"""More than this takes a second or longer to read."""
+_DIGEST_DIGITS = 16
+_MOST_NOTE_BYTES = 1 << 16
+_STATE = "state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusFacts:
+    """What is in a corpus.
+
+    Attributes:
+        digest: SHA-256 over both files, the first digits.
+        num_tokens: Of all sequences.
+        least_token: The smallest token id.
+        largest_token: The largest token id.
+        tokenizer: What made the tokens, where the note beside the corpus says so.
+        vocab_size: The vocabulary that the corpus was written with, where the note says so.
+    """
+
+    digest: str
+    num_tokens: int
+    least_token: int
+    largest_token: int
+    tokenizer: str = ""
+    vocab_size: int | None = None
+
+    @property
+    def identity(self) -> str:
+        """Which corpus it is, wherever it lies."""
+        known = f"{self.digest}, {self.num_tokens} tokens"
+        return f"{known}, tokenizer {self.tokenizer}" if self.tokenizer else known
+
+
+def is_same_corpus(one: str, other: str) -> bool:
+    """Whether two identities are of one corpus; what one of them does not say tells nothing, all of it if empty.
+
+    >>> is_same_corpus("9f86d081884c7d65, 300 tokens", "9f86d081884c7d65, 300 tokens, tokenizer byte")
+    True
+    >>> is_same_corpus("9f86d081884c7d65, 300 tokens", "60303ae22b998861, 300 tokens")
+    False
+    """
+    if not one or not other:
+        return True
+    return all(a == b for a, b in zip(one.split(", ", 2), other.split(", ", 2), strict=False))
+
+
+def corpus_files(prefix: str | Path) -> tuple[Path, Path]:
+    """The tokens and the index of a corpus."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+
+
+def cache_folder(data: DataConfig) -> Path:
+    """Where what is derived from the corpus goes."""
+    return (Path(data.cache) if data.cache else Path(data.corpus).absolute().parent / "cache").absolute()
+
+
+def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
+    """What is in the corpus, or why it is unfit; neither where a file is missing.
+
+    Args:
+        data: Where the corpus is.
+        on_read: Called with what is about to be done, if that takes long.
+    """
+    try:
+        return _look_at(data, on_read), ""
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None, ""
+    except OSError as error:
+        return None, (
+            f"data.corpus={data.corpus}: {error.filename or 'a file of it'} cannot be read: {error.strerror or error}; "
+            f"let the user that trains read it"
+        )
+    except ValueError as error:
+        return None, f"data.corpus={data.corpus}: {error}"
+
+
+def _look_at(data: DataConfig, on_read: Callable[[str], None]) -> CorpusFacts:
+    """Raises ValueError where the corpus is unfit, OSError where it cannot be read."""
+    files = corpus_files(data.corpus)
+    state = _state_of(files)
+    note = _note_beside(data.corpus)
+    kept = cache_folder(data) / f"corpus-{_name_of(data.corpus)}.json"
+    facts = _facts_in(note, state) or _facts_in(_json_in(kept), state)
+    if facts is None:
+        facts = read_corpus(data.corpus, on_read)
+        _keep(kept, {**_figures(facts), _STATE: state})
+    if note.get("digest", facts.digest) != facts.digest:  # it is of what was here before
+        return facts
+    return replace(facts, tokenizer=str(note.get("tokenizer", "")), vocab_size=note.get("vocab_size"))
+
+
+def note_of(prefix: str | Path, tokenizer: str, vocab_size: int) -> str:
+    """What `spare preprocess` notes beside a corpus that it has written.
+
+    Raises:
+        ValueError: The files are damaged.
+        OSError: They cannot be read.
+    """
+    state = _state_of(corpus_files(prefix))
+    figures = _figures(read_corpus(prefix))
+    return json.dumps({"tokenizer": tokenizer, "vocab_size": vocab_size, **figures, _STATE: state}) + "\n"
+
+
+def read_corpus(prefix: str | Path, on_read: Callable[[str], None] = lambda _: None) -> CorpusFacts:
+    """Reads both files from the first to the last byte.
+
+    Raises:
+        ValueError: They are damaged, or do not fit each other.
+        OSError: One cannot be read.
+    """
+    tokens, index = corpus_files(prefix)
+    num_bytes = tokens.stat().st_size
+    dtype, expected_bytes = _check_index(index)
+    if num_bytes != expected_bytes:
+        raise ValueError(
+            f"{tokens} has {num_bytes} bytes, and by its index {index} there are {expected_bytes}: it is cut short or "
+            f"of another corpus; copy or write both files anew"
+        )
+    if num_bytes == 0:
+        raise ValueError(f"{tokens} is empty; write the corpus anew, from text")
+    if num_bytes >= _LONG_BYTES:
+        on_read(f"reading {tokens}, all {gib(num_bytes)} of it, which is done once")
+    digest = hashlib.sha256()
+    with index.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    least, largest = _token_range(tokens, dtype, digest.update)
+    return CorpusFacts(
+        digest=digest.hexdigest()[:_DIGEST_DIGITS],
+        num_tokens=num_bytes // dtype.itemsize,
+        least_token=least,
+        largest_token=largest,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def _check_index(path: Path) -> tuple[np.dtype[Any], int]:
+    """The type of the tokens and how many bytes they take, by an index that does not contradict itself."""
+    with path.open("rb") as file:
+        dtype, num_sequences, num_documents = _read_header(path, file)
+        num_bytes = _check_sequences(path, file, num_sequences, dtype.itemsize)
+        _check_documents(path, file, num_sequences, num_documents)
+    return dtype, num_bytes
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
+    head, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
+    if size == 0:
+        raise _damaged(path, "is empty")
+    if not _MAGIC.startswith(head[: len(_MAGIC)]):
+        raise _damaged(path, "is no index of Megatron's: it does not begin with MMIDIDX")
+    if len(head) < _HEADER.size:
+        raise _damaged(path, f"has {size} bytes, and its header alone takes {_HEADER.size}: it is cut short")
+    _, version, code, num_sequences, num_documents = _HEADER.unpack(head)
+    if version != _VERSION:
+        raise ValueError(f"{path} is an index of version {version}, and only {_VERSION} is known; write it anew")
+    if code in _FLOAT_TYPES:
+        raise ValueError(f"{path} is the index of floating-point numbers, not of token ids; choose another corpus")
+    if code not in _TOKEN_TYPES:
+        raise _damaged(path, f"names a type of tokens that does not exist ({code})")
+    # That of a multimodal corpus has a byte more for each sequence, which nothing here reads.
+    needed = _HEADER.size + 12 * num_sequences + 8 * num_documents
+    if size not in (needed, needed + num_sequences):
+        what = "cut short or damaged" if size < needed else "damaged"
+        raise _damaged(path, f"has {size} bytes, and by its header {needed}: it is {what}")
+    return np.dtype(_TOKEN_TYPES[code]), num_sequences, num_documents
+
+
+def _check_sequences(path: Path, file: BinaryIO, count: int, itemsize: int) -> int:
+    """The bytes of all tokens: each sequence begins where the one before it ends."""
+    end = 0
+    for first in range(0, count, _CHUNK):
+        num = min(_CHUNK, count - first)
+        lengths = _integers(path, file, "<i4", _HEADER.size + 4 * first, num).astype(np.int64)
+        begins = _integers(path, file, "<i8", _HEADER.size + 4 * count + 8 * first, num)
+        if lengths.min() < 0:
+            raise _damaged(path, f"has a sequence of {lengths.min()} tokens")
+        ends = end + np.cumsum(lengths) * itemsize
+        wrong = np.flatnonzero(begins != ends - lengths * itemsize)
+        if wrong.size:
+            where = f"sequence {first + wrong[0]} at byte {begins[wrong[0]]}"
+            raise _damaged(path, f"has {where}, which is not where the sequence before it ends")
+        end = int(ends[-1])
+    return end
+
+
+def _check_documents(path: Path, file: BinaryIO, num_sequences: int, count: int) -> None:
+    """They begin at sequences, in order; the last number is that of all sequences."""
+    last, offset = 0, _HEADER.size + 12 * num_sequences
+    for first in range(0, count, _CHUNK):
+        begins = _integers(path, file, "<i8", offset + 8 * first, min(_CHUNK, count - first))
+        if begins[0] < last or (np.diff(begins) < 0).any() or begins[-1] > num_sequences:
+            raise _damaged(path, "has documents that are out of order or begin after the last sequence")
+        last = int(begins[-1])
+
+
+def _integers(path: Path, file: BinaryIO, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+    file.seek(offset)
+    numbers = np.fromfile(file, dtype=dtype, count=count)
+    if numbers.size < count:
+        raise _damaged(path, "is being cut short")
+    return numbers
+
+
+def _token_range(path: Path, dtype: np.dtype[Any], update: Callable[[Any], None]) -> tuple[int, int]:
+    """The smallest and the largest token id; all bytes go to `update`."""
+    chunks = list(_ranges(path, dtype, update))
+    return min(least for least, _ in chunks), max(largest for _, largest in chunks)
+
+
+def _ranges(path: Path, dtype: np.dtype[Any], update: Callable[[Any], None]) -> Iterator[tuple[int, int]]:
+    with path.open("rb") as file:
+        while (tokens := np.fromfile(file, dtype=dtype, count=_CHUNK)).size:
+            update(tokens.data)
+            yield int(tokens.min()), int(tokens.max())
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path} {what}; copy or write the corpus anew")
+
+
+# ------------------------------------------------------------------------------------------------------------- notes
+
+
+def _state_of(files: tuple[Path, Path]) -> list[list[int]]:
+    """Sizes and times of last change of files that can be read."""
+    state = []
+    for file in files:
+        with file.open("rb") as stream:
+            found = os.fstat(stream.fileno())
+            state.append([found.st_size, found.st_mtime_ns])
+    return state
+
+
+def _name_of(prefix: str) -> str:
+    return hashlib.blake2b(str(Path(prefix).absolute()).encode(), digest_size=8).hexdigest()
+
+
+def _figures(facts: CorpusFacts) -> dict[str, Any]:
+    """What the files say themselves."""
+    return {name: value for name, value in asdict(facts).items() if name not in ("tokenizer", "vocab_size")}
+
+
+def _facts_in(note: Mapping[str, Any], state: list[list[int]]) -> CorpusFacts | None:
+    """What the note says of files in this state; None if nothing."""
+    counts: dict[str, Any] = {name: note.get(name) for name in ("num_tokens", "least_token", "largest_token")}
+    if note.get(_STATE) != state or not all(isinstance(count, int) for count in counts.values()):
+        return None
+    return CorpusFacts(digest=str(note.get("digest")), **counts)
+
+
+def _note_beside(prefix: str) -> Mapping[str, Any]:
+    """What `spare preprocess` has noted beside the corpus; empty where it is another's.
+
+    Raises:
+        ValueError: What should say with which vocabulary the corpus was written says something else.
+    """
+    path = Path(f"{prefix}.json")
+    if not path.is_file():
+        return {}
+    note = _json_in(path)
+    if not isinstance(note.get("vocab_size"), int):
+        raise ValueError(
+            f"{path} does not say with which vocabulary the corpus was written, as `spare preprocess` notes it there: "
+            f"write the corpus anew, or move that file away"
+        )
+    return note
+
+
+def _json_in(path: Path) -> Mapping[str, Any]:
+    """The object that a file holds; empty if it holds none."""
+    with suppress(OSError, ValueError):
+        with path.open("rb") as file:
+            note = json.loads(file.read(_MOST_NOTE_BYTES))  # Megatron's own tools read text from files of such names
+        if isinstance(note, dict):
+            return note
+    return {}
+
+
+def _keep(path: Path, note: Mapping[str, Any]) -> None:
+    """Keeps the note for the next time, where that can be written."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            aside.write_text(json.dumps(note) + "\n")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)

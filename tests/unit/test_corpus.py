@@ -1,0 +1,305 @@
+"""What is found in a corpus before anything is started with it, and when it is looked at again."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from spare_megatron.cli.main import app
+from spare_megatron.config import corpus as corpus_module
+from spare_megatron.config.corpus import CorpusFacts, is_same_corpus, judge_corpus, read_corpus
+from spare_megatron.config.schema import DataConfig
+from tests.unit.tiny_corpus import write_tiny_corpus
+
+DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
+DOCUMENTS = [[1, 2, 3], [255, 0], list(range(200))]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write_tiny_corpus(tmp_path / "text", DOCUMENTS)
+    return tmp_path / "text"
+
+
+def facts_of(prefix: Path, **data: str) -> CorpusFacts:
+    facts, failure = judge_corpus(DataConfig(corpus=str(prefix), **data))
+    assert facts is not None, failure
+    return facts
+
+
+def failure_of(prefix: Path) -> str:
+    """Why it is unfit, after the kind and the name of the setting."""
+    facts, failure = judge_corpus(DataConfig(corpus=str(prefix)))
+    assert facts is None
+    assert "\n" not in failure
+    return failure.removeprefix(f"data.corpus={prefix}: ")
+
+
+def overwritten(offset: int, content: bytes) -> Callable[[bytes], bytes]:
+    return lambda old: old[:offset] + content + old[offset + len(content) :]
+
+
+# ------------------------------------------------------------------------------------------------------- what is found
+
+
+def test_a_corpus_says_what_is_in_it(prefix: Path) -> None:
+    facts = facts_of(prefix)
+    assert (facts.num_tokens, facts.least_token, facts.largest_token) == (205, 0, 255)
+    assert facts.identity == f"{facts.digest}, 205 tokens"
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
+def test_every_type_of_token_is_read(tmp_path: Path, dtype: str) -> None:
+    write_tiny_corpus(tmp_path / "text", [[5, 100], [7]], dtype)
+    facts = facts_of(tmp_path / "text")
+    assert (facts.num_tokens, facts.least_token, facts.largest_token) == (3, 5, 100)
+
+
+def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    documents = [rng.integers(0, 60000, length).tolist() for length in rng.integers(0, 9, 50)]
+    write_tiny_corpus(tmp_path / "text", documents)
+    whole = read_corpus(tmp_path / "text")
+    monkeypatch.setattr(corpus_module, "_CHUNK", 7)
+    assert read_corpus(tmp_path / "text") == whole
+    assert whole.largest_token == max(token for document in documents for token in document)
+
+
+def test_what_megatron_writes_is_fit(tmp_path: Path) -> None:
+    from spare_megatron.mcore.corpus_writer import write_corpus
+
+    write_corpus([b"ab", b"c"], tmp_path / "text", vocab_size=257, end_of_document=256)
+    facts = facts_of(tmp_path / "text")
+    assert (facts.num_tokens, facts.largest_token) == (5, 256)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+COUNT, LENGTHS, POINTERS = 18, 34, 34 + 3 * 4
+DOCUMENT_INDICES = POINTERS + 3 * 8
+ANEW = "copy or write the corpus anew"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda old: b"", "is empty"),
+        (lambda old: old[:20], "has 20 bytes, and its header alone takes 34: it is cut short"),
+        (lambda old: old[:100], "has 100 bytes, and by its header 102: it is cut short or damaged"),
+        (lambda old: old + b"a", "has 103 bytes, and by its header 102: it is damaged"),
+        (overwritten(0, b"\0" * 34), "is no index of Megatron's: it does not begin with MMIDIDX"),
+        (overwritten(0, b"garbage"), "is no index of Megatron's: it does not begin with MMIDIDX"),
+        (overwritten(17, b"\x63"), "names a type of tokens that does not exist (99)"),
+        (overwritten(COUNT, b"\xff" * 8), "has 102 bytes, and by its header 221360928884514619446: it is cut"),
+        (overwritten(LENGTHS, struct.pack("<i", -3)), "has a sequence of -3 tokens"),
+        (
+            overwritten(LENGTHS, struct.pack("<i", 4)),
+            "has sequence 1 at byte 6, which is not where the sequence",
+        ),
+        (overwritten(POINTERS + 8, struct.pack("<q", -8)), "has sequence 1 at byte -8, which is not where"),
+        (overwritten(DOCUMENT_INDICES + 8, struct.pack("<q", 4)), "has documents that are out of order"),
+        (
+            overwritten(DOCUMENT_INDICES + 8, struct.pack("<q", -1)),
+            "has documents that are out of order",
+        ),
+    ],
+)
+def test_a_damaged_index_is_named(prefix: Path, change: Callable[[bytes], bytes], expected: str) -> None:
+    index = Path(f"{prefix}.idx")
+    index.write_bytes(change(index.read_bytes()))
+    failure = failure_of(prefix)
+    assert failure.startswith(f"{index} {expected}"), failure
+    assert failure.endswith(ANEW)
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "expected"),
+    [
+        (9, struct.pack("<Q", 2), "is an index of version 2, and only 1 is known"),
+        (17, b"\x07", "is the index of floating-point numbers, not of token ids"),
+    ],
+)
+def test_an_index_of_something_else_is_named(prefix: Path, offset: int, content: bytes, expected: str) -> None:
+    index = Path(f"{prefix}.idx")
+    index.write_bytes(overwritten(offset, content)(index.read_bytes()))
+    assert failure_of(prefix).startswith(f"{index} {expected}")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 205, 409, 412])
+def test_tokens_that_do_not_fit_their_index_are_named(prefix: Path, num_bytes: int) -> None:
+    tokens = Path(f"{prefix}.bin")
+    tokens.write_bytes((tokens.read_bytes() * 2)[:num_bytes])
+    expected = f"{tokens} has {num_bytes} bytes, and by its index {prefix}.idx there are 410: it is cut"
+    assert failure_of(prefix).startswith(expected)
+
+
+def test_a_corpus_without_tokens_is_refused(tmp_path: Path) -> None:
+    write_tiny_corpus(tmp_path / "text", [])
+    assert failure_of(tmp_path / "text") == f"{tmp_path}/text.bin is empty; write the corpus anew, from text"
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_without_permission_is_named(prefix: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice was to set data.cache."""
+    really_open = Path.open
+
+    def refuse(path: Path, *arguments: str) -> object:  # root may read everything
+        if path == Path(f"{prefix}{ending}"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really_open(path, *arguments)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    expected = f"{prefix}{ending} cannot be read: Permission denied; let the user that trains read it"
+    assert failure_of(prefix) == expected
+
+
+def test_a_missing_file_is_no_damage(prefix: Path) -> None:
+    Path(f"{prefix}.idx").unlink()
+    assert judge_corpus(DataConfig(corpus=str(prefix))) == (None, "")
+    assert judge_corpus(DataConfig(corpus=f"{prefix}.bin/text")) == (None, "")
+
+
+# ------------------------------------------------------------------------------------------------ on the command line
+
+
+def refusal(command: str, prefix: Path, *settings: str) -> str:
+    words = [word for setting in settings for word in ("--set", setting)]
+    preset = [DEMO] if command == "config check" else ["--config", DEMO]
+    done = CliRunner().invoke(app, [*command.split(), *preset, "--set", f"data.corpus={prefix}", *words])
+    assert done.exit_code == 2, done.output
+    told = [line for line in done.output.splitlines() if "data.corpus" in line or "model.vocab_size" in line]
+    assert len(told) == 1, done.output
+    return told[0]
+
+
+@pytest.mark.parametrize("command", ["train", "config check", "submit"])
+def test_unfit_data_are_refused_before_anything_is_started(
+    command: str, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokens = Path(f"{prefix}.bin")
+    assert (
+        f"{tokens} has token ids up to 255, which model.vocab_size=255 does not have; raise that to at least 256"
+        in (refusal(command, prefix, "model.vocab_size=255"))
+    )
+    tokens.write_bytes(tokens.read_bytes()[:200])
+    assert f"{tokens} has 200 bytes" in refusal(command, prefix)
+    Path(f"{prefix}.idx").write_bytes(b"")
+    assert f"{prefix}.idx is empty" in refusal(command, prefix)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_negative_token_ids_are_refused(tmp_path: Path) -> None:
+    write_tiny_corpus(tmp_path / "text", [[5, -1]], "i4")
+    assert "text.bin has negative token ids, down to -1" in refusal("config check", tmp_path / "text")
+
+
+def test_a_corpus_that_is_not_the_one_that_is_asked_for_is_refused(prefix: Path) -> None:
+    identity = facts_of(prefix).identity
+    told = refusal("config check", prefix, "data.identity='ab12, 205 tokens'")
+    assert f"is '{identity}', and not data.identity='ab12, 205 tokens'; choose that corpus" in told
+
+
+# ----------------------------------------------------------------------------------------------------------- identity
+
+
+def test_the_identity_is_that_of_the_content_wherever_it_lies(prefix: Path, tmp_path: Path) -> None:
+    here = facts_of(prefix)
+    (tmp_path / "else").mkdir()
+    for ending in (".bin", ".idx"):
+        Path(f"{prefix}{ending}").rename(tmp_path / f"else/moved{ending}")
+    assert facts_of(tmp_path / "else/moved") == here
+    write_tiny_corpus(prefix, [[1, 2, 4], *DOCUMENTS[1:]])  # with the very same index
+    other = facts_of(prefix)
+    assert (other.num_tokens, is_same_corpus(other.identity, here.identity)) == (here.num_tokens, False)
+
+
+def test_a_tokenizer_counts_where_both_name_one() -> None:
+    byte, bpe, unknown = (f"ab12, 9 tokens{tokenizer}" for tokenizer in (", tokenizer byte", ", tokenizer bpe", ""))
+    assert not is_same_corpus(byte, bpe)
+    assert is_same_corpus(byte, unknown)
+    assert is_same_corpus(byte, "")
+    assert not is_same_corpus(unknown, "ab12, 10 tokens, tokenizer byte")
+
+
+# --------------------------------------------------------------------------------------------------------------- notes
+
+
+@pytest.fixture
+def num_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by one whenever a corpus is read from end to end."""
+    reads: list[str] = []
+    really_read = corpus_module.read_corpus
+
+    def read(prefix: str, on_read: Callable[[str], None] = lambda _: None) -> CorpusFacts:
+        reads.append(prefix)
+        return really_read(prefix, on_read)
+
+    monkeypatch.setattr(corpus_module, "read_corpus", read)
+    return reads
+
+
+@pytest.mark.parametrize("cache", ["", "elsewhere"])
+def test_a_corpus_is_read_once(prefix: Path, tmp_path: Path, num_reads: list[str], cache: str) -> None:
+    data = {"cache": str(tmp_path / cache)} if cache else {}
+    assert facts_of(prefix, **data) == facts_of(prefix, **data)
+    assert len(num_reads) == 1
+    assert len(list((tmp_path / (cache or "cache")).iterdir())) == 1
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_file_that_has_changed_is_read_again(prefix: Path, num_reads: list[str], ending: str) -> None:
+    facts_of(prefix)
+    Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes().replace(b"\xff\0", b"\xff\x01"))
+    os.utime(f"{prefix}{ending}", ns=(1, 1))
+    assert facts_of(prefix).largest_token == 0x1FF
+    assert len(num_reads) == 2
+
+
+def test_what_preprocess_has_noted_is_not_read_again(tmp_path: Path, num_reads: list[str]) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    words = ["preprocess", "--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "text")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert len(num_reads) == 1
+    facts = facts_of(tmp_path / "text")
+    assert len(num_reads) == 1
+    assert (facts.largest_token, facts.tokenizer, facts.vocab_size) == (ord("x"), "byte", 256)
+    assert facts.identity == f"{facts.digest}, 5 tokens, tokenizer byte"
+    for ending in (".bin", ".idx"):  # as copies have another time
+        os.utime(tmp_path / f"text{ending}", ns=(1, 1))
+    assert facts_of(tmp_path / "text") == facts
+    assert len(num_reads) == 2
+
+
+def test_a_note_of_another_corpus_says_nothing_of_this_one(prefix: Path) -> None:
+    facts = facts_of(prefix)
+    note = {"tokenizer": "byte", "vocab_size": 256, "digest": "0" * 16, "state": []}
+    Path(f"{prefix}.json").write_text(json.dumps(note))
+    assert facts_of(prefix) == facts
+    Path(f"{prefix}.json").write_text(json.dumps({"tokenizer": "byte", "vocab_size": 256}))  # of an earlier version
+    assert facts_of(prefix) == replace(facts, tokenizer="byte", vocab_size=256)
+
+
+def test_where_no_note_can_be_kept_the_corpus_is_read_each_time(
+    prefix: Path, tmp_path: Path, num_reads: list[str]
+) -> None:
+    (tmp_path / "cache").touch()  # no folder
+    assert facts_of(prefix) == facts_of(prefix)
+    assert len(num_reads) == 2
+
+
+def test_reading_a_large_corpus_is_said(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = CliRunner().invoke(app, ["config", "check", DEMO, "--set", f"data.corpus={prefix}"])
+    assert "reading" not in done.output
+    (prefix.parent / "cache").rename(prefix.parent / "away")
+    monkeypatch.setattr(corpus_module, "_LONG_BYTES", 100)
+    for expected in (True, False):
+        done = CliRunner().invoke(app, ["config", "check", DEMO, "--set", f"data.corpus={prefix}"])
+        line = f"spare config check: reading {prefix}.bin, all 410 B of it, which is done once"
+        assert (line in done.output, done.exit_code) == (expected, 0), done.output

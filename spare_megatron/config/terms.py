@@ -54,11 +54,11 @@ def terms_of(config: RunConfig) -> Terms:
         "train.steps": train.steps,
         _BATCH: global_batch(config),
         _MEGATRON: _function_of(config),
-        CORPUS: config.data.identity,
+        _CORPUS: config.data.identity,
     }
 
 
-CORPUS = "data.identity"
+_CORPUS = "data.identity"
 _MEGATRON = "[megatron]"
 _BATCH = "layout.num_groups x spare.microbatches_per_shard x train.micro_batch_size"
 
@@ -81,7 +81,7 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
     found = [
         f"{key} = {_told(ours[key])}, and the checkpoint was trained with {_told(theirs.get(key))}; set it to that"
         for key in ours
-        if key != CORPUS and ours[key] != theirs.get(key)
+        if key != _CORPUS and ours[key] != theirs.get(key)
     ]
     if not config.checkpoint.allow_other_corpus and (other := other_corpus(theirs, config)):
         found.append(
@@ -93,7 +93,7 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
 
 def other_corpus(theirs: Terms, config: RunConfig) -> str:
     """The corpus of a checkpoint with these terms; empty if it is that of the run, or either is not known."""
-    identity = str(theirs.get(CORPUS, ""))
+    identity = str(theirs.get(_CORPUS, ""))
     return "" if is_same_corpus(identity, config.data.identity) else identity
 
 

@@ -31,7 +31,8 @@ def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[
         for record in records:
             if was_fenced(record, fold):
                 reason = f"step {commit.step}: group {record.group} contributed after it was fenced"
-                yield Finding(severity="invalid", reason=reason, place=place)
+                severity = fold.severity(is_known=record.attempt <= fold.known.attempt)
+                yield Finding(severity=severity, reason=reason, place=place)
 
 
 def _more_than(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -15,7 +15,8 @@ def check_voters(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
     for place, record in part.votes:
         if was_fenced(record, fold):
             reason = f"step {record.step}: group {record.group} voted after it was fenced"
-            yield Finding(severity="invalid", reason=reason, place=place)
+            severity = fold.severity(is_known=record.attempt <= fold.known.attempt)
+            yield Finding(severity=severity, reason=reason, place=place)
 
 
 def check_single_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:

@@ -18,12 +18,13 @@ from spare_megatron.journal.check_sums import check_contributions, check_kept
 from spare_megatron.journal.check_updates import check_applied, check_updates
 from spare_megatron.journal.check_votes import check_single_votes, check_voted_work, check_voters, check_votes
 from spare_megatron.journal.due import is_due
+from spare_megatron.journal.events import describe_storage
 from spare_megatron.journal.evidence import Attempts, Evidence, HeldEvidence, Steps, attempts_of, steps_of
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold, fold_log
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord
+from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def _apply(
 
 
 def _verdict(evidence: Evidence, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
-    findings = [*_check_lines(evidence, journal_format), *findings]
+    findings = [*_check_lines(evidence, journal_format), *_check_storage(evidence), *findings]
     severities = {finding.severity for finding in findings}
     verdict: Literal["valid", "invalid", "unknown"] = "valid"
     if severities:
@@ -198,7 +199,10 @@ def _check_end(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Findi
         if fold.known.is_over:
             reason = f"the run finished with {fold.next_step} of {run.num_steps} steps committed"
         else:
-            reason = f"the run finished, and the journal lacks the log after {fold.next_step} of {run.num_steps} steps"
+            counted = ends[0].steps_committed
+            after = "" if counted is None else f" after {run.first_step + counted} committed steps"
+            lacks = f"the journal lacks the log after {fold.next_step} of {run.num_steps} steps"
+            reason = f"the run finished{after}, and {lacks}"
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     elif ends[0].outcome == "wipe_out" and not _is_wiped_out(run, fold):
         reason = "the run ended as a wipe-out, and every shard has a surviving host"
@@ -206,6 +210,13 @@ def _check_end(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Findi
         yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     elif ends[0].outcome in ("failed", "halted"):
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
+
+
+def _check_storage(evidence: Evidence) -> Iterator[Finding]:
+    """The storage took all lines."""
+    for line in evidence.rare:
+        if isinstance(record := line.record, StorageRecord) and record.outcome == "lost":
+            yield Finding(severity="unknown", reason=describe_storage(record))
 
 
 def _is_complete(run: RunRecord, fold: Fold) -> bool:

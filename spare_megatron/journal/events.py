@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spare_megatron.journal.quantities import format_bytes, format_duration
-from spare_megatron.journal.records import CheckpointRecord, EndRecord, FaultRecord, LossRecord, Record
+from spare_megatron.journal.records import CheckpointRecord, EndRecord, FaultRecord, LossRecord, Record, StorageRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,31 @@ def event_of_record(record: Record, at_s: float) -> Event | None:
             text = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
         case EndRecord():
             text = "the run " + (f"ended: {record.outcome}: {record.reason}" if record.reason else record.outcome)
+        case StorageRecord():
+            text = describe_storage(record)
     return Event(at_s=at_s, text=text) if text else None
+
+
+def describe_storage(record: StorageRecord) -> str:
+    """What has become of files that the storage did not take."""
+    match record.outcome:
+        case "held":
+            return f"the storage takes no more of {record.path}: {record.reason}"
+        case "written":
+            return "the storage takes the files of the run again; nothing that was written down is lost"
+        case "lost":
+            files = and_others(record.path, record.num_files - 1)
+            return f"the storage has not taken the last {format_bytes(record.num_bytes)} of {files}: {record.reason}"
+
+
+def and_others(path: str, num_others: int) -> str:
+    """A file, and how many more.
+
+    >>> and_others("a", 0), and_others("a", 1), and_others("a", 2)
+    ('a', 'a and 1 other file', 'a and 2 other files')
+    """
+    plural = "s" if num_others > 1 else ""
+    return f"{path} and {num_others} other file{plural}" if num_others else path
 
 
 def event_of_entry(entry: Mapping[str, Any], taken_in: Collection[int], at_s: float) -> Event | None:

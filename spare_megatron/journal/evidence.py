@@ -27,6 +27,7 @@ from spare_megatron.journal.records import (
     RedundancyRecord,
     RepairRecord,
     RunRecord,
+    StorageRecord,
     UpdateRecord,
     VoteRecord,
 )
@@ -38,7 +39,7 @@ Placed = tuple[Place, Any]
 
 FREQUENT = (ContributionRecord, VoteRecord, UpdateRecord, ParamsRecord)
 """What every group tells of every step, beside the entries of the log."""
-RARE = (RunRecord, LossRecord, FaultRecord, RecoveryRecord, RedundancyRecord, RepairRecord, EndRecord)
+RARE = (RunRecord, LossRecord, FaultRecord, RecoveryRecord, RedundancyRecord, RepairRecord, EndRecord, StorageRecord)
 
 
 def is_rare(record: Record) -> bool:

@@ -22,6 +22,7 @@ from spare_megatron.journal.records import (
     RunRecord,
     SnapshotRecord,
     StartRecord,
+    StorageRecord,
     UpdateRecord,
     VoteRecord,
 )
@@ -50,6 +51,7 @@ KINDS: dict[str, type[Record]] = {
     "redundancy": RedundancyRecord,
     "repair": RepairRecord,
     "end": EndRecord,
+    "storage": StorageRecord,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 

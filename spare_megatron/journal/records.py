@@ -11,6 +11,8 @@ from typing import Any, Literal
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 SaveOutcome = Literal["saved", "failed", "skipped"]
 """A save is skipped while the group is still writing an earlier one."""
+StorageOutcome = Literal["held", "written", "lost"]
+"""What is held is in memory, and lost unless it is written before the run ends. Only journal files count as lost."""
 StateSource = Literal["storage", "memory"]
 """A checkpoint, or the parameters with which the run began; or a snapshot."""
 
@@ -322,6 +324,22 @@ class EndRecord:
 
     outcome: Outcome
     reason: str
+    steps_committed: int | None = None
+    """As the leaders reported to the driver; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageRecord:
+    """The storage stops taking files of the run, takes them again, or has not taken their ends; by the driver."""
+
+    outcome: StorageOutcome
+    path: str
+    """Of the first of these files, in the run's directory."""
+    reason: str = ""
+    """The error; empty where it takes them again."""
+    num_files: int = 1
+    num_bytes: int = 0
+    """That are lost."""
 
 
 Record = (
@@ -342,6 +360,7 @@ Record = (
     | RedundancyRecord
     | RepairRecord
     | EndRecord
+    | StorageRecord
 )
 
 

@@ -21,6 +21,7 @@ from spare_megatron.journal.records import (
     LossRecord,
     RecoveryRecord,
     RunRecord,
+    StorageRecord,
     UpdateRecord,
 )
 from spare_megatron.journal.recoveries import Recoveries
@@ -54,6 +55,7 @@ class Standing:
         began_s: When that was written.
         told_s: When the newest line was.
         end: How the run ended; None while it goes on.
+        storage: That the storage takes no more of the journal; None while it does.
         steps: What is known of each attempt to make a step.
         recoveries: What they cost.
         num_rejoined: Times that a group which was lost brought something in again.
@@ -67,6 +69,7 @@ class Standing:
         self.run: RunRecord | None = None
         self.began_s = self.told_s = 0.0
         self.end: EndRecord | None = None
+        self.storage: StorageRecord | None = None
         self.steps = StepTable(0, 0)
         self._losses = Losses()
         self.recoveries = Recoveries()
@@ -133,6 +136,8 @@ class Standing:
                 self.recoveries.take(line)
             case CadenceRecord():
                 self._cadence = at_s, record
+            case StorageRecord():
+                self.storage = None if record.outcome == "written" else record
             case EndRecord() if self.end is None:
                 self.end = record
         self._note(event_of_record(record, at_s))

@@ -36,10 +36,18 @@ from spare_megatron.runtime.checkpoint.loading import resolve_load
 from spare_megatron.runtime.driver.driver import Driver
 from spare_megatron.runtime.driver.preflight import preflight
 from spare_megatron.runtime.driver.stand_in import ByHand, Launcher
+from spare_megatron.runtime.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.runtime.process.lock import LOCK, locked
-from spare_megatron.runtime.process.records_end import close_or_tell
-from spare_megatron.runtime.process.reports import CheckpointRejected, RunEvent, Starting, StoreAwaited
+from spare_megatron.runtime.process.records_end import close_or_tell, report_held
+from spare_megatron.runtime.process.reports import (
+    CheckpointRejected,
+    RecordsHeld,
+    RecordsLost,
+    RunEvent,
+    Starting,
+    StoreAwaited,
+)
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 
 _MOST_NOTE_BYTES = 1 << 16
@@ -134,20 +142,31 @@ def _run(
     write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
     origin = {"version": __version__, "commit": commit()}
     (run_dir / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
-    journal, metrics = JournalWriter(run_dir, "driver"), Telemetry(config, open_sinks(config, run_dir, on_event))
-    journal.write(_run_record(config, faults, origin))
+    storage = StorageWatch(run_dir, on_event)
 
     def tell(event: RunEvent) -> None:
-        metrics.take(event)
-        on_event(event)
+        match event:
+            case RecordsHeld():
+                storage.held(event)
+            case RecordsLost():
+                storage.lost(event)
+            case _:
+                metrics.take(event)
+                on_event(event)
 
+    journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(tell))
+    metrics = Telemetry(config, open_sinks(config, run_dir, tell))
+    journal.write(_run_record(config, faults, origin))
+    journal.reserve(RESERVED_BYTES)
     driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
     end: EndRecord | None = None
     try:
         end = driver.run()
     finally:
-        close_or_tell(journal, on_event)
-        close_or_tell(metrics, on_event)
+        close_or_tell(metrics, tell)
+        storage.record_lost()
+        close_or_tell(journal, tell)
+        storage.report_lost()
         summary = conclude(run_dir, end)
     return summary
 

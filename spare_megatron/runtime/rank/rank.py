@@ -26,7 +26,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.beacon import Beacon
 from spare_megatron.runtime.process.probe import RankProbe
 from spare_megatron.runtime.process.processes import leave, say
-from spare_megatron.runtime.process.records_end import close_or_tell
+from spare_megatron.runtime.process.records_end import close_or_tell, report_held
 from spare_megatron.runtime.process.reports import (
     ExitCode,
     FaultStruck,
@@ -101,7 +101,9 @@ class _Rank:
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
         self._beacon = Beacon(spec.page, pass_times_on(spec.device))
-        self._journal = JournalWriter(spec.run_dir, spec.name, writing=self._beacon.writing)
+        self._journal = JournalWriter(
+            spec.run_dir, spec.name, writing=self._beacon.writing, on_held=report_held(reports.send)
+        )
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)

@@ -62,6 +62,7 @@ def config_of(run_dir: Path) -> str:
 
 def verdict_of(run_dir: Path, standing: "Standing") -> str:
     """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
+    from spare_megatron.config.run_terms import terms_in
     from spare_megatron.journal.check import check
     from spare_megatron.journal.filed import FiledEvidence
 
@@ -70,7 +71,8 @@ def verdict_of(run_dir: Path, standing: "Standing") -> str:
         told = json.loads(summary.read_text())
         return "; ".join((told["verdict"], *told["reasons"]))
     try:
-        verdict = check(FiledEvidence(run_dir, until_s=time.monotonic() + PROOF_S))
+        evidence = FiledEvidence(run_dir, until_s=time.monotonic() + PROOF_S)
+        verdict = check(evidence, settings=terms_in(run_dir))
     except TimeoutError:
         return f"not run, it takes more than {PROOF_S:.0f} s: spare check {run_dir}"
     return "; ".join((verdict.verdict, *verdict.reasons))

@@ -5,7 +5,7 @@ missing, else `valid`. Every rule reads what was written at the time, never what
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,6 +15,8 @@ from spare_megatron.journal.check_params import check_compared, check_last_param
 from spare_megatron.journal.check_restarts import check_restored
 from spare_megatron.journal.check_slices import check_slices, has_lost_state
 from spare_megatron.journal.check_sums import check_contributions, check_kept
+from spare_megatron.journal.check_terms import check_terms
+from spare_megatron.journal.check_told import check_told
 from spare_megatron.journal.check_updates import check_applied, check_updates
 from spare_megatron.journal.check_votes import check_single_votes, check_voted_work, check_voters, check_votes
 from spare_megatron.journal.due import is_due
@@ -51,12 +53,13 @@ def check_journal(journal: Journal) -> Verdict:
     return check(HeldEvidence(journal))
 
 
-def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
+def check(evidence: Evidence, tally: Tally | None = None, settings: Mapping[str, Any] | None = None) -> Verdict:
     """Checks a run against its invariant.
 
     Args:
         evidence: Its journal.
         tally: Is shown all that is looked at, so that nothing has to be read twice.
+        settings: Terms of the run, by their names, as the settings beside the journal have them.
     """
     runs = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
     if len(runs) != 1:
@@ -64,7 +67,8 @@ def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
         return _verdict(evidence, found, 0, FORMAT)
     run = runs[0]
     fold = fold_evidence(evidence, run)
-    findings = [*_check_log(evidence, fold), *_check_fold(run, fold)]
+    findings = [*check_terms(evidence, run, fold, settings or {}), *_check_log(evidence, fold), *_check_fold(run, fold)]
+    findings += check_told(evidence, run, fold)
     findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(evidence, fold), run, fold, tally)
     findings += check_slices(evidence, run, fold)
     findings += _apply(_RULES_OF_STEPS, steps_of(evidence, fold), run, fold, tally)

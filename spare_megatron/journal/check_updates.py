@@ -51,6 +51,10 @@ def _check_update(run: RunRecord, commit: Committed, records: list[UpdateRecord]
         yield "invalid", f"the sum did not count {total} microbatches"
     if len({(record.loss, record.grad_norm) for record in records}) > 1:
         yield "invalid", "groups applied different sums"
+    for name in ("learning_rate", "makespan"):
+        values = sorted({getattr(record, name) for record in records})
+        if len(values) > 1:
+            yield "invalid", f"groups have different {name}: {', '.join(map(str, values))}"
     appliers = Counter(record.group for record in records)
     for group, times in sorted(appliers.items()):
         if times > 1:

@@ -26,8 +26,10 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     RedundancyRecord,
     RepairRecord,
+    RestartRecord,
     RunRecord,
     StorageRecord,
+    TermsRecord,
     UpdateRecord,
     VoteRecord,
 )
@@ -39,7 +41,18 @@ Placed = tuple[Place, Any]
 
 FREQUENT = (ContributionRecord, VoteRecord, UpdateRecord, ParamsRecord)
 """What every group tells of every step, beside the entries of the log."""
-RARE = (RunRecord, LossRecord, FaultRecord, RecoveryRecord, RedundancyRecord, RepairRecord, EndRecord, StorageRecord)
+RARE = (
+    RunRecord,
+    TermsRecord,
+    LossRecord,
+    FaultRecord,
+    RecoveryRecord,
+    RestartRecord,
+    RedundancyRecord,
+    RepairRecord,
+    EndRecord,
+    StorageRecord,
+)
 
 
 def is_rare(record: Record) -> bool:

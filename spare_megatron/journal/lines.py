@@ -23,6 +23,7 @@ from spare_megatron.journal.records import (
     SnapshotRecord,
     StartRecord,
     StorageRecord,
+    TermsRecord,
     UpdateRecord,
     VoteRecord,
 )
@@ -52,6 +53,7 @@ KINDS: dict[str, type[Record]] = {
     "repair": RepairRecord,
     "end": EndRecord,
     "storage": StorageRecord,
+    "terms": TermsRecord,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 

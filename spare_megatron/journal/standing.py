@@ -29,7 +29,7 @@ from spare_megatron.journal.steps import StepTable
 
 GroupState = Literal["alive", "slow", "rejoining", "lost", "given up"]
 
-UNREAD = ("vote", "params", "snapshot", "redundancy", "repair")
+UNREAD = ("vote", "params", "snapshot", "redundancy", "repair", "terms")
 """Kinds of records that say nothing of how a run stands."""
 
 _SLOW_RATIO = 1.5

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from spare_megatron import __version__
 from spare_megatron.config.exports import write_with_exports
-from spare_megatron.config.implications import implications
-from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.own_code import commit
 from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate import Machine, resolve_device
 from spare_megatron.control.etcd_silence import silence_of
@@ -29,7 +28,7 @@ from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import EndRecord, RunRecord
+from spare_megatron.journal.records import EndRecord, RunRecord, digest_of_terms
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.checkpoint.checkpoints import folder_of, step_of
 from spare_megatron.runtime.checkpoint.loading import resolve_load
@@ -172,30 +171,13 @@ def _run(
 
 
 def _run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:
-    tokens = implications(config).tokens_per_step
+    terms = terms_of_run(config)
     return RunRecord(
+        **terms,
+        terms=digest_of_terms(terms),
         format=FORMAT,
-        name=config.name,
-        num_groups=config.layout.num_groups,
-        ranks_per_group=config.parallel.ranks_per_group,
-        redundancy=config.spare.redundancy,
-        microbatches_per_shard=config.spare.microbatches_per_shard,
-        num_steps=config.train.steps,
-        placement=config.spare.placement,
-        groups_per_domain=config.spare.groups_per_domain,
-        slice_redundancy=config.optimizer.redundancy if config.optimizer.sharding == "stacked" else 0,
-        granularity=config.spare.granularity,
-        last_resort=config.data.access == "shared",
-        reduce_mode=config.reduce.mode,
-        params_check_every_steps=config.train.params_check_every_steps,
         num_processors=len(os.sched_getaffinity(0)) if config.cluster.device == "cpu" else 0,
         first_step=step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0,
-        loaded=config.checkpoint.load,
-        ranks_per_stage=config.layout.tensor_parallel * config.layout.context_parallel,
-        pipeline_fill=(config.layout.pipeline_parallel - 1) / config.layout.virtual_pipeline,
-        tokens_per_step=tokens,
-        flops_per_step=flops_per_token(config) * tokens,
-        peak_tflops=config.metrics.peak_tflops,
         version=__version__,
         commit=origin["commit"],
         host=socket.gethostname(),

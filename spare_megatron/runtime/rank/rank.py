@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.control.open_store import open_store
@@ -20,7 +21,7 @@ from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, FaultRecord
+from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, TermsRecord, digest_of_terms
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.beacon import Beacon
@@ -153,6 +154,9 @@ class _Rank:
             may_come_back=_all_groups(config) if config.spare.rejoins or config.checkpoint.max_restarts else (),
             fan_in=config.control.vote_fan_in,
         )
+        if agreement.is_leader:
+            digest = digest_of_terms(terms_of_run(config))
+            self._journal.write(TermsRecord(group=spec.group, incarnation=spec.incarnation, sha256=digest))
         relay = open_relay(spec.member, self._store, config) if agreement.is_leader else None
         voting = Voting(agreement, relay)
         communicator = CrossGroupCommunicator(

@@ -25,7 +25,7 @@ def check(
     from spare_megatron.journal.filed import FiledEvidence
 
     with explained_errors("check"):
-        verdict = check_evidence(FiledEvidence(run_dir), settings=terms_in(run_dir))
+        verdict = check_evidence(FiledEvidence(run_dir, settings=terms_in(run_dir)))
     if as_json:
         typer.echo(json.dumps(asdict(verdict)))
     else:

@@ -54,13 +54,16 @@ def preprocess(
         check_output(output_prefix, overwrite=overwrite)
         paths = find_files(inputs, suffixes=suffix or (), excluded_folders=frozenset(exclude or ()))
         check_apart(paths, output_prefix)
+        from spare_megatron.journal.output import named_errors, whole_file
         from spare_megatron.mcore.corpus_writer import write_corpus
 
         skipped = SkippedFiles()
         with _progress(len(paths)) as advance:
             documents = read_documents(paths, skipped, advance)
-            counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
-        outputs_of(output_prefix)[-1].write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE}) + "\n")
+            with named_errors("--output-prefix", output_prefix):
+                counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
+        with whole_file("--output-prefix", outputs_of(output_prefix)[-1]) as note:
+            note.write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE}) + "\n")
         num_bytes = counts.num_tokens - counts.num_documents
         figures = {
             "documents": counts.num_documents,

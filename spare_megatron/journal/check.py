@@ -5,7 +5,7 @@ missing, else `valid`. Every rule reads what was written at the time, never what
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -53,13 +53,12 @@ def check_journal(journal: Journal) -> Verdict:
     return check(HeldEvidence(journal))
 
 
-def check(evidence: Evidence, tally: Tally | None = None, settings: Mapping[str, Any] | None = None) -> Verdict:
+def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
     """Checks a run against its invariant.
 
     Args:
         evidence: Its journal.
         tally: Is shown all that is looked at, so that nothing has to be read twice.
-        settings: Terms of the run, by their names, as the settings beside the journal have them.
     """
     runs = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
     if len(runs) != 1:
@@ -67,7 +66,7 @@ def check(evidence: Evidence, tally: Tally | None = None, settings: Mapping[str,
         return _verdict(evidence, found, 0, FORMAT)
     run = runs[0]
     fold = fold_evidence(evidence, run)
-    findings = [*check_terms(evidence, run, fold, settings or {}), *_check_log(evidence, fold), *_check_fold(run, fold)]
+    findings = [*check_terms(evidence, run, fold), *_check_log(evidence, fold), *_check_fold(run, fold)]
     findings += check_told(evidence, run, fold)
     findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(evidence, fold), run, fold, tally)
     findings += check_slices(evidence, run, fold)

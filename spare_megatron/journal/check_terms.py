@@ -1,8 +1,7 @@
 """Proof that the run record says what all groups ran under: every rule reads the terms of the run there."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from spare_megatron.journal.evidence import Evidence
 from spare_megatron.journal.finding import Finding
@@ -10,13 +9,13 @@ from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.records import RunRecord, TermsRecord, digest_of_terms
 
 
-def check_terms(evidence: Evidence, run: RunRecord, fold: Fold, settings: Mapping[str, Any]) -> Iterator[Finding]:
+def check_terms(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run record, the settings beside the journal and the record of each group's life have the same terms."""
     records = [line.record for line in evidence.rare if isinstance(line.record, TermsRecord)]
     terms = asdict(run)
-    for name in sorted(settings):
-        if terms[name] != settings[name] and run.terms:
-            reason = f"the run record has {name}={terms[name]!r}, and config.toml {settings[name]!r}"
+    for name, value in sorted(evidence.settings.items()):
+        if terms[name] != value and run.terms:
+            reason = f"the run record has {name}={terms[name]!r}, and config.toml {value!r}"
             yield Finding(severity="invalid", reason=reason)
     digest = digest_of_terms(terms)
     if run.terms not in ("", digest):

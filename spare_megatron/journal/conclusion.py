@@ -9,6 +9,7 @@ from pathlib import Path
 
 from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.lines import decode_line
+from spare_megatron.journal.output import NotWritten, whole_file
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import EndRecord, EntryRecord, Record, RunRecord
 from spare_megatron.journal.summary import NOT_RUN, UNKNOWN, Summary, sum_up, told_by
@@ -34,13 +35,11 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
         summary = _told(run_dir)
     if summary.outcome == UNKNOWN and end is not None:
         summary = told_by(summary, end)
-    new = run_dir / f"summary.json.{os.uname().nodename}-{os.getpid()}"
     try:
-        new.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
-        new.rename(run_dir / "summary.json")
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        reason = f"summary.json was not written: {error}"
+        with whole_file("--run-dir", run_dir / "summary.json") as file:
+            file.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    except NotWritten as error:
+        reason = f"summary.json was not written: {error.reason}"
         summary = dataclasses.replace(summary, reasons=(*summary.reasons, reason))
     return summary
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.files import Journal
@@ -85,7 +86,11 @@ class Evidence(Protocol):
         rare: The lines that `is_rare` names, in the order of their times.
         entries: Index -> the entry of the log as the first group read it.
         num_stretches: In how many parts the frequent records are to be looked at.
+        settings: Terms of the run by their names, as the settings beside the journal have them; none if unknown.
     """
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
 
     @property
     def rare(self) -> Sequence[Line]: ...
@@ -111,6 +116,7 @@ class HeldEvidence:
     """A journal that is in memory as a whole."""
 
     num_stretches = 1
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

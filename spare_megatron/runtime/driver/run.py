@@ -28,6 +28,7 @@ from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.lines import FORMAT
+from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import EndRecord, RunRecord, digest_of_terms
 from spare_megatron.journal.summary import Summary
 from spare_megatron.runtime.checkpoint.checkpoints import folder_of, step_of
@@ -109,9 +110,11 @@ def start_run(
     on_event(Starting(what="Megatron, and the sample index of the corpus"))
     preflight(config)
     with contextlib.ExitStack() as held:
-        held.enter_context(locked(run_dir))
+        with named_errors("--run-dir", run_dir):
+            held.enter_context(locked(run_dir))
         if config.checkpoint.is_wanted:
-            held.enter_context(locked(folder))
+            with named_errors("checkpoint.folder" if config.checkpoint.folder else "--run-dir", folder):
+                held.enter_context(locked(folder))
         launcher = ByHand() if config.cluster.launcher == "hand" else launcher
         return _run(config, run_dir, on_event, faults, partial(Driver, rank_main=rank_main, launcher=launcher))
 
@@ -138,9 +141,10 @@ def _run(
     faults: tuple[Fault, ...],
     make_driver: Callable[..., Driver],
 ) -> Summary:
-    write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
     origin = {"version": __version__, "commit": commit()}
-    (run_dir / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
+    with named_errors("--run-dir", run_dir):
+        write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
+        (run_dir / "origin.json").write_text(json.dumps(origin, indent=2) + "\n")
     storage = StorageWatch(run_dir, on_event)
 
     def tell(event: RunEvent) -> None:
@@ -153,8 +157,9 @@ def _run(
                 metrics.take(event)
                 on_event(event)
 
-    journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(tell))
-    metrics = Telemetry(config, open_sinks(config, run_dir, tell))
+    with named_errors("--run-dir", run_dir):
+        journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(tell))
+        metrics = Telemetry(config, open_sinks(config, run_dir, tell))
     journal.write(_run_record(config, faults, origin))
     journal.reserve(RESERVED_BYTES)
     driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)

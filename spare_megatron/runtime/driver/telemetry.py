@@ -12,6 +12,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
 from spare_megatron.metrics.jsonl import JsonlSink
 from spare_megatron.metrics.sink import DetachedSink, Sink, Value
@@ -43,11 +44,16 @@ def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost
 
     def open_wandb() -> Sink:
         told = {name: value for name, value in dataclasses.asdict(config).items() if name not in _UNTOLD}
-        return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, told)
+        with named_errors("--run-dir", run_dir):
+            return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, told)
+
+    def open_tensorboard() -> Sink:
+        with named_errors("--run-dir", run_dir):
+            return TensorBoardSink(run_dir)
 
     sinks: list[Sink] = [JsonlSink(run_dir, report_held(on_event))]
     if metrics.tensorboard:
-        sinks.append(DetachedSink("TensorBoard", lambda: TensorBoardSink(run_dir), failed))
+        sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed))
     if metrics.wandb_project:
         sinks.append(DetachedSink("Weights & Biases", open_wandb, failed))
     return sinks

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from spare_megatron.journal.evidence import Evidence
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold
-from spare_megatron.journal.records import RunRecord, TermsRecord, digest_of_terms
+from spare_megatron.journal.records import RunRecord, TermsRecord
+from spare_megatron.journal.terms import digest_of_terms
 
 
 def check_terms(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:

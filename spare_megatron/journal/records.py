@@ -4,8 +4,7 @@ Times are wall-clock seconds since the epoch (`_at_s`) or durations (`_s`).
 """
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,30 +66,6 @@ class RunRecord:
     """Name of the machine of the driver."""
     terms: str = ""
     """`digest_of_terms` of the record, as the driver wrote it; empty in earlier journals."""
-
-
-TERMS = (
-    "name",
-    "num_groups",
-    "ranks_per_group",
-    "ranks_per_stage",
-    "pipeline_fill",
-    "redundancy",
-    "microbatches_per_shard",
-    "placement",
-    "groups_per_domain",
-    "granularity",
-    "last_resort",
-    "slice_redundancy",
-    "reduce_mode",
-    "num_steps",
-    "params_check_every_steps",
-    "loaded",
-    "tokens_per_step",
-    "flops_per_step",
-    "peak_tflops",
-)
-"""Fields of the run record that its settings fix: every group knows them by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,12 +375,6 @@ Record = (
     | StorageRecord
     | TermsRecord
 )
-
-
-def digest_of_terms(terms: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of the values that `TERMS` names."""
-    text = json.dumps([terms[name] for name in TERMS], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def digest_of_work(work: Iterable[tuple[int, int]]) -> str:

@@ -29,8 +29,9 @@ from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.output import named_errors
-from spare_megatron.journal.records import EndRecord, RunRecord, digest_of_terms
+from spare_megatron.journal.records import EndRecord, RunRecord
 from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.terms import digest_of_terms
 from spare_megatron.runtime.checkpoint.checkpoints import folder_of, step_of
 from spare_megatron.runtime.checkpoint.loading import resolve_load
 from spare_megatron.runtime.driver.driver import Driver

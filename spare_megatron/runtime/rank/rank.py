@@ -21,7 +21,8 @@ from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, TermsRecord, digest_of_terms
+from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, TermsRecord
+from spare_megatron.journal.terms import digest_of_terms
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.beacon import Beacon

@@ -71,9 +71,8 @@ class Supervisor:
         self._spec = spec
         self._control = spec.config.control
         self._interval_s = self._control.heartbeat_interval_s
-        self._journal = JournalWriter(
-            spec.run_dir, spec.name, on_held=report_held(lambda event: self._driver.tell(event))
-        )
+        on_held = report_held(lambda event: self._driver.tell(event))
+        self._journal = JournalWriter(spec.run_dir, spec.name, on_held=on_held)
         self._ranks = RankProcesses(spec)
         self._timeline = Timeline(spec, self._ranks)
         self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.take)

@@ -30,7 +30,7 @@ from spare_megatron.simulator.ledger import CAUSES
 from spare_megatron.simulator.presets import load_scenario
 from spare_megatron.simulator.published import PUBLISHED, PublishedPoint
 from spare_megatron.simulator.scenario import Scenario
-from spare_megatron.simulator.sweep import Figures, cases_of, given_up, summarize
+from spare_megatron.simulator.sweep import Estimate, Figures, cases_of, given_up, summarize
 
 SIZES = (200, 600, 1000)
 REJOIN = {"repair_s": 600.0, "costs.join_s": 30.0}
@@ -153,7 +153,12 @@ def print_columns(rows: Sequence[tuple[str, ...]]) -> None:
 def shown(estimate: dict[str, float | None], factor: int) -> str:
     mean, ci95 = estimate["mean"], estimate["ci95"]
     assert mean is not None
-    return f"{mean * factor:.2f}" + ("" if ci95 is None else f" +- {ci95 * factor:.2f}")
+    if ci95 is None:
+        return f"{mean * factor:.2f}"
+    if factor == 1:
+        return f"{mean:.2f} +- {ci95:.2f}"
+    low, high = Estimate(mean=mean, ci95=ci95).share_interval()  # no share is above 100%
+    return f"{mean * factor:.2f} ({low * factor:.2f} to {high * factor:.2f})"
 
 
 def ratios(lines: Sequence[dict[str, Any]]) -> dict[str, float]:

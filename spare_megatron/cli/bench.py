@@ -76,7 +76,10 @@ def throughput(
         _print(result, console)
     if out is not None:
         with explained_errors("bench throughput"):  # what has been measured is told by then
-            out.write_text(text + "\n")
+            from spare_megatron.journal.output import whole_file
+
+            with whole_file("--out", out) as file:
+                file.write_text(text + "\n")
 
 
 def _origin() -> dict[str, str]:

@@ -39,6 +39,7 @@ def campaign(
     from spare_megatron.cli.campaign_table import print_campaign
     from spare_megatron.journal.campaign import campaign_figures
     from spare_megatron.journal.files import read_journal
+    from spare_megatron.journal.output import NotWritten, whole_file
     from spare_megatron.runtime.driver.process_watch import ProcessWatch, process_problems
 
     console = RunConsole(stderr=as_json)
@@ -59,9 +60,10 @@ def campaign(
         return json.dumps({**known, **asdict(figures), "processes": asdict(processes), **asdict(summary)})
 
     try:
-        (folder / "campaign.json").write_text(result() + "\n")
-    except OSError as error:  # hours have gone into the figures: they are shown all the same
-        problems.append(f"campaign.json could not be written: {error}")
+        with whole_file("--run-dir", folder / "campaign.json") as file:
+            file.write_text(result() + "\n")
+    except NotWritten as error:  # hours have gone into the figures: they are shown all the same
+        problems.append(f"campaign.json could not be written: {error.reason}")
     with outlasting_output(console.file):
         print_campaign(summary, figures, processes, problems, folder, console)
     with outlasting_output(sys.stdout):

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
+from spare_megatron.journal.output import whole_file
 from spare_megatron.journal.quantities import format_count, format_duration
 from spare_megatron.planner.availability import availability
 from spare_megatron.planner.endurance import coverage_probabilities
@@ -47,7 +48,8 @@ def write_plot(path: Path, facts: ClusterFacts, plan: Plan, alternatives: tuple[
             f"restart {format_duration(facts.checkpoint.restart_s)}, save {format_duration(facts.checkpoint.save_s)}; "
             f"policy {plan.policy} (computed, not measured)"
         )
-        figure.savefig(path, dpi=130, format="png")
+        with whole_file("--plot", path) as file:
+            figure.savefig(file, dpi=130, format="png")
         plt.close(figure)
 
 

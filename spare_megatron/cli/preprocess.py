@@ -64,13 +64,16 @@ def preprocess(
         check_apart(paths, output_prefix)
         refuse_json_lines(paths)
         from spare_megatron.config.corpus import note_of
+        from spare_megatron.journal.output import named_errors, whole_file
         from spare_megatron.mcore.corpus_writer import write_corpus
 
         skipped = SkippedFiles()
         with _progress(len(paths)) as advance:
             documents = read_documents(paths, skipped, advance, named=frozenset(inputs))
-            counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
-        outputs_of(output_prefix)[-1].write_text(note_of(output_prefix, tokenizer, VOCAB_SIZE))
+            with named_errors("--output-prefix", output_prefix):
+                counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)
+        with whole_file("--output-prefix", outputs_of(output_prefix)[-1]) as note:
+            note.write_text(note_of(output_prefix, tokenizer, VOCAB_SIZE))
         num_bytes = counts.num_tokens - counts.num_documents
         figures = {
             "documents": counts.num_documents,

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from spare_megatron.cli.standing_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.journal.events import text_of_entry, text_of_loss
+from spare_megatron.journal.events import and_others, text_of_entry, text_of_loss
 from spare_megatron.journal.follow import Follower
+from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
 from spare_megatron.journal.standing import SavePlan, Standing
@@ -28,6 +29,7 @@ from spare_megatron.runtime.process.reports import (
     GroupRestarted,
     MetricsLost,
     RanksReady,
+    RecordsHeld,
     RecordsLost,
     RunEvent,
     RunStopped,
@@ -41,6 +43,10 @@ from spare_megatron.runtime.process.reports import (
 
 _BEHIND_S = 10.0
 """After which the journal is behind if it lacks a step that was reported: its storage may be full."""
+
+
+_MOST_REASONS = 10
+"""Of a verdict that is not `valid`: a journal that lacks its end has one for each step and group."""
 
 
 class RunProgress:
@@ -108,8 +114,8 @@ class RunProgress:
                 self._tell(f"checkpoint rejected: {reason}; trying the one before")
             case MetricsLost(reason=reason):
                 self._tell(f"{reason}; metrics.jsonl has all of them, and training goes on")
-            case RecordsLost(reason=reason):
-                self._tell(f"{reason}; what the run has written down is incomplete, what it has trained is not")
+            case RecordsHeld() | RecordsLost():
+                self._tell(self._describe_records(event))
             case GroupLost(group=group, rank=rank, cause=cause, traceback=text):
                 self._absent.add(group)
                 record = LossRecord(group=group, rank=rank, cause=cause, entry_index=0, is_given_up=event.is_given_up)
@@ -121,6 +127,20 @@ class RunProgress:
             case RunStopped(step=step, reason=reason, is_final=False) if step != self._wiped_out_at:
                 self._wiped_out_at = step  # each group says so
                 self._tell(f"wiped out after {step} committed steps: {reason}")
+
+    def _describe_records(self, event: RecordsHeld | RecordsLost) -> str:
+        if isinstance(event, RecordsLost):
+            files = and_others(event.paths[0], len(event.paths) - 1)
+            return (
+                f"the last {format_bytes(event.num_bytes)} of {files} are lost: {event.reason}; the proof and the "
+                f"metrics of these steps are incomplete, the training and its checkpoints are not"
+            )
+        if not event.reason:
+            return "the storage takes the files of the run again; nothing that was written down is lost"
+        return (
+            f"warning: the storage takes no more of {event.path} (--run-dir): {event.reason}; journal and metrics stay "
+            f"in memory, and are lost if there is no room when the run ends: make room there. Training goes on"
+        )
 
     def _store_told(self, event: StoreAwaited | StoreAway | StoreBack | StoreMeasured) -> None:
         match event:
@@ -196,8 +216,10 @@ def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
     console.print(table)
     if summary.recoveries:
         console.print(_recovery_table(summary.recoveries))
-    for reason in summary.reasons:
+    for reason in summary.reasons[:_MOST_REASONS]:
         console.print(Text(reason))
+    if len(summary.reasons) > _MOST_REASONS:
+        console.print(Text(f"and {len(summary.reasons) - _MOST_REASONS} more: spare check {run_dir}"))
 
 
 def _figures(summary: Summary, run_dir: Path) -> Iterator[tuple[str, str]]:

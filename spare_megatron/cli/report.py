@@ -29,6 +29,7 @@ def report(
     A run that is still going on gives a page as well, of what has happened so far.
     """
     from spare_megatron.journal.follow import read_standing
+    from spare_megatron.journal.output import whole_file
     from spare_megatron.report.history import history_of
     from spare_megatron.report.page import comparison
     from spare_megatron.report.page import report as page_of
@@ -47,7 +48,8 @@ def report(
             page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
         else:
             page = page_of(histories[0], config_of(run_dirs[0]))
-        target.write_text(page)
+        with whole_file("--out", target) as file:
+            file.write_text(page)
     typer.echo(str(target))
 
 
@@ -63,6 +65,7 @@ def config_of(run_dir: Path) -> str:
 
 def verdict_of(run_dir: Path, standing: "Standing") -> str:
     """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
+    from spare_megatron.config.run_terms import terms_in
     from spare_megatron.journal.check import check
     from spare_megatron.journal.filed import FiledEvidence
 
@@ -71,7 +74,8 @@ def verdict_of(run_dir: Path, standing: "Standing") -> str:
         told = json.loads(summary.read_text())
         return "; ".join((told["verdict"], *told["reasons"]))
     try:
-        verdict = check(FiledEvidence(run_dir, until_s=time.monotonic() + PROOF_S))
+        until_s = time.monotonic() + PROOF_S
+        verdict = check(FiledEvidence(run_dir, until_s=until_s, settings=terms_in(run_dir)))
     except TimeoutError:
         return f"not run, it takes more than {PROOF_S:.0f} s: spare check {run_dir}"
     return "; ".join((verdict.verdict, *verdict.reasons))

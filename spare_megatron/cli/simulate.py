@@ -306,16 +306,18 @@ def _write_journal(request: Request, scenario: "Scenario", num_steps: float) -> 
         num_steps: Steps done, those that a restart threw away included.
     """
     from spare_megatron.journal.lines import encode_line
+    from spare_megatron.journal.output import named_errors, whole_file
     from spare_megatron.simulator.engine import simulate as simulate_one
     from spare_megatron.simulator.world import Stalled
 
     assert request.journal is not None
     _check_journal_size(request.journal, scenario, num_steps)
     folder = request.journal / "journal"
-    folder.mkdir(parents=True)
     try:
-        with (folder / "simulator.jsonl").open("w") as file:
-            simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
+        with named_errors("--journal", request.journal):
+            folder.mkdir(parents=True)
+            with whole_file("--journal", folder / "simulator.jsonl") as path, path.open("w") as file:
+                simulate_one(scenario, 0, journal=lambda line: print(encode_line(line), file=file))
     except Stalled as stalled:
         raise ValueError(str(stalled)) from stalled
     _tell(request, "journal", request.journal)

@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 from spare_megatron.cli.plan_plot import INK, POLICY_STYLES
+from spare_megatron.journal.output import whole_file
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.published import published
 from spare_megatron.simulator.scenario import Scenario
@@ -60,7 +61,8 @@ def write_plot(path: Path, base: Scenario, figures: Sequence[Figures], timeline:
         _over_redundancy(axes["availability"], base, figures, lambda one: one.availability, is_ratio=False)
         _timeline(axes["groups"], axes["steps"], base, timeline)
         figure.suptitle(_describe(base, figures[0].seeds))
-        figure.savefig(path, dpi=130, format="png")
+        with whole_file("--plot", path) as file:
+            figure.savefig(file, dpi=130, format="png")
         plt.close(figure)
 
 
@@ -96,10 +98,14 @@ def _over_redundancy(
             else:
                 axes.plot([], [], color=colour, label=f"{name}: {text}, above the axis")
             continue
+        values = [value_of(one) for one in found]
+        halves = [(one.ci95 or 0.0, one.ci95 or 0.0) for one in values]
+        if not is_ratio:
+            halves = [(one.mean - low, high - one.mean) for one in values for low, high in [one.share_interval()]]
         axes.errorbar(
             [one.redundancy for one in found],
-            [factor * value_of(one).mean for one in found],
-            yerr=[factor * (value_of(one).ci95 or 0.0) for one in found],
+            [factor * one.mean for one in values],
+            yerr=[[factor * side for side in sides] for sides in zip(*halves, strict=True)],
             color=colour,
             marker=marker,
             markersize=4,

@@ -33,8 +33,8 @@ def _title(figures: Figures, *, is_best: bool) -> str:
 def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "groups, hosts per shard", f"{figures.num_groups}, {figures.redundancy}"
     yield "seeds", str(figures.seeds)
-    yield "time to train", f"{_with_interval(figures.time_to_train_ratio, 1, 3)} x failure-free"
-    yield "availability", f"{_with_interval(figures.availability, 100, 2)} %"
+    yield "time to train", f"{_with_interval(figures.time_to_train_ratio, 3)} x failure-free"
+    yield "availability", f"{percent_with_bounds(figures.availability, 2)} %"
     yield "restarts", format_count(figures.restarts)
     if figures.state_wipe_outs:
         yield "of them for lost optimizer state", format_count(figures.state_wipe_outs)
@@ -68,8 +68,8 @@ def _comparison(listed: Sequence[Figures], best: Figures) -> Table:
         table.add_row(
             variant_name(figures.policy, figures.granularity),
             str(figures.redundancy),
-            _with_interval(figures.time_to_train_ratio, 1, 2),
-            _with_interval(figures.availability, 100, 1),
+            _with_interval(figures.time_to_train_ratio, 2),
+            percent_with_bounds(figures.availability, 1),
             format_count(figures.restarts),
             format_count(figures.losses),
             style="bold" if figures is best else "",
@@ -77,9 +77,18 @@ def _comparison(listed: Sequence[Figures], best: Figures) -> Table:
     return table
 
 
-def _with_interval(found: Estimate, factor: float, digits: int) -> str:
-    text = f"{found.mean * factor:.{digits}f}"
-    return text if found.ci95 is None else f"{text} +- {found.ci95 * factor:.{digits}f}"
+def _with_interval(found: Estimate, digits: int) -> str:
+    text = f"{found.mean:.{digits}f}"
+    return text if found.ci95 is None else f"{text} +- {found.ci95:.{digits}f}"
+
+
+def percent_with_bounds(found: Estimate, digits: int) -> str:
+    """In percent, with the bounds of its interval: a few seeds that differ widely have one that is not symmetric."""
+    text = f"{100 * found.mean:.{digits}f}"
+    if found.ci95 is None:
+        return text
+    low, high = found.share_interval()
+    return f"{text} ({100 * low:.{digits}f} to {100 * high:.{digits}f})"
 
 
 def _two_columns(title: str, rows: Iterator[tuple[str, str]]) -> Table:

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spare_megatron.journal.events import Event
+from spare_megatron.journal.events import Event, describe_storage
 from spare_megatron.journal.goodput import Goodput
 from spare_megatron.journal.quantities import format_duration, format_large
 from spare_megatron.journal.records import RunRecord, UpdateRecord
@@ -157,6 +157,9 @@ def _headlines(standing: Standing, plan: SavePlan, now_s: float) -> Iterator[str
     next_s = standing.next_save_s(plan, now_s)
     if next_s is not None:
         yield f"next save in {format_duration(round(next_s))}"
+    if standing.storage is not None:
+        stale = "lines stay in memory until there is room, and the figures here are as old as the last one written"
+        yield f"incomplete: {describe_storage(standing.storage)}" + ("" if standing.end else f"; {stale}")
     for text in standing.damage[:1]:
         yield f"damaged: {text}"
 

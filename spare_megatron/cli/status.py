@@ -121,6 +121,8 @@ def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
 
 
 def _as_json(run_dir: Path, standing: "Standing", plan: "SavePlan", now_s: float) -> dict[str, Any]:
+    from spare_megatron.journal.events import describe_storage
+
     goodput, store = standing.goodput(now_s), store_bytes(run_dir) or (None, None)
     return {
         **dict(standing.figures()),
@@ -133,6 +135,7 @@ def _as_json(run_dir: Path, standing: "Standing", plan: "SavePlan", now_s: float
         "next_save_s": standing.next_save_s(plan, now_s),
         "events": [{"at_s": event.at_s, "text": event.text} for event in standing.events(_EVENTS_TOLD)],
         "damage": standing.damage,
+        "incomplete": "" if standing.storage is None else describe_storage(standing.storage),
         "store_bytes": store[0],
         "store_limit_bytes": store[1],
         "driverless": driverless(run_dir, standing, now_s),

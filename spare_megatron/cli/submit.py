@@ -205,6 +205,7 @@ def _check_partition(config: "RunConfig") -> None:
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
     """Writes the job's folder and submits it; returns the job's number. A job that Slurm refuses leaves nothing."""
     from spare_megatron.config.exports import write_with_exports
+    from spare_megatron.journal.output import named_errors
     from spare_megatron.slurm.commands import Unanswered, note_job, require, submit
     from spare_megatron.slurm.job import SCRIPT
 
@@ -213,9 +214,10 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
     _check_partition(configs[0])
     is_new = not folder.exists()
     homes = _homes(folder, len(varied))
-    for config, home in zip(configs, homes, strict=True):
-        _write_config(config, home)
-    write_with_exports(folder / SCRIPT, script, configs[0])
+    with named_errors("--run-dir", folder):
+        for config, home in zip(configs, homes, strict=True):
+            _write_config(config, home)
+        write_with_exports(folder / SCRIPT, script, configs[0])
     try:
         job_id = submit(folder / SCRIPT)
     except Unanswered as error:

@@ -25,6 +25,7 @@ def timeline(
     did not come to the end of.
     """
     from spare_megatron.journal.files import read_journal
+    from spare_megatron.journal.output import whole_file
     from spare_megatron.journal.spans import read_spans_of
     from spare_megatron.report.timeline import trace_of
 
@@ -37,5 +38,6 @@ def timeline(
         check_output_file("--out", target)
         steps = None if step is None else range(step - margin, step + margin + 1)
         trace = trace_of(read_spans_of(run_dir), read_journal(run_dir), steps)
-        target.write_text(json.dumps(trace))
+        with whole_file("--out", target) as file:
+            file.write_text(json.dumps(trace))
     typer.echo(str(target))

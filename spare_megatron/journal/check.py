@@ -16,15 +16,18 @@ from spare_megatron.journal.check_params import check_compared, check_last_param
 from spare_megatron.journal.check_restarts import check_restored
 from spare_megatron.journal.check_slices import check_slices, has_lost_state
 from spare_megatron.journal.check_sums import check_contributions, check_kept
+from spare_megatron.journal.check_terms import check_terms
+from spare_megatron.journal.check_told import check_told
 from spare_megatron.journal.check_updates import check_applied, check_updates
 from spare_megatron.journal.check_votes import check_single_votes, check_voted_work, check_voters, check_votes
 from spare_megatron.journal.due import is_due
+from spare_megatron.journal.events import describe_storage
 from spare_megatron.journal.evidence import Attempts, Evidence, HeldEvidence, Steps, attempts_of, steps_of
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.finding import Finding, Severity
+from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold, fold_log
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord
+from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,8 @@ def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
         return _verdict(evidence, found, 0, FORMAT)
     run = runs[0]
     fold = fold_evidence(evidence, run)
-    findings = [*check_code(evidence, run, fold), *_check_log(evidence, fold), *_check_fold(run, fold)]
+    findings = [*check_code(evidence, run, fold), *check_terms(evidence, run, fold)]
+    findings += [*_check_log(evidence, fold), *_check_fold(run, fold), *check_told(evidence, run, fold)]
     findings += _apply(_RULES_OF_ATTEMPTS, attempts_of(evidence, fold), run, fold, tally)
     findings += check_slices(evidence, run, fold)
     findings += _apply(_RULES_OF_STEPS, steps_of(evidence, fold), run, fold, tally)
@@ -87,7 +91,7 @@ def _apply(
 
 
 def _verdict(evidence: Evidence, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
-    findings = [*_check_lines(evidence, journal_format), *findings]
+    findings = [*_check_lines(evidence, journal_format), *_check_storage(evidence), *findings]
     severities = {finding.severity for finding in findings}
     verdict: Literal["valid", "invalid", "unknown"] = "valid"
     if severities:
@@ -127,16 +131,18 @@ def _check_log(evidence: Evidence, fold: Fold) -> Iterator[Finding]:
     """All groups read the same entries, and none is missing."""
     for _, record in evidence.disputed():
         yield Finding(severity="invalid", reason=f"groups read different entries at log index {record.index}")
-    missing = set(range(max(fold.entries, default=-1) + 1)) - set(fold.entries)
-    for index in sorted(missing):
-        yield Finding(severity="unknown", reason=f"log entry {index} is not in the journal")
+    for before, after in itertools.pairwise([-1, *sorted(fold.entries)]):
+        if after - before == 2:
+            yield Finding(severity="unknown", reason=f"log entry {before + 1} is not in the journal")
+        elif after - before > 2:
+            reason = f"log entries {before + 1} to {after - 1} are not in the journal"
+            yield Finding(severity="unknown", reason=reason)
 
 
 def _check_fold(run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Steps are committed in order, each once, each on an attempt of its own; restarts go back to what was saved."""
     for error in fold.errors:
-        severity: Severity = "invalid" if _is_whole(fold) else "unknown"
-        yield Finding(severity=severity, reason=error)
+        yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
     expected = run.first_step
     for index in sorted(fold.entries):
         entry = fold.entries[index]
@@ -144,7 +150,8 @@ def _check_fold(run: RunRecord, fold: Fold) -> Iterator[Finding]:
             expected = entry["step"]
         elif entry["entry"] == "commit":
             if entry["step"] != expected:
-                yield Finding(severity="invalid", reason="steps are not committed one after another, each exactly once")
+                severity = fold.severity(is_known=index < fold.known.num_entries)
+                yield Finding(severity=severity, reason="steps are not committed one after another, each exactly once")
                 break
             expected += 1
     attempts = [commit.attempt for commit in fold.commits]
@@ -152,11 +159,6 @@ def _check_fold(run: RunRecord, fold: Fold) -> Iterator[Finding]:
         yield Finding(severity="invalid", reason="two steps are committed on the same or an earlier attempt")
     if fold.next_step > run.num_steps:
         yield Finding(severity="invalid", reason=f"{fold.next_step} steps committed, the run has {run.num_steps}")
-
-
-def _is_whole(fold: Fold) -> bool:
-    """Whether no entry is missing before the last."""
-    return len(fold.entries) == max(fold.entries, default=-1) + 1
 
 
 def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -186,8 +188,8 @@ def _check_faults(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Fi
             for group in sorted(there):
                 if fold.last_fenced_at.get(group, -1) > begun_at.get(fault["step"], -1):
                     continue  # a fence of before is that of a former life
-                severity: Severity = "invalid" if _is_whole(fold) else "unknown"
-                yield Finding(severity=severity, reason=f"the fault {fault} struck, but no entry fences group {group}")
+                reason = f"the fault {fault} struck, but no entry fences group {group}"
+                yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=reason)
 
 
 def _check_end(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -198,12 +200,27 @@ def _check_end(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Findi
     elif len({end.outcome for end in ends}) > 1:  # every node tells of it where the driver is lost
         yield Finding(severity="unknown", reason=f"the journal has ends that differ: {[end.outcome for end in ends]}")
     elif ends[0].outcome == "finished" and not _is_complete(run, fold):
-        reason = f"the run finished with {fold.next_step} of {run.num_steps} steps committed"
-        yield Finding(severity="invalid", reason=reason)
+        if fold.known.is_over:
+            reason = f"the run finished with {fold.next_step} of {run.num_steps} steps committed"
+        else:
+            counted = ends[0].steps_committed
+            after = "" if counted is None else f" after {run.first_step + counted} committed steps"
+            lacks = f"the journal lacks the log after {fold.next_step} of {run.num_steps} steps"
+            reason = f"the run finished{after}, and {lacks}"
+        yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     elif ends[0].outcome == "wipe_out" and not _is_wiped_out(run, fold):
-        yield Finding(severity="invalid", reason="the run ended as a wipe-out, and every shard has a surviving host")
+        reason = "the run ended as a wipe-out, and every shard has a surviving host"
+        reason += "" if fold.known.is_over else " by the log, whose last entries may be missing"
+        yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     elif ends[0].outcome in ("failed", "halted"):
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
+
+
+def _check_storage(evidence: Evidence) -> Iterator[Finding]:
+    """The storage took all lines."""
+    for line in evidence.rare:
+        if isinstance(record := line.record, StorageRecord) and record.outcome == "lost":
+            yield Finding(severity="unknown", reason=describe_storage(record))
 
 
 def _is_complete(run: RunRecord, fold: Fold) -> bool:

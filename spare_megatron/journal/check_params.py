@@ -32,11 +32,12 @@ def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
         if not changed[key] and not any(_compare(key[1], by_group.values())):
             continue
         put_out = _put_out(fold, key, by_group, part.brought.get(key[1], set()))
+        severity = fold.severity(is_known=key < fold.known.position)  # else a missing entry may have fenced a group
         for group in sorted(changed[key] - put_out):
             reason = f"after {key[1]} steps group {group} holds other parameters than it did"
-            yield Finding(severity="invalid", reason=reason, place=key)
+            yield Finding(severity=severity, reason=reason, place=key)
         for reason in _compare(key[1], [record for group, record in by_group.items() if group not in put_out]):
-            yield Finding(severity="invalid", reason=reason, place=key)
+            yield Finding(severity=severity, reason=reason, place=key)
 
 
 def _put_out(fold: Fold, key: _Key, groups: Iterable[int], brought: Iterable[tuple[int, int]]) -> frozenset[int]:

@@ -30,7 +30,7 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
         known = set() if before is None else digests.get((before, step), set())
         if known and not digests.get((number, step), set()) <= known:
             yield Finding(
-                severity="invalid",
+                severity=fold.severity(is_known=(number, step) < fold.known.position),
                 reason=f"restart {number} took over other parameters than the groups held after {step} steps before it",
                 place=(number,),
             )

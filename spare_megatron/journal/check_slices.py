@@ -7,7 +7,7 @@ from typing import Any
 from spare_megatron.core.slices import Slicing, first_ownership
 from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.evidence import Evidence, Stretch
-from spare_megatron.journal.finding import Finding, Severity
+from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.records import EndRecord, RunRecord, VoteRecord
 
@@ -39,13 +39,12 @@ def check_slices(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Fin
     if not run.slice_redundancy:
         return
     slices = _fold_slices(run, fold)
-    is_whole = len(fold.entries) == max(fold.entries, default=-1) + 1
-    severity: Severity = "invalid" if is_whole else "unknown"
     for error in slices.errors:
-        yield Finding(severity=severity, reason=error)
+        yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
     ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
     if len(ends) == 1 and ends[0].outcome == "finished" and slices.finished_at is None:
-        yield Finding(severity=severity, reason="the run finished, and no entry says that all parameters were whole")
+        reason = "the run finished, and no entry says that all parameters were whole"
+        yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
     if slices.finished_at is None:
         return
     stretch = Stretch(key="attempt", first=slices.finished_at, end=slices.finished_at + 1)

@@ -31,7 +31,8 @@ def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[
         for record in records:
             if was_fenced(record, fold):
                 reason = f"step {commit.step}: group {record.group} contributed after it was fenced"
-                yield Finding(severity="invalid", reason=reason, place=place)
+                severity = fold.severity(is_known=record.attempt <= fold.known.attempt)
+                yield Finding(severity=severity, reason=reason, place=place)
 
 
 def _more_than(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -48,8 +49,9 @@ def _check_attempt(
     is_told: bool,
 ) -> Iterator[tuple[Severity, str]]:
     members = {group for record in records for group in record.members}
+    epochs = {record.epoch for record in records}
     senders = Counter(record.group for record in records)
-    if any(set(record.members) != members or record.step != step for record in records):
+    if any(set(record.members) != members or record.step != step for record in records) or len(epochs) > 1:
         yield "invalid", f"step {step}: groups reduced attempt {attempted.attempt} as different sets"
     if is_told and any(tuple(record.kept) != attempted.kept for record in records):
         yield "invalid", f"step {step}: a group reduced other buckets in attempt {attempted.attempt} than the log says"

@@ -15,10 +15,15 @@ def check_applied(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Findin
     stray = sorted(applied - {(commit.step, commit.attempt) for _, commit in part.commits})
     steps = {commit.step for commit in fold.commits} if stray else set()
     for step, attempt in stray:
-        what = (
-            f"a group applied attempt {attempt}, another was committed" if step in steps else "applied without a commit"
-        )
-        yield Finding(severity="invalid", reason=f"step {step}: {what}", place=(step, attempt))
+        is_decided = attempt < fold.known.attempt
+        if not is_decided:
+            what = f"a group applied attempt {attempt}, whose commit is not in the journal"
+        elif step in steps:
+            what = f"a group applied attempt {attempt}, another was committed"
+        else:
+            what = "applied without a commit"
+        severity = fold.severity(is_known=is_decided)
+        yield Finding(severity=severity, reason=f"step {step}: {what}", place=(step, attempt))
 
 
 def check_updates(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -46,6 +51,10 @@ def _check_update(run: RunRecord, commit: Committed, records: list[UpdateRecord]
         yield "invalid", f"the sum did not count {total} microbatches"
     if len({(record.loss, record.grad_norm) for record in records}) > 1:
         yield "invalid", "groups applied different sums"
+    for name in ("learning_rate", "makespan"):
+        values = sorted({getattr(record, name) for record in records})
+        if len(values) > 1:
+            yield "invalid", f"groups have different {name}: {', '.join(map(str, values))}"
     appliers = Counter(record.group for record in records)
     for group, times in sorted(appliers.items()):
         if times > 1:

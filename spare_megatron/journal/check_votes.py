@@ -15,7 +15,8 @@ def check_voters(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
     for place, record in part.votes:
         if was_fenced(record, fold):
             reason = f"step {record.step}: group {record.group} voted after it was fenced"
-            yield Finding(severity="invalid", reason=reason, place=place)
+            severity = fold.severity(is_known=record.attempt <= fold.known.attempt)
+            yield Finding(severity=severity, reason=reason, place=place)
 
 
 def check_single_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -43,6 +44,11 @@ def check_voted_work(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Fin
 def check_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """A committed attempt has a complete vote of every group that took part when it was committed."""
     votes = _votes(part)
+    steps = {commit.attempt: commit.step for _, commit in part.commits}
+    for place, record in part.votes:
+        if record.step != steps.get(record.attempt, record.step):
+            reason = f"group {record.group} voted on attempt {record.attempt} as one of step {record.step}"
+            yield Finding(severity="invalid", reason=f"step {steps[record.attempt]}: {reason}", place=(-1, *place))
     for number, commit in part.commits:
         step = commit.step
         for group in sorted(commit.members):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.lines import decode_line
+from spare_megatron.journal.output import NotWritten, whole_file
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import EndRecord, EntryRecord, Record, RunRecord
-from spare_megatron.journal.summary import NOT_RUN, UNKNOWN, Summary, sum_up
+from spare_megatron.journal.summary import NOT_RUN, UNKNOWN, Summary, sum_up, told_by
 
 PROOF_S = 60.0
 """For which a journal is looked at when the run ends. A job whose time is over has no more before it is to be queued
@@ -33,14 +34,12 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
     except TimeoutError:
         summary = _told(run_dir)
     if summary.outcome == UNKNOWN and end is not None:
-        summary = dataclasses.replace(summary, outcome=end.outcome, outcome_reason=end.reason)
-    new = run_dir / f"summary.json.{os.uname().nodename}-{os.getpid()}"
+        summary = told_by(summary, end)
     try:
-        new.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
-        new.rename(run_dir / "summary.json")
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        reason = f"summary.json was not written: {error}"
+        with whole_file("--run-dir", run_dir / "summary.json") as file:
+            file.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    except NotWritten as error:
+        reason = f"summary.json was not written: {error.reason}"
         summary = dataclasses.replace(summary, reasons=(*summary.reasons, reason))
     return summary
 
@@ -59,16 +58,17 @@ def _told(run_dir: Path) -> Summary:
     entries = {r.index: r.entry for path in leaders for r in _last_records(path) if isinstance(r, EntryRecord)}
     commits = [index for index, entry in entries.items() if entry["entry"] == "commit"]
     num_steps = entries[max(commits)]["step"] + 1 if commits else run.first_step
-    return Summary(
+    summary = Summary(
         verdict=NOT_RUN,
         reasons=(
             f"{format_bytes(num_bytes)} of journal take more than {PROOF_S:.0f} s to prove: spare check {run_dir}",
         ),
-        outcome=ends[0].outcome if ends else UNKNOWN,
-        outcome_reason=ends[0].reason if ends else "the journal has no end",
+        outcome=UNKNOWN,
+        outcome_reason="the journal has no end",
         steps_committed=num_steps - run.first_step,
         steps_left=run.num_steps - num_steps,
     )
+    return told_by(summary, ends[0]) if ends else summary
 
 
 def _last_records(path: Path) -> Iterator[Record]:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spare_megatron.journal.quantities import format_bytes, format_duration
-from spare_megatron.journal.records import CheckpointRecord, EndRecord, FaultRecord, LossRecord, Record, RestartRecord
+from spare_megatron.journal.records import (
+    CheckpointRecord,
+    EndRecord,
+    FaultRecord,
+    LossRecord,
+    Record,
+    RestartRecord,
+    StorageRecord,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +73,28 @@ def texts_of_record(record: Record) -> Iterator[str]:
         case CheckpointRecord():
             what = f"checkpoint after {record.step} steps {record.outcome}: {record.reason}"
             yield f"{what}; the earlier ones are untouched, and training goes on"
+
+
+def describe_storage(record: StorageRecord) -> str:
+    """What has become of files that the storage did not take."""
+    match record.outcome:
+        case "held":
+            return f"the storage takes no more of {record.path}: {record.reason}"
+        case "written":
+            return "the storage takes the files of the run again; nothing that was written down is lost"
+        case "lost":
+            files = and_others(record.path, record.num_files - 1)
+            return f"the storage has not taken the last {format_bytes(record.num_bytes)} of {files}: {record.reason}"
+
+
+def and_others(path: str, num_others: int) -> str:
+    """A file, and how many more.
+
+    >>> and_others("a", 0), and_others("a", 1), and_others("a", 2)
+    ('a', 'a and 1 other file', 'a and 2 other files')
+    """
+    plural = "s" if num_others > 1 else ""
+    return f"{path} and {num_others} other file{plural}" if num_others else path
 
 
 def text_of_loss(record: LossRecord, *, is_known: bool) -> str:

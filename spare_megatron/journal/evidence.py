@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.files import Journal
@@ -27,7 +28,10 @@ from spare_megatron.journal.records import (
     RecoveryRecord,
     RedundancyRecord,
     RepairRecord,
+    RestartRecord,
     RunRecord,
+    StorageRecord,
+    TermsRecord,
     UpdateRecord,
     VoteRecord,
 )
@@ -39,7 +43,19 @@ Placed = tuple[Place, Any]
 
 FREQUENT = (ContributionRecord, VoteRecord, UpdateRecord, ParamsRecord)
 """What every group tells of every step, beside the entries of the log."""
-RARE = (RunRecord, RankRecord, LossRecord, FaultRecord, RecoveryRecord, RedundancyRecord, RepairRecord, EndRecord)
+RARE = (
+    RunRecord,
+    RankRecord,
+    TermsRecord,
+    LossRecord,
+    FaultRecord,
+    RecoveryRecord,
+    RestartRecord,
+    RedundancyRecord,
+    RepairRecord,
+    EndRecord,
+    StorageRecord,
+)
 
 
 def is_rare(record: Record) -> bool:
@@ -73,7 +89,11 @@ class Evidence(Protocol):
         entries: Index -> the entry of the log as the first group read it.
         num_stretches: In how many parts the frequent records are to be looked at.
         origin_code: Digest of the code that `origin.json` beside the journal names; None without such a file.
+        settings: Terms of the run by their names, as the settings beside the journal have them; none if unknown.
     """
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
 
     @property
     def rare(self) -> Sequence[Line]: ...
@@ -103,6 +123,7 @@ class HeldEvidence:
 
     num_stretches = 1
     origin_code: str | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

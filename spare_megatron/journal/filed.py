@@ -10,8 +10,9 @@ import math
 import re
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import msgspec
@@ -75,6 +76,7 @@ class FiledEvidence:
         run_dir: The directory of the run.
         stretch_bytes: Of the frequent records that are looked at at a time.
         until_s: When to give up, on the monotonic clock.
+        settings: Terms of the run, as the settings beside the journal have them.
 
     Raises:
         FileNotFoundError: The run directory has no journal.
@@ -82,13 +84,20 @@ class FiledEvidence:
         TimeoutError: It is later; of all methods, too.
     """
 
-    def __init__(self, run_dir: Path, stretch_bytes: int | None = None, until_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        stretch_bytes: int | None = None,
+        until_s: float = math.inf,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         require_known_format(run_dir)
         self._files = sorted((run_dir / "journal").glob("*.jsonl"))
         if not self._files:
             raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
         self.origin_code = origin_field(run_dir, "code")
         self._until_s = until_s
+        self.settings = settings
         self._damage: dict[tuple[int, int], str] = {}  # by file and number of the line
         self._rare: list[tuple[Place, Line]] = []
         self._first_read: dict[int, tuple[Place, bytes]] = {}

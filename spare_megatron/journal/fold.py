@@ -1,10 +1,12 @@
 """The decision log as a journal has it, folded: who took part when, what was committed, what a restart undid."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
+from spare_megatron.journal.finding import Severity
 from spare_megatron.journal.records import RunRecord
 
 Members = frozenset[int]
@@ -53,6 +55,23 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The state after the entries before the first missing one.
+
+    Attributes:
+        num_entries: How many entries these are.
+        is_over: They say that the run is over: only fences may follow.
+        attempt: The attempt under way; earlier ones are decided. Infinite if the run is over.
+        position: Restarts, and committed steps: what was compared before is settled. Infinite if the run is over.
+    """
+
+    num_entries: int
+    is_over: bool
+    attempt: float
+    position: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
     """A whole log, as far as it is in the journal.
 
@@ -69,6 +88,8 @@ class Fold:
         num_restarts: Restarts from a checkpoint.
         errors: What makes the log contradict itself.
         next_step: The step after the last that is committed and not undone.
+        known: What the entries before the first missing one say. Later entries may contradict other records only
+            because of what is missing.
     """
 
     entries: Mapping[int, dict[str, Any]]
@@ -82,6 +103,20 @@ class Fold:
     num_restarts: int
     errors: tuple[str, ...]
     next_step: int
+    known: "Known"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no entry is missing before the last."""
+        return self.known.num_entries == len(self.entries)
+
+    def severity(self, *, is_known: bool) -> Severity:
+        """Of a contradiction between the log and another record.
+
+        Args:
+            is_known: The entries before the first missing one contradict the record by themselves.
+        """
+        return "invalid" if is_known else "unknown"
 
     @property
     def kept(self) -> tuple[Committed, ...]:
@@ -112,6 +147,7 @@ class Folding:
         self.opened: dict[int, Mapping[int, int]] = {0: self.incarnations}
         self.restarted_at: list[int] = []  # committed steps that each restart kept
         self.errors: list[str] = []
+        self.is_over = False
 
     @property
     def num_restarts(self) -> int:
@@ -136,6 +172,14 @@ class Folding:
             case "restart":
                 self._restart(entry)
                 self._open(self.attempt + 1)
+            case "finish" | "giveup" | "halt":
+                self.is_over = True
+
+    def known(self, num_entries: int) -> Known:
+        """The state, if no entry has been missing so far."""
+        position = (math.inf, math.inf) if self.is_over else (self.num_restarts, self.step)
+        attempt = math.inf if self.is_over else self.attempt
+        return Known(num_entries=num_entries, is_over=self.is_over, attempt=attempt, position=position)
 
     def _fence(self, index: int, group: int, incarnation: int) -> None:
         """It stands for this and every earlier incarnation, whether they took part or waited to."""
@@ -200,6 +244,9 @@ class Folding:
             self.errors.append(f"step {commit.step} is committed after the last")
         self.commits.append(commit)
         self.step = commit.step + 1
+        # Nothing is left to be compared or gathered after the last step: no entry says that the run is finished.
+        is_last = commit.is_last or commit.step + 1 == self.run.num_steps
+        self.is_over = is_last and not commit.saved and not self.run.slice_redundancy
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
         if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit takes nobody in
@@ -228,13 +275,17 @@ class Folding:
         self.kept = ()
         self.attempts.clear()
         self.restarted_at.append(entry["step"])
+        self.is_over = False
 
 
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
     """Folds the entries in the order of their indices; indices may be missing."""
     folding = Folding(run)
-    for index in sorted(entries):
+    known = folding.known(0)
+    for number, index in enumerate(sorted(entries), 1):
         folding.take(index, entries[index])
+        if index < number:
+            known = folding.known(number)
     commits = tuple(
         replace(commit, is_undone=True) if commit.index in folding.undone else commit for commit in folding.commits
     )
@@ -250,4 +301,5 @@ def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
         num_restarts=folding.num_restarts,
         errors=tuple(folding.errors),
         next_step=folding.step,
+        known=known,
     )

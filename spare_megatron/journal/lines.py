@@ -23,6 +23,8 @@ from spare_megatron.journal.records import (
     RunRecord,
     SnapshotRecord,
     StartRecord,
+    StorageRecord,
+    TermsRecord,
     UpdateRecord,
     VoteRecord,
 )
@@ -52,6 +54,8 @@ KINDS: dict[str, type[Record]] = {
     "redundancy": RedundancyRecord,
     "repair": RepairRecord,
     "end": EndRecord,
+    "storage": StorageRecord,
+    "terms": TermsRecord,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 SaveOutcome = Literal["saved", "failed", "skipped"]
 """A save is skipped while the group is still writing an earlier one."""
+StorageOutcome = Literal["held", "written", "lost"]
+"""What is held is in memory, and lost unless it is written before the run ends. Only journal files count as lost."""
 StateSource = Literal["storage", "memory"]
 """A checkpoint, or the parameters with which the run began; or a snapshot."""
 
@@ -70,6 +72,8 @@ class RunRecord:
     """Which corpus it reads: digest of both files, tokens, tokenizer where known; empty in earlier versions."""
     loaded_corpus: str = ""
     """That of the checkpoint that it begins with, where that is known to be another one."""
+    terms: str = ""
+    """`digest_of_terms` of the record, as the driver wrote it; empty in earlier journals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,16 @@ class RankRecord:
     incarnation: int
     code: str
     """Digest of the package's Python files, as this process has imported them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermsRecord:
+    """The terms that a group runs under in one of its lives, by its own settings; written by its leader first."""
+
+    group: int
+    incarnation: int
+    sha256: str
+    """`digest_of_terms`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +355,22 @@ class EndRecord:
 
     outcome: Outcome
     reason: str
+    steps_committed: int | None = None
+    """As the leaders reported to the driver; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageRecord:
+    """The storage stops taking files of the run, takes them again, or has not taken their ends; by the driver."""
+
+    outcome: StorageOutcome
+    path: str
+    """Of the first of these files, in the run's directory."""
+    reason: str = ""
+    """The error; empty where it takes them again."""
+    num_files: int = 1
+    num_bytes: int = 0
+    """That are lost."""
 
 
 Record = (
@@ -362,6 +392,8 @@ Record = (
     | RedundancyRecord
     | RepairRecord
     | EndRecord
+    | StorageRecord
+    | TermsRecord
 )
 
 

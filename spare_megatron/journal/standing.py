@@ -23,9 +23,11 @@ from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,
     ParamsRecord,
+    Record,
     RecoveryRecord,
     RestartRecord,
     RunRecord,
+    StorageRecord,
     UpdateRecord,
 )
 from spare_megatron.journal.recoveries import Recoveries
@@ -35,7 +37,7 @@ GroupState = Literal["alive", "slow", "rejoining", "lost", "given up"]
 
 PARAMS = "params"
 """Digests of parameters, which are read only to compare two runs: a long run has many."""
-UNREAD = ("vote", "snapshot", "redundancy", "repair")
+UNREAD = ("vote", "snapshot", "redundancy", "repair", "terms", "rank")
 """Kinds of records that say nothing of how a run stands."""
 
 _SLOW_RATIO = 1.5
@@ -64,6 +66,7 @@ class Standing:
         began_s: When that was written.
         told_s: When the newest line was.
         end: How the run ended; None while it goes on.
+        storage: That the storage takes no more of the journal; None while it does.
         steps: What is known of each attempt to make a step.
         recoveries: What they cost.
         checkpoints: How saves ended, each with when, in the order of the lines.
@@ -79,6 +82,7 @@ class Standing:
         self.run: RunRecord | None = None
         self.began_s = self.told_s = 0.0
         self.end: EndRecord | None = None
+        self.storage: StorageRecord | None = None
         self.steps = StepTable(0, 0)
         self._losses = Losses()
         self.recoveries = Recoveries()
@@ -155,11 +159,16 @@ class Standing:
                 self.checkpoints.append((at_s, record))
             case ParamsRecord():
                 self._params.setdefault((record.num_restarts, record.step), set()).add(record.sha256)
+            case StorageRecord():
+                self.storage = None if record.outcome == "written" else record
             case EndRecord() if self.end is None:
                 self.end = record
                 self._note(text_of_end(record, self._halted_by), at_s)
+        self._note_texts_of(record, at_s)
+
+    def _note_texts_of(self, record: Record, at_s: float) -> None:
         for text in texts_of_record(record):
-            if isinstance(record, RestartRecord):  # each group tells of the checkpoints that none could use
+            if isinstance(record, RestartRecord):  # each group reports the checkpoints that none could use
                 if text in self._rejected:
                     continue
                 self._rejected.add(text)

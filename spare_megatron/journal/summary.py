@@ -1,6 +1,6 @@
 """A run in figures, from its journal alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spare_megatron.journal.check import check
 from spare_megatron.journal.evidence import Attempts, Evidence, HeldEvidence, Steps
@@ -60,11 +60,11 @@ def sum_up(evidence: Evidence) -> Summary:
     left = [run.num_steps - run.first_step - verdict.steps_committed for run in rare.of(RunRecord)]
     ends, entries = rare.of(EndRecord), evidence.entries.values()
     fenced = {(entry["group"], entry.get("incarnation", 0)) for entry in entries if entry["entry"] == "fence"}
-    return Summary(
+    summary = Summary(
         verdict=verdict.verdict,
         reasons=verdict.reasons,
-        outcome=ends[0].outcome if ends else UNKNOWN,
-        outcome_reason=ends[0].reason if ends else "the journal has no end",
+        outcome=UNKNOWN,
+        outcome_reason="the journal has no end",
         steps_committed=verdict.steps_committed,
         steps_lost=sum(entry["entry"] == "commit" for entry in entries) - verdict.steps_committed,
         restarts=sum(entry["entry"] == "restart" for entry in entries),
@@ -78,6 +78,23 @@ def sum_up(evidence: Evidence) -> Summary:
         slices_moved=sum(record.is_move for record in rare.of(RepairRecord)),
         full_redundancy_s=full_redundancy_s(rare),
         steps_left=sum(left),
+    )
+    return told_by(summary, ends[0]) if ends else summary
+
+
+def told_by(summary: Summary, end: EndRecord) -> Summary:
+    """The summary, with what the driver knows of a finished run and the journal may lack: how many steps it has."""
+    num_missing = 0
+    if end.outcome == "finished" and end.steps_committed is not None:
+        num_missing = max(0, end.steps_committed - summary.steps_committed)
+    return replace(
+        summary,
+        outcome=end.outcome,
+        outcome_reason=end.reason,
+        steps_committed=summary.steps_committed + num_missing,
+        steps_left=summary.steps_left - num_missing,
+        final_loss=None if num_missing else summary.final_loss,
+        params_sha256=None if num_missing else summary.params_sha256,
     )
 
 

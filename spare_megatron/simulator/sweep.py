@@ -118,6 +118,15 @@ class Estimate:
     mean: float
     ci95: float | None
 
+    def share_interval(self) -> tuple[float, float]:
+        """The interval where the mean is that of a share: within 0 and 1; the mean alone with fewer than two samples.
+
+        >>> Estimate(mean=0.75, ci95=0.5).share_interval()
+        (0.25, 1.0)
+        """
+        half = self.ci95 or 0.0
+        return max(0.0, self.mean - half), min(1.0, self.mean + half)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:

@@ -1,6 +1,7 @@
 """A real run's journal proves the run; the same journal doctored does not."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.journal.check import check, check_journal
 from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.records import RestartRecord
+from spare_megatron.journal.terms import digest_of_terms
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, tiny_config
 
 pytestmark = pytest.mark.timeout(120)
@@ -136,6 +140,59 @@ def apply_a_sum_of_too_little(lines: Lines) -> None:
             line["num_microbatches"] -= 1
 
 
+def apply_another_learning_rate(lines: Lines) -> None:
+    one(lines, "update", step=STEP, group=2)["learning_rate"] *= 2
+
+
+def apply_another_makespan(lines: Lines) -> None:
+    one(lines, "update", step=STEP, group=2)["makespan"] += 1
+
+
+def contribute_in_another_epoch(lines: Lines) -> None:
+    contributions(lines)[2]["epoch"] += 1
+
+
+def vote_on_another_step(lines: Lines) -> None:
+    one(lines, "vote", step=STEP, group=2)["step"] += 1
+
+
+def raise_the_redundancy(lines: Lines) -> None:
+    """All that the groups computed is theirs to compute then, too."""
+    one(lines, "run")["redundancy"] += 1
+
+
+def raise_the_redundancy_and_its_digest(lines: Lines) -> None:
+    raise_the_redundancy(lines)
+    run = one(lines, "run")
+    run["terms"] = digest_of_terms(run)
+
+
+def change_the_terms_of_a_group(lines: Lines) -> None:
+    one(lines, "terms", group=2)["sha256"] = "0" * 64
+
+
+def drop_the_terms_of_a_group(lines: Lines) -> None:
+    lines.remove(one(lines, "terms", group=2))
+
+
+def blame_another_group(lines: Lines) -> None:
+    one(lines, "loss")["group"] = 3
+
+
+def recover_from_another_loss(lines: Lines) -> None:
+    one(lines, "recovery", group=2)["lost"] = [3]
+
+
+def start_again_without_an_entry(lines: Lines) -> None:
+    restart = RestartRecord(group=2, incarnation=1, step=1, rework_steps=1, restart_s=1.0)
+    source = "group-0002-rank-0"
+    lines.append(json.loads(encode_line(Line(source=source, at_s=lines[-1]["at_s"], record=restart))))
+
+
+def inject_another_fault(lines: Lines) -> None:
+    lines.append({**one(lines, "fault"), "kind": "raise"})
+
+
 def drop_the_fault(lines: Lines) -> None:
     lines.remove(one(lines, "fault"))
 
@@ -183,6 +240,18 @@ DOCTORED: list[tuple[Callable[[Lines], None], str, str]] = [
     (apply_twice, "invalid", "step 2: group 2 applied it 2 times"),
     (apply_another_sum, "invalid", "step 2: groups applied different sums"),
     (apply_a_sum_of_too_little, "invalid", "step 2: the sum did not count 8 microbatches"),
+    (apply_another_learning_rate, "invalid", "step 2: groups have different learning_rate: "),
+    (apply_another_makespan, "invalid", "step 2: groups have different makespan: "),
+    (contribute_in_another_epoch, "invalid", "step 2: groups reduced attempt 3 as different sets"),
+    (vote_on_another_step, "invalid", "step 2: group 2 voted on attempt 3 as one of step 3"),
+    (raise_the_redundancy, "invalid", "the run record has other terms than those its digest was taken of"),
+    (raise_the_redundancy_and_its_digest, "invalid", "group 0 ran under other terms than the run record has"),
+    (change_the_terms_of_a_group, "invalid", "group 2 ran under other terms than the run record has"),
+    (drop_the_terms_of_a_group, "unknown", "the terms that group 2 ran under in its life 0 are not in the journal"),
+    (blame_another_group, "invalid", "log entry 1 does not fence group 3 in its life 0"),
+    (recover_from_another_loss, "invalid", "group 2 recovered from the loss of groups [3] in step 1"),
+    (start_again_without_an_entry, "invalid", "group 2 started again after 1 steps in life 1, and no entry says so"),
+    (inject_another_fault, "invalid", "a fault was injected that the run record does not have: raise of group 1"),
     (drop_the_fault, "unknown", "never struck"),
     (
         change_the_code_of_a_rank,
@@ -240,6 +309,21 @@ def test_a_doctored_origin_fails_the_check_and_a_journal_that_was_copied_without
     reason = f"invalid: origin.json names code 000000000000, the run record code {origin['code'][:12]}"
     assert check(FiledEvidence(tmp_path)).reasons == (reason,)
     assert CliRunner().invoke(app, ["check", str(tmp_path)]).exit_code == 1
+
+
+def test_a_run_record_that_is_not_that_of_the_settings_beside_it_fails_the_check(run: Run, tmp_path: Path) -> None:
+    """Though every group says so, too: only the file of the settings is as it was."""
+    lines = read_lines(run.run_dir)
+    raise_the_redundancy_and_its_digest(lines)
+    for line in lines:
+        if line["record"] == "terms":
+            line["sha256"] = one(lines, "run")["terms"]
+    write_lines(lines, tmp_path)
+    assert CliRunner().invoke(app, ["check", str(tmp_path)]).exit_code == 0
+    shutil.copy(run.run_dir / "config.toml", tmp_path)
+    answer = CliRunner().invoke(app, ["check", str(tmp_path)])
+    assert answer.exit_code == 1
+    assert "the run record has redundancy=3, and config.toml 2" in answer.output
 
 
 def test_only_the_last_line_of_a_writer_may_be_torn(run: Run, tmp_path: Path) -> None:

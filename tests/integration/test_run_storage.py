@@ -15,11 +15,14 @@ from spare_megatron.cli.train import exit_code, unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
 from spare_megatron.core.phases import Phase
 from spare_megatron.faults.injection import Injector, fill_disk
-from spare_megatron.journal.records import CheckpointRecord, RestartRecord
+from spare_megatron.journal.check import check
+from spare_megatron.journal.filed import FiledEvidence
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import CheckpointRecord, RestartRecord, StorageRecord
 from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
 from spare_megatron.runtime.checkpoint.verification import verify
 from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import RecordsLost, RunEvent, StepCommitted
+from spare_megatron.runtime.process.reports import RecordsHeld, RecordsLost, RunEvent, StepCommitted
 from spare_megatron.runtime.process.spec import RankSpec
 from spare_megatron.runtime.rank import rank
 from tests.integration.whole_run import Run, kill, losses_of, read_run, tiny_config
@@ -107,26 +110,31 @@ def run_of(
 
 
 def test_a_disk_that_stays_full_costs_the_proof_of_a_run_and_not_the_run(text_corpus: Path, tmp_path: Path) -> None:
-    """It ended as one that could not begin, with exit code 2, and without a summary."""
-    full = FaultConfig(phase=Phase.FORWARD, step=STEPS - 1, group=1, rank=0, kind="disk_full")
+    """It ended as one that could not begin; later as one whose journal was invalid, for it had not committed all."""
+    full = [FaultConfig(phase=Phase.FORWARD, step=STEPS - 2, group=group, rank=0, kind="disk_full") for group in (0, 1)]
     run_dir = tmp_path / "run"
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=STEPS, faults=[full])
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=STEPS, faults=full)
     config = replace(config, checkpoint=replace(config.checkpoint, interval_steps=STEPS))
     events: list[RunEvent] = []
 
     def tell(event: RunEvent) -> None:
         if not any(isinstance(told, StepCommitted) for told in events) and isinstance(event, StepCommitted):
-            for name in ("journal/driver.jsonl", "metrics.jsonl"):
-                fill_disk(descriptor_of(run_dir / name), None)
+            fill_disk(descriptor_of(run_dir / "metrics.jsonl"), None)
         events.append(event)
 
     summary = start_run(config, run_dir, tell)
     assert (summary.outcome, summary.verdict) == ("finished", "unknown"), summary.reasons
+    assert (summary.steps_committed, summary.steps_left) == (STEPS, 0)
+    assert check(FiledEvidence(run_dir)).verdict == "unknown"
     assert exit_code(summary, is_timed=False) == 1
     assert unsaved_end(config, run_dir, summary) == ""
-    lost = [event.reason for event in events if isinstance(event, RecordsLost)]
-    for name in ("group-0001-rank-0.jsonl", "driver.jsonl", "metrics.jsonl"):
-        assert any(name in reason and "bytes are lost" in reason for reason in lost), lost
+    [held] = [event for event in events if isinstance(event, RecordsHeld)]
+    [lost] = [event for event in events if isinstance(event, RecordsLost)]
+    assert {Path(path).name for path in lost.paths} == {f"group-000{group}-rank-0.jsonl" for group in (0, 1)} | {
+        "metrics.jsonl"
+    }
+    assert held.reason == lost.reason == "[Errno 28] No space left on device"
+    assert [r.outcome for r in read_journal(run_dir).of(StorageRecord)] == ["held", "lost"]
 
 
 def descriptor_of(path: Path) -> int:

@@ -72,12 +72,14 @@ def test_a_snapshot_of_what_was_undone_is_an_error() -> None:
 
 @pytest.mark.parametrize("snapshot", [2, None])
 def test_what_is_taken_over_is_what_the_groups_held(snapshot: int | None) -> None:
-    fold = folded(*BEFORE, restart(2, snapshot))
+    fold = folded(*BEFORE, restart(2, snapshot), commit(2, 5))
     assert found(compared((0, 2, "a"), (1, 2, "a")), fold) == []
     assert found(compared((0, 1, "a"), (1, 2, "b")), fold) == []  # was not compared there
     (finding,) = found(compared((0, 2, "a"), (1, 2, "b")), fold)
     assert finding.severity == "invalid"
     assert "after 2 steps" in finding.reason
+    (finding,) = found(compared((0, 2, "a"), (1, 2, "b")), folded(*BEFORE, restart(2, snapshot)))
+    assert finding.severity == "unknown", "the next entry, which may fence who took over something else, is missing"
 
 
 def test_what_was_found_wrong_is_not_what_the_groups_held() -> None:

@@ -133,7 +133,11 @@ def test_who_lets_go_of_what_it_has_not_is_found() -> None:
 
 def test_an_end_without_whole_parameters_is_found() -> None:
     lines = journal_of()
-    assert "no entry says" in finding_in(with_entries(lines, lambda e: None if e["entry"] == "finish" else e))
+    answer = verdict_of(with_entries(lines, lambda e: None if e["entry"] == "finish" else e))
+    assert answer.verdict == "unknown", "the entry is missing, nothing contradicts it"
+    assert "no entry says" in answer.reasons[0]
+    halted = {"entry": "halt", "step": 8, "reason": ""}
+    assert "no entry says" in finding_in(with_entries(lines, lambda e: halted if e["entry"] == "finish" else e))
     [run] = [line.record for line in lines if isinstance(line.record, RunRecord)]
     attempt = max(
         line.record.entry["attempt"]

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.cli.simulate_calibrate import costs_elsewhere, measured_by
+from spare_megatron.cli.simulate_table import percent_with_bounds
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import EntryRecord
+from spare_megatron.simulator.sweep import Estimate
 
 SMALL = """
 num_groups = 12
@@ -87,6 +89,13 @@ def test_the_table_names_what_keeps_the_ratio_from_1(small: str) -> None:
     for text in ("time to train", "+-", "availability", "what keeps it from 1", "extra compute", "restarts"):
         assert text in result.stdout
     assert "case 2/2" in result.stderr
+
+
+def test_the_interval_of_a_share_stays_within_all_of_it() -> None:
+    """The table had `94.33 +- 51.26 %`."""
+    assert percent_with_bounds(Estimate(mean=0.9433, ci95=0.5126), 2) == "94.33 (43.07 to 100.00)"
+    assert percent_with_bounds(Estimate(mean=0.25, ci95=0.5), 1) == "25.0 (0.0 to 75.0)"
+    assert percent_with_bounds(Estimate(mean=0.25, ci95=None), 1) == "25.0"
 
 
 def test_losses_are_told_by_cause_where_causes_have_names(small: str) -> None:

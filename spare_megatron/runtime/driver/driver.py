@@ -122,7 +122,7 @@ class Driver:
         self._has_begun = False
         self._store_failure = ""
         self._without_store: set[int] = set()
-        self._num_steps = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
+        self._num_steps = self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
         """Committed so far."""
 
     def run(self) -> EndRecord:
@@ -165,6 +165,7 @@ class Driver:
                     store=store,
                     hub=hub,
                 )
+                end = replace(end, steps_committed=self._num_steps - self._first_step)
                 self._journal.write(end)
             if isinstance(spec, EtcdStoreSpec):
                 remove_keys(spec)
@@ -272,6 +273,8 @@ class Driver:
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._last_rejoined[member.group] = member.incarnation
                 self._stop_reason = ""
+                if isinstance(report, GroupRestarted):
+                    self._num_steps = report.step
             case StoreGone(node=node, reason=reason):
                 self._without_store.add(node)
                 if self._are_lost(set(self._nodes) - self._without_store):
@@ -280,7 +283,7 @@ class Driver:
                 # A group that has come back before the others were ready waits for them.
                 self._has_begun = self._has_begun or group not in self._lost
             case StepCommitted(step=step):
-                self._num_steps = step + 1
+                self._num_steps = max(self._num_steps, step + 1)
             case RunStopped(reason=reason):
                 self._stop_reason = reason
             case RankRaised():

@@ -17,10 +17,9 @@ from pathlib import Path
 from spare_megatron import __version__
 from spare_megatron.config.corpus import judge_corpus
 from spare_megatron.config.exports import write_with_exports
-from spare_megatron.config.implications import implications
-from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.own_code import code_digest, commit
 from spare_megatron.config.resolved import dump_run_config
+from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.sample_index import leased
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import other_corpus
@@ -33,18 +32,28 @@ from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.origin import ORIGIN
+from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import EndRecord, RunRecord
 from spare_megatron.journal.summary import Summary
+from spare_megatron.journal.terms import digest_of_terms
 from spare_megatron.runtime.checkpoint.checkpoints import folder_of, step_of
 from spare_megatron.runtime.checkpoint.loading import resolve_load
 from spare_megatron.runtime.checkpoint.verification import read_manifest
 from spare_megatron.runtime.driver.driver import Driver
 from spare_megatron.runtime.driver.preflight import preflight
 from spare_megatron.runtime.driver.stand_in import ByHand, Launcher
+from spare_megatron.runtime.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.runtime.process.lock import LOCK, locked
-from spare_megatron.runtime.process.records_end import close_or_tell
-from spare_megatron.runtime.process.reports import CheckpointRejected, RunEvent, Starting, StoreAwaited
+from spare_megatron.runtime.process.records_end import close_or_tell, report_held
+from spare_megatron.runtime.process.reports import (
+    CheckpointRejected,
+    RecordsHeld,
+    RecordsLost,
+    RunEvent,
+    Starting,
+    StoreAwaited,
+)
 from spare_megatron.runtime.process.spec import RankMain, RankSpec
 
 _DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
@@ -113,9 +122,11 @@ def start_run(
     with contextlib.ExitStack() as held:
         held.enter_context(leased(config))
         preflight(config)
-        held.enter_context(locked(run_dir))
+        with named_errors("--run-dir", run_dir):
+            held.enter_context(locked(run_dir))
         if config.checkpoint.is_wanted:
-            held.enter_context(locked(folder))
+            with named_errors("checkpoint.folder" if config.checkpoint.folder else "--run-dir", folder):
+                held.enter_context(locked(folder))
         launcher = ByHand() if config.cluster.launcher == "hand" else launcher
         return _run(config, run_dir, on_event, faults, partial(Driver, rank_main=rank_main, launcher=launcher))
 
@@ -155,61 +166,54 @@ def _run(
     faults: tuple[Fault, ...],
     make_driver: Callable[..., Driver],
 ) -> Summary:
-    write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
     origin = {"version": __version__, "commit": commit(), "code": code_digest()}
-    (run_dir / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+    with named_errors("--run-dir", run_dir):
+        write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
+        (run_dir / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
     record = run_record(config, faults, origin)
-    journal = JournalWriter(run_dir, "driver")
-    metrics = Telemetry(config, record, open_sinks(config, run_dir, on_event))
-    journal.write(record)
+    storage = StorageWatch(run_dir, on_event)
 
     def tell(event: RunEvent) -> None:
-        metrics.take(event)
-        on_event(event)
+        match event:
+            case RecordsHeld():
+                storage.held(event)
+            case RecordsLost():
+                storage.lost(event)
+            case _:
+                metrics.take(event)
+                on_event(event)
 
+    with named_errors("--run-dir", run_dir):
+        journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(tell))
+        metrics = Telemetry(config, record, open_sinks(config, run_dir, tell))
+    journal.write(record)
+    journal.reserve(RESERVED_BYTES)
     driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
     end: EndRecord | None = None
     try:
         end = driver.run()
     finally:
-        close_or_tell(journal, on_event)
-        close_or_tell(metrics, on_event)
+        close_or_tell(metrics, tell)
+        storage.record_lost()
+        close_or_tell(journal, tell)
+        storage.report_lost()
         summary = conclude(run_dir, end)
     return summary
 
 
 def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:
     """The terms of a run, from its resolved configuration and `origin.json`."""
-    tokens = implications(config).tokens_per_step
+    terms = terms_of_run(config)
     return RunRecord(
+        **terms,
+        terms=digest_of_terms(terms),
         format=FORMAT,
-        name=config.name,
-        num_groups=config.layout.num_groups,
-        ranks_per_group=config.parallel.ranks_per_group,
-        redundancy=config.spare.redundancy,
-        microbatches_per_shard=config.spare.microbatches_per_shard,
-        num_steps=config.train.steps,
-        placement=config.spare.placement,
-        groups_per_domain=config.spare.groups_per_domain,
-        slice_redundancy=config.optimizer.redundancy if config.optimizer.sharding == "stacked" else 0,
-        granularity=config.spare.granularity,
-        last_resort=config.data.access == "shared",
-        reduce_mode=config.reduce.mode,
-        params_check_every_steps=config.train.params_check_every_steps,
         num_processors=len(os.sched_getaffinity(0)) if config.cluster.device == "cpu" else 0,
         first_step=step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0,
-        loaded=config.checkpoint.load,
-        ranks_per_stage=config.layout.tensor_parallel * config.layout.context_parallel,
-        pipeline_fill=(config.layout.pipeline_parallel - 1) / config.layout.virtual_pipeline,
-        tokens_per_step=tokens,
-        flops_per_step=flops_per_token(config) * tokens,
-        peak_tflops=config.metrics.peak_tflops,
-        max_minutes=config.train.max_minutes,
         version=__version__,
         commit=origin["commit"],
         host=socket.gethostname(),
         code=origin["code"],
-        corpus=config.data.identity,
         loaded_corpus=_loaded_corpus(config),
         faults=[
             {

@@ -10,6 +10,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.liveness import Operation
 from spare_megatron.core.placement import make_placement
 from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.journal.output import named_errors
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RunRecord
 from spare_megatron.journal.speed import flops_utilization, tflops_per_rank, tokens_per_second
 from spare_megatron.metrics.jsonl import JsonlSink
@@ -17,12 +18,14 @@ from spare_megatron.metrics.sink import DetachedSink, Sink, Value
 from spare_megatron.metrics.tensorboard import TensorBoardSink
 from spare_megatron.metrics.wandb import WandbSink
 from spare_megatron.runtime.driver.live_goodput import LiveGoodput
+from spare_megatron.runtime.process.records_end import report_held
 from spare_megatron.runtime.process.reports import (
     CheckpointTold,
     GroupLost,
     GroupRejoined,
     GroupRestarted,
     MetricsLost,
+    RecordsHeld,
     StepCommitted,
     StoreMeasured,
 )
@@ -31,7 +34,7 @@ _UNTOLD = ("slurm", "control")
 """Sections of the configuration that stay here: where it trains says nothing of the training, and may be secret."""
 
 
-def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost], None]) -> list[Sink]:
+def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost | RecordsHeld], None]) -> list[Sink]:
     """Everything that is to take the metrics of a run."""
     metrics = config.metrics
 
@@ -40,11 +43,16 @@ def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost
 
     def open_wandb() -> Sink:
         told = {name: value for name, value in dataclasses.asdict(config).items() if name not in _UNTOLD}
-        return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, told)
+        with named_errors("--run-dir", run_dir):
+            return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, told)
 
-    sinks: list[Sink] = [JsonlSink(run_dir)]
+    def open_tensorboard() -> Sink:
+        with named_errors("--run-dir", run_dir):
+            return TensorBoardSink(run_dir)
+
+    sinks: list[Sink] = [JsonlSink(run_dir, report_held(on_event))]
     if metrics.tensorboard:
-        sinks.append(DetachedSink("TensorBoard", lambda: TensorBoardSink(run_dir), failed))
+        sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed))
     if metrics.wandb_project:
         sinks.append(DetachedSink("Weights & Biases", open_wandb, failed))
     return sinks

@@ -167,9 +167,30 @@ class CheckpointTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordsLost:
-    """The disk has not taken all that a process wrote down of the run."""
+class RecordsHeld:
+    """The storage does not take a file of the run: what is appended to it stays in memory.
 
+    Attributes:
+        path: The file.
+        reason: The error; empty when the storage has taken everything again.
+    """
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsLost:
+    """Files of the run were closed before the storage had taken all of them.
+
+    Attributes:
+        paths: The files.
+        num_bytes: What is missing at their ends.
+        reason: The error.
+    """
+
+    paths: tuple[str, ...]
+    num_bytes: int
     reason: str
 
 
@@ -184,6 +205,7 @@ RankReport = (
     | RunStopped
     | FaultStruck
     | FaultWanted
+    | RecordsHeld
     | RecordsLost
 )
 

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from spare_megatron.config.own_code import code_digest, code_mismatch
+from spare_megatron.config.run_terms import terms_of_run
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
 from spare_megatron.control.open_store import open_store
@@ -21,13 +22,14 @@ from spare_megatron.core.topology import GroupId, Member, SliceId
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord
+from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord
+from spare_megatron.journal.terms import digest_of_terms
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.runtime.process.beacon import Beacon
 from spare_megatron.runtime.process.probe import RankProbe
 from spare_megatron.runtime.process.processes import leave, say
-from spare_megatron.runtime.process.records_end import close_or_tell
+from spare_megatron.runtime.process.records_end import close_or_tell, report_held
 from spare_megatron.runtime.process.reports import (
     ExitCode,
     FaultStruck,
@@ -104,7 +106,9 @@ class _Rank:
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
         self._beacon = Beacon(spec.page, pass_times_on(spec.device))
-        self._journal = JournalWriter(spec.run_dir, spec.name, writing=self._beacon.writing)
+        self._journal = JournalWriter(
+            spec.run_dir, spec.name, writing=self._beacon.writing, on_held=report_held(reports.send)
+        )
         self._probe = RankProbe(Injector(spec.faults, self._journal_fault, self._request_fault), self._beacon)
         ends_at_s = None if spec.seconds_left is None else time.monotonic() + spec.seconds_left
         self._is_first_on_node = spec.config.parallel.is_first_on_node(spec.group, spec.rank)
@@ -159,6 +163,9 @@ class _Rank:
             may_come_back=_all_groups(config) if config.spare.rejoins or config.checkpoint.max_restarts else (),
             fan_in=config.control.vote_fan_in,
         )
+        if agreement.is_leader:
+            digest = digest_of_terms(terms_of_run(config))
+            self._journal.write(TermsRecord(group=spec.group, incarnation=spec.incarnation, sha256=digest))
         relay = open_relay(spec.member, self._store, config) if agreement.is_leader else None
         voting = Voting(agreement, relay)
         communicator = CrossGroupCommunicator(

@@ -243,7 +243,7 @@ class Saver:
                 save.outcome = "saved"
         except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever it is, training goes on)
             if save.outcome != "saved":
-                save.outcome, save.reason = "failed", _in_a_line(error)
+                save.outcome, save.reason = "failed", with_folder(_in_a_line(error), self._folder)
             if save.is_saver and self._is_first:
                 with contextlib.suppress(OSError):  # perhaps what made the save fail
                     clear_leftovers(self._folder, save.others)
@@ -367,6 +367,16 @@ class Saver:
 
 def _stored(written: Written) -> dict[str, StoredFile]:
     return {name: StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
+
+
+def with_folder(reason: str, folder: Path) -> str:
+    """The reason of a failed save with the folder and its setting, where a system call's error names no path.
+
+    >>> with_folder("OSError: [Errno 28] No space left on device", Path("/kept"))
+    'OSError: [Errno 28] No space left on device: checkpoint.folder /kept'
+    """
+    is_bare = "[Errno " in reason and str(folder) not in reason
+    return f"{reason}: checkpoint.folder {folder}" if is_bare else reason
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LossRecord, StartRecord
 from spare_megatron.runtime.process.agenda import Agenda
 from spare_megatron.runtime.process.network import NodeNetwork
-from spare_megatron.runtime.process.records_end import close_or_tell
+from spare_megatron.runtime.process.records_end import close_or_tell, report_held
 from spare_megatron.runtime.process.reports import (
     EndEarly,
     ExitCode,
@@ -71,7 +71,8 @@ class Supervisor:
         self._spec = spec
         self._control = spec.config.control
         self._interval_s = self._control.heartbeat_interval_s
-        self._journal = JournalWriter(spec.run_dir, spec.name)
+        on_held = report_held(lambda event: self._driver.tell(event))
+        self._journal = JournalWriter(spec.run_dir, spec.name, on_held=on_held)
         self._ranks = RankProcesses(spec)
         self._timeline = Timeline(spec, self._ranks)
         self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.take)

@@ -1,0 +1,46 @@
+"""The terms of a run: what its settings fix for all groups, by the names that the run record has for them."""
+
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.config.implications import implications
+from spare_megatron.config.loader import load_run_config
+from spare_megatron.config.model_shape import flops_per_token
+from spare_megatron.config.schema import RunConfig
+
+
+def terms_of_run(config: RunConfig) -> dict[str, Any]:
+    """The terms that a resolved configuration fixes; the same in the driver and in every rank."""
+    layout, spare = config.layout, config.spare
+    tokens = implications(config).tokens_per_step
+    return {
+        "name": config.name,
+        "num_groups": layout.num_groups,
+        "ranks_per_group": config.parallel.ranks_per_group,
+        "ranks_per_stage": layout.tensor_parallel * layout.context_parallel,
+        "pipeline_fill": (layout.pipeline_parallel - 1) / layout.virtual_pipeline,
+        "redundancy": spare.redundancy,
+        "microbatches_per_shard": spare.microbatches_per_shard,
+        "placement": spare.placement,
+        "groups_per_domain": spare.groups_per_domain,
+        "granularity": spare.granularity,
+        "last_resort": config.data.access == "shared",
+        "slice_redundancy": config.optimizer.redundancy if config.optimizer.sharding == "stacked" else 0,
+        "reduce_mode": config.reduce.mode,
+        "num_steps": config.train.steps,
+        "params_check_every_steps": config.train.params_check_every_steps,
+        "loaded": config.checkpoint.load,
+        "tokens_per_step": tokens,
+        "flops_per_step": flops_per_token(config) * tokens,
+        "peak_tflops": config.metrics.peak_tflops,
+        "max_minutes": config.train.max_minutes,
+        "corpus": config.data.identity,
+    }
+
+
+def terms_in(run_dir: Path) -> dict[str, Any]:
+    """The terms by the settings that a run's directory has; none where it has none that this version can read."""
+    try:
+        return terms_of_run(load_run_config(run_dir / "config.toml").config)
+    except (ValueError, OSError):
+        return {}

@@ -1,0 +1,71 @@
+"""Files that are written as a whole or not at all, and errors that name the path and the setting that chose it."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class NotWritten(OSError):
+    """A path cannot be written; the text names the error, the setting and the path, and says what to do.
+
+    Attributes:
+        reason: The error alone.
+    """
+
+    def __init__(self, error: OSError, setting: str, path: Path) -> None:
+        remedy = "choose another"
+        if error.errno in _NO_ROOM:
+            remedy = "make room there, or choose another"
+        elif error.errno in _NOT_ALLOWED:
+            remedy = "choose one that you may write"
+        self.reason = str(error) if error.errno is None else f"[Errno {error.errno}] {error.strerror}"
+        super().__init__(f"{self.reason}: {setting} {path}: {remedy}")
+
+
+@contextmanager
+def named_errors(setting: str, path: Path) -> Iterator[None]:
+    """Around what writes a path that a setting chose: errors about it, or about no path, become `NotWritten`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, NotWritten | BrokenPipeError) or not _is_about(error, path):
+            raise
+        raise NotWritten(error, setting, path) from error
+
+
+@contextmanager
+def whole_file(setting: str, path: Path) -> Iterator[Path]:
+    """Gives a path to write, beside the file that it becomes when the block ends. If that raises nothing is left.
+
+    What is there and is no plain file, as /dev/stdout, is written in place.
+
+    Raises:
+        NotWritten: The file cannot be written.
+    """
+    with named_errors(setting, path):
+        if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):
+            yield path
+            return
+        target = path.resolve()
+        aside = target.with_name(f".{target.name}.{os.uname().nodename}-{os.getpid()}")
+        try:
+            yield aside
+            if target.exists():
+                shutil.copymode(target, aside)
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _is_about(error: OSError, path: Path) -> bool:
+    """Whether it is about the path, a folder that it is in, or a file in it; or nothing says what it is about."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return True
+    other, path = Path(error.filename).absolute(), path.absolute()
+    return other.is_relative_to(path.parent) or path.is_relative_to(other)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.journal.quantities import format_bytes
+from spare_megatron.runtime.process.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import Finding
@@ -50,7 +51,8 @@ def doctor(
                 raise ValueError("--node takes --folder, that of the `spare doctor` elsewhere, and no --config")
             from spare_megatron.runtime.doctor.examination import serve_examination
 
-            serve_examination(folder, node, wait_s)
+            with raising():
+                serve_examination(folder, node, wait_s)
             return
         if config is None:
             raise ValueError("--config is missing: the preset of the run that is to come, or --node")
@@ -101,9 +103,10 @@ def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[
     host = address_towards(hosts)
     if len(names) > 1:
         refuse_loopback(host, hosts)
-    reports = examine(
-        config, names=names, folder=folder, checkpoints=checkpoints, host=host, start=start, wait_s=wait_s
-    )
+    with raising():
+        reports = examine(
+            config, names=names, folder=folder, checkpoints=checkpoints, host=host, start=start, wait_s=wait_s
+        )
     return reports, diagnose(config, str(checkpoints), reports)
 
 

@@ -1,25 +1,21 @@
 """What commands that run a training on this machine have in common."""
 
+import contextlib
 import datetime
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
-from spare_megatron.cli.errors import INTERRUPTED
+from spare_megatron.runtime.process import interrupts
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
     from spare_megatron.runtime.driver.stand_in import Launcher
     from spare_megatron.runtime.process.reports import RunEvent
-
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def load_runnable(
@@ -58,22 +54,16 @@ def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
     return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def told_interruption(command: str, run_dir: Path) -> Iterator[None]:
     """Around a run: SIGTERM ends it as Ctrl-C does, and either ends the command when all processes are gone."""
-    interrupt_by_signals()
     try:
-        yield
+        with interrupts.raising():
+            yield
     except KeyboardInterrupt:
         where = f"the run so far is in {run_dir}" if run_dir.exists() else "the run had not begun"
         typer.echo(f"spare {command}: interrupted; all processes are ended, {where}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def interrupt_by_signals() -> None:
-    """From here on SIGTERM interrupts as Ctrl-C does, and whoever has started processes ends them."""
-    for number in _ENDING_SIGNALS:
-        signal.signal(number, _interrupt)
+        raise typer.Exit(interrupts.INTERRUPTED) from None
 
 
 def run_and_show(
@@ -88,17 +78,12 @@ def run_and_show(
     from spare_megatron.cli.progress import RunProgress
     from spare_megatron.runtime.driver.run import start_run
 
-    with DetachedView(RunProgress(config, console, run_dir), console) as progress:
+    with contextlib.ExitStack() as shown:
+        with interrupts.deferred():
+            progress = shown.enter_context(DetachedView(RunProgress(config, console, run_dir), console))
 
         def tell(event: "RunEvent") -> None:
             for take in (progress.take, *listeners):
                 take(event)
 
         return start_run(config, run_dir, tell, launcher=launcher)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Once a run is ending, no further signal may leave processes behind."""
-    for number in _ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt

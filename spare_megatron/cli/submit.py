@@ -14,6 +14,7 @@ import typer
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.running import choose_run_dir
+from spare_megatron.runtime.process.interrupts import deferred
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -56,7 +57,8 @@ def submit(
         if dry_run:
             typer.echo(script, nl=False)
             return
-        job_id = _hand_over(loaded, varied, folder, script)
+        with deferred():  # a job that Slurm takes is noted
+            job_id = _hand_over(loaded, varied, folder, script)
     if as_json:
         typer.echo(json.dumps({"job_id": job_id, "folder": str(folder)}))
     else:

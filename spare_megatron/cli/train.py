@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
-from spare_megatron.cli.errors import INTERRUPTED, explained_errors
+from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
+from spare_megatron.runtime.process.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig

@@ -1,5 +1,6 @@
 """A `spare train` that is interrupted at some moment of its start, and what is to be seen of that."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,6 +27,8 @@ sys.exit(main())
 """The command as `spare` runs it, which says when the first line of it that can act on a signal has been executed."""
 
 START_TIMEOUT_S, END_TIMEOUT_S = 120.0, 60.0
+_LEFT_TIMEOUT_S = 10.0
+"""How long the kernel may take to end the processes that a killed one has forked."""
 _POLL_S = 0.01
 _NUM_STEPS = 5000
 
@@ -78,16 +81,14 @@ def interrupt(preset: Path, folder: Path, after_s: float, line: str = _BEGUN) ->
     try:
         time.sleep(max(0.0, began_s + after_s - time.monotonic()))
         progress = (folder / "stdout").read_text().splitlines()
-        processes = _group_of(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         code: int | None = None
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
-        _, left = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
-        left = [item for item in left if item.is_running() and item.status() != psutil.STATUS_ZOMBIE]
-        problem = _problem_of(code, (folder / "stderr").read_text(), [*left, *_group_of(process.pid)])
+        end_s = time.monotonic() + _LEFT_TIMEOUT_S
+        while (left := _group_of(process.pid)) and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        problem = _problem_of(code, (folder / "stderr").read_text(), left)
         return Interrupted(after_s=after_s, seen=progress[-1], problem=problem)
     finally:
         for item in _group_of(process.pid):

@@ -118,6 +118,21 @@ def test_a_deferred_signal_takes_effect_at_the_end_of_the_block() -> None:
 
 
 @pytest.mark.usefixtures("_handlers")
+def test_what_is_started_after_a_signal_is_acted_on_too() -> None:
+    started, ended = [], []
+
+    def block() -> None:
+        with raising(), deferred(lambda: ended.extend(started)) as interrupts:
+            signal.raise_signal(signal.SIGINT)
+            started.append("fork server")
+            interrupts.check()
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert ended == ["fork server"]
+
+
+@pytest.mark.usefixtures("_handlers")
 def test_a_deferred_signal_ends_a_wait_also_one_that_begins_later() -> None:
     ours, _theirs = multiprocessing.Pipe()
 

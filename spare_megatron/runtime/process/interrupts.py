@@ -57,7 +57,7 @@ class Deferral:
     """The signals that came in a `deferred` block.
 
     Args:
-        act: Called in the handler of each signal; it must not raise.
+        act: Called in the handler of each signal, and again when it takes effect in the block; it must not raise.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -70,6 +70,7 @@ class Deferral:
     def check(self) -> None:
         """Raises KeyboardInterrupt if a signal has come."""
         if self._first is not None:
+            self._act()  # on what has been started since, too
             raise KeyboardInterrupt
 
     def wait(self, objects: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
@@ -125,7 +126,7 @@ def deferred(act: Callable[[], None] = lambda: None) -> Iterator[Deferral]:
     Whatever the block raises then gives way to that: what fails after a signal may fail because of it.
 
     Args:
-        act: Called in the handler of each signal; it must not raise.
+        act: Called in the handler of each signal, and again when it takes effect in the block; it must not raise.
     """
     deferral = Deferral(act)
     deferral._install()

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.suggest import nearest
+from spare_megatron.config.suggest import advice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def _convert_table(value: Any, kind: type[Any], key: str) -> Any:
     hints = get_type_hints(kind)
     for name in value:
         if name not in hints:
-            raise _Misfit(f"unknown setting {key}.{name}; the nearest valid one is {nearest(name, list(hints))}")
+            raise _Misfit(f"unknown setting {key}.{name}; {advice(name, list(hints))}")
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in value:
             raise _Misfit(f"{key}={value!r} needs {key}.{item.name}, {describe_kind(hints[item.name])}")

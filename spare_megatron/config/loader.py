@@ -13,7 +13,7 @@ from typing import Any
 
 from spare_megatron.config.building import build_run_config, valid_keys
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.suggest import nearest
+from spare_megatron.config.suggest import advice
 from spare_megatron.config.validate_megatron import COUNTED_WITH
 
 INCLUDE = "include"
@@ -86,8 +86,9 @@ def _assemble(settings: Sequence[_Setting]) -> LoadedConfig:
 def _describe_unknown(setting: _Setting, known: Sequence[str]) -> str:
     if any(key.startswith(f"{setting.key}.") for key in known) or setting.key == "megatron":
         return f"{setting.key}={setting.value!r} must be a table of settings (set by {setting.origin})"
-    suggestion = nearest(setting.key, [*known, *(f"megatron.{field}" for field in COUNTED_WITH)])
-    return f"unknown setting {setting.key} (set by {setting.origin}); the nearest valid one is {suggestion}"
+    name = setting.key.rpartition(".")[2]
+    hint = f"it is Megatron's: set megatron.{name}" if name in COUNTED_WITH else advice(setting.key, known)
+    return f"unknown setting {setting.key} (set by {setting.origin}); {hint}"
 
 
 # ---------------------------------------------------------------------------------------------------- reading

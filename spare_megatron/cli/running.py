@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.runtime.process import interrupts
 
 if TYPE_CHECKING:
@@ -35,16 +36,11 @@ def load_runnable(
     Raises:
         ValueError: It cannot run here; the text has every reason.
     """
-    from spare_megatron.config.loader import load_run_config
-    from spare_megatron.config.validate import problems, warnings
+    from spare_megatron.config.validate import warnings
     from spare_megatron.runtime.driver.run import look_at_machine
 
-    config = restrict(load_run_config(path, overrides).config)
-    machine = look_at_machine(config)
-    found = problems(config, machine)
-    if found:
-        raise ValueError("this configuration cannot run:\n" + "\n".join(f"  - {text}" for text in found))
-    for text in warnings(config, machine):
+    config, _ = load_without_problems(path, overrides, look_at_machine, restrict=restrict)
+    for text in warnings(config, look_at_machine(config)):
         typer.echo(f"spare {command}: warning: {text}", err=True)
     return config
 

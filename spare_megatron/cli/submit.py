@@ -13,11 +13,13 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
+from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.cli.running import choose_run_dir
 from spare_megatron.runtime.process.interrupts import deferred
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
+    from spare_megatron.config.validate import Machine
     from spare_megatron.slurm.commands import JobId
 
 
@@ -134,21 +136,28 @@ def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunCon
     Raises:
         ValueError: It cannot run on the cluster; the text has every reason that can be seen from here.
     """
-    from spare_megatron.config.loader import load_run_config
-    from spare_megatron.config.validate import Machine, problems, warnings
+    from spare_megatron.config.validate import warnings
 
-    config = load_run_config(path, overrides, cluster).config
-    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, launcher="srun"))
+    config, _ = load_without_problems(
+        path, overrides, _cluster_for, cluster=cluster, restrict=_by_srun, where=" as a job"
+    )
+    for text in warnings(config, _cluster_for(config)):
+        typer.echo(f"spare submit: warning: {text}", err=True)
+    return config
+
+
+def _by_srun(config: "RunConfig") -> "RunConfig":
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, launcher="srun"))
+
+
+def _cluster_for(config: "RunConfig") -> "Machine":
+    """As much as it asks for; the corpus is seen from here."""
+    from spare_megatron.config.validate import Machine
+
     corpus = Path(config.data.corpus)
     has_corpus = all(corpus.with_name(corpus.name + suffix).is_file() for suffix in (".bin", ".idx"))
     num_ranks = max(0, config.parallel.num_ranks)
-    machine = Machine(num_gpus=num_ranks, num_cores=num_ranks * config.cluster.threads_per_rank, has_corpus=has_corpus)
-    found = problems(config, machine)
-    if found:
-        raise ValueError("this configuration cannot run as a job:\n" + "\n".join(f"  - {text}" for text in found))
-    for text in warnings(config, machine):
-        typer.echo(f"spare submit: warning: {text}", err=True)
-    return config
+    return Machine(num_gpus=num_ranks, num_cores=num_ranks * config.cluster.threads_per_rank, has_corpus=has_corpus)
 
 
 def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:

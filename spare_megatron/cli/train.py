@@ -15,6 +15,7 @@ import typer
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
+from spare_megatron.cli.preset import PresetArgument, PresetOption, one_preset
 from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
 from spare_megatron.runtime.process.interrupts import INTERRUPTED
 
@@ -28,7 +29,8 @@ STEPS_LEFT = 5
 
 
 def train(
-    config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
+    preset: PresetArgument = None,
+    config: PresetOption = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
@@ -58,7 +60,7 @@ def train(
     with end_signal.blocked(), explained_errors("train"):
         from spare_megatron.cli.progress import print_summary
 
-        loaded = load_runnable("train", config, overrides or ())
+        loaded = load_runnable("train", one_preset(preset, config, "train"), overrides or ())
         folder = choose_run_dir(loaded, run_dir)
         check_folders(loaded, folder)
         if resume:

@@ -29,8 +29,8 @@ def valid_keys() -> tuple[str, ...]:
     return tuple(key for key, kind in _leaf_kinds(RunConfig, "").items() if get_origin(kind) is not Mapping)
 
 
-def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[TypeProblem]]:
-    """The configuration with these values, or every value that does not fit.
+def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig, list[TypeProblem]]:
+    """The configuration with these values, and every value that does not fit; its setting has the default.
 
     Args:
         values: Plain values by dotted key; every key is valid or starts with `megatron.`.
@@ -49,9 +49,7 @@ def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[
             table.setdefault(section, {})[name] = converted
         else:
             table[section] = converted
-    if problems:
-        return None, problems
-    return _build_sections(table), []
+    return _build_sections(table), problems
 
 
 @cache

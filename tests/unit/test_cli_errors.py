@@ -220,6 +220,23 @@ def test_to_resume_a_training_that_is_finished_is_no_error_and_starts_nothing(
         assert (printed["outcome"], printed["run_dir"], printed["steps_left"]) == ("finished", None, 0)
 
 
+@pytest.mark.parametrize("command", ["train", "doctor"])
+@pytest.mark.parametrize(
+    ("presets", "message"),
+    [
+        (("gone.toml",), "cannot read the preset gone.toml"),
+        (("--config", "gone.toml"), "cannot read the preset gone.toml"),
+        (
+            ("gone.toml", "--config", "other.toml"),
+            "given twice, as gone.toml and as --config other.toml",
+        ),
+        ((), "the preset of the run is missing; name a TOML file: spare {command} CONFIG"),
+    ],
+)
+def test_the_preset_is_an_argument_or_an_option(command: str, presets: tuple[str, ...], message: str) -> None:
+    assert message.format(command=command) in spare(command, *presets, expected=2)
+
+
 def test_a_pause_for_the_control_store_is_told_once(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120)
     with RunProgress(RunConfig(), console, tmp_path) as progress:

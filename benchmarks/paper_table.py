@@ -23,9 +23,10 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.cli.errors import INTERRUPTED, explained_errors
+from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.quantities import parse_redundancies
 from spare_megatron.cli.simulate_jobs import ResultFile, default_jobs, simulate_all
+from spare_megatron.runtime.process.interrupts import INTERRUPTED
 from spare_megatron.simulator.ledger import CAUSES
 from spare_megatron.simulator.presets import load_scenario
 from spare_megatron.simulator.published import PUBLISHED, PublishedPoint

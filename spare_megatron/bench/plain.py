@@ -13,6 +13,7 @@ from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
 from spare_megatron.runtime.driver.preflight import preflight
+from spare_megatron.runtime.process.interrupts import Deferral, deferred
 from spare_megatron.runtime.process.processes import (
     Child,
     end_child,
@@ -33,22 +34,23 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
     Raises:
         RuntimeError: A rank has ended early; its traceback is on stderr.
     """
-    context = fork_server()
     preflight(config)
-    store, spec = start_embedded_store(context, config.control.listen_address)
-    ranks = [
-        start_child(context, f"plain-{rank}", train_plain, config, rank, spec)
-        for rank in range(config.parallel.num_ranks)
-    ]
-    try:
-        ends = [_hear(rank) for rank in ranks]
-        pids = [child.process.pid for child in ranks if child.process.pid is not None]
-        memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
-        stop_children(ranks)
-        return ends[0], memory
-    finally:
-        for child in [*ranks, store]:
-            end_child(child)
+    with deferred() as interrupts:
+        context = fork_server()
+        store, spec = start_embedded_store(context, config.control.listen_address, wait=interrupts.wait)
+        ranks = [
+            start_child(context, f"plain-{rank}", train_plain, config, rank, spec)
+            for rank in range(config.parallel.num_ranks)
+        ]
+        try:
+            ends = [_hear(rank, interrupts) for rank in ranks]
+            pids = [child.process.pid for child in ranks if child.process.pid is not None]
+            memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
+            stop_children(ranks)
+            return ends[0], memory
+        finally:
+            for child in [*ranks, store]:
+                end_child(child)
 
 
 def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connection) -> None:
@@ -69,7 +71,8 @@ def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connectio
         parent.recv()
 
 
-def _hear(child: Child) -> list[float]:
+def _hear(child: Child, interrupts: Deferral) -> list[float]:
+    interrupts.wait([child.reports])
     try:
         ends: list[float] = child.reports.recv()
     except EOFError:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,8 @@ from rich.table import Table
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
-from spare_megatron.cli.running import interrupt_by_signals, load_runnable
+from spare_megatron.cli.running import load_runnable
+from spare_megatron.runtime.process.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.bench.throughput import Speed, Throughput
@@ -61,9 +63,9 @@ def throughput(
         loaded = load_runnable("bench throughput", config, short, training_alone)
         if found := list(problems_of(loaded, has_plain=not alone)):
             raise ValueError("this cannot be measured:\n" + "\n".join(f"  - {text}" for text in found))
-        interrupt_by_signals()
         try:
-            result = measure(loaded, pairs, has_plain=not alone, tell=lambda text: console.print(text, highlight=False))
+            with raising():
+                result = measure(loaded, pairs, has_plain=not alone, tell=partial(console.print, highlight=False))
         except RuntimeError as error:
             typer.echo(f"spare bench throughput: {error}", err=True)
             raise typer.Exit(1) from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.preset import load_without_problems, refusal
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
 
-Preset = Annotated[Path, typer.Argument(help="The run preset, a TOML file.")]
+_Preset = Annotated[Path, typer.Argument(help="The run preset, a TOML file.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
@@ -24,20 +25,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command("show")
-def show(preset: Preset, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def show(preset: _Preset, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print every setting with its origin, and what the numbers come to: ranks, parameters, batch, memory."""
     from spare_megatron.cli.config_table import print_implications, print_settings
     from spare_megatron.config.implications import implications
-    from spare_megatron.config.loader import load_run_config
     from spare_megatron.config.resolved import settings
-    from spare_megatron.config.validate import problems
 
     with explained_errors("config show"):
-        loaded = load_run_config(preset, overrides or ())
-        config = loaded.config
-        found = problems(config, fitting_machine(config))
-        if found:
-            raise ValueError(refusal(found))
+        config, loaded = load_without_problems(preset, overrides or (), fitting_machine)
         facts = implications(config)
         endured = _endured_losses(config)
     if as_json:
@@ -52,7 +47,7 @@ def show(preset: Preset, overrides: Overrides = None, as_json: AsJson = False) -
 
 @app.command("check")
 def check(
-    preset: Preset,
+    preset: _Preset,
     overrides: Overrides = None,
     elsewhere: Annotated[
         bool, typer.Option("--elsewhere", help="For a machine with as many GPUs and the data that it needs.")
@@ -63,13 +58,14 @@ def check(
 
     Exit codes: 0 it can run, 2 it cannot.
     """
-    from spare_megatron.config.loader import load_run_config
+    from spare_megatron.config.loader import load_and_judge
     from spare_megatron.config.validate import problems, warnings
 
+    machine_of = fitting_machine if elsewhere else _this_machine
     with explained_errors("config check"):
-        config = load_run_config(preset, overrides or ()).config
-        machine = fitting_machine(config) if elsewhere else _this_machine(config)
-        found = problems(config, machine)
+        loaded, found = load_and_judge(preset, overrides or (), lambda config: problems(config, machine_of(config)))
+        config = loaded.config
+        machine = machine_of(config)
         found = found or _megatron_problems(config, machine)
         doubts = [] if found else warnings(config, machine)
         if as_json:
@@ -106,10 +102,6 @@ def _megatron_problems(config: "RunConfig", machine: "Machine") -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def refusal(found: list[str]) -> str:
-    return "this configuration cannot run:\n" + "\n".join(f"  - {text}" for text in found)
 
 
 def _this_machine(config: "RunConfig") -> "Machine":

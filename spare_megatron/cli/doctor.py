@@ -13,9 +13,12 @@ import typer
 from rich import box
 from rich.table import Table
 
+from spare_megatron.cli.config import fitting_machine
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.cli.preset import PresetArgument, PresetOption, load_without_problems, one_preset
 from spare_megatron.journal.quantities import format_bytes
+from spare_megatron.runtime.process.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import Finding
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option(help="The run preset, a TOML file; not with --node.")] = None,
+    preset: PresetArgument = None,
+    config: PresetOption = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
@@ -46,15 +50,15 @@ def doctor(
     """
     with explained_errors("doctor"):
         if node is not None:
-            if config is not None or folder is None:
-                raise ValueError("--node takes --folder, that of the `spare doctor` elsewhere, and no --config")
+            if preset is not None or config is not None or folder is None:
+                raise ValueError("--node takes --folder, that of the `spare doctor` elsewhere, and no preset")
             from spare_megatron.runtime.doctor.examination import serve_examination
 
-            serve_examination(folder, node, wait_s)
+            with raising():
+                serve_examination(folder, node, wait_s)
             return
-        if config is None:
-            raise ValueError("--config is missing: the preset of the run that is to come, or --node")
-        loaded = _load(config, overrides or ())
+        preset = one_preset(preset, config, "doctor")
+        loaded, _ = load_without_problems(preset, overrides or (), fitting_machine)  # what it asks is looked at there
         reports, findings = _examine(loaded, folder, wait_s)
     problems = [finding for finding in findings if finding.is_problem]
     if as_json:
@@ -62,18 +66,6 @@ def doctor(
     else:
         _show(reports, findings)
     raise typer.Exit(1 if problems else 0)
-
-
-def _load(path: Path, overrides: Sequence[str]) -> "RunConfig":
-    """The configuration; what it asks of machines is looked at there."""
-    from spare_megatron.cli.config import fitting_machine, refusal
-    from spare_megatron.config.loader import load_run_config
-    from spare_megatron.config.validate import problems
-
-    config = load_run_config(path, overrides).config
-    if found := problems(config, fitting_machine(config)):
-        raise ValueError(refusal(found))
-    return config
 
 
 def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[list[NodeReport], list[Finding]]":
@@ -101,9 +93,10 @@ def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[
     host = address_towards(hosts)
     if len(names) > 1:
         refuse_loopback(host, hosts)
-    reports = examine(
-        config, names=names, folder=folder, checkpoints=checkpoints, host=host, start=start, wait_s=wait_s
-    )
+    with raising():
+        reports = examine(
+            config, names=names, folder=folder, checkpoints=checkpoints, host=host, start=start, wait_s=wait_s
+        )
     return reports, diagnose(config, str(checkpoints), reports)
 
 

@@ -8,13 +8,13 @@ from typing import IO
 
 import typer
 
-INTERRUPTED = 130
-"""Exit code of a command that was ended by a signal."""
+from spare_megatron.runtime.process import interrupts
 
 
 @contextmanager
 def explained_errors(command: str) -> Iterator[None]:
     """Turns what a user can fix into one message on stderr and exit code 2, without a traceback; Ctrl-C into 130."""
+    interrupts.name_command(command)
     try:
         yield
     except MemoryError as error:
@@ -27,7 +27,7 @@ def explained_errors(command: str) -> Iterator[None]:
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
         typer.echo(f"spare {command}: interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(interrupts.INTERRUPTED) from None
 
 
 def do_each(tasks: Sequence[Callable[[], None]]) -> None:

@@ -1,5 +1,10 @@
 """The `spare` command line."""
 
+if __name__ == "__main__":  # before the imports below, which take time
+    from spare_megatron.cli.entry import main
+
+    main()
+
 from typing import Annotated
 
 import typer
@@ -69,6 +74,3 @@ app.command("check", rich_help_panel=_AFTER)(check.check)
 app.command("report", rich_help_panel=_AFTER)(report.report)
 app.command("timeline", rich_help_panel=_AFTER)(timeline.timeline)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_AFTER)
-
-if __name__ == "__main__":
-    app()

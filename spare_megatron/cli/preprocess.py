@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
+from spare_megatron.runtime.process.interrupts import raising
 
 VOCAB_SIZE = 256
 END_OF_DOCUMENT = 0
@@ -68,7 +69,7 @@ def preprocess(
         from spare_megatron.mcore.corpus_writer import write_corpus
 
         skipped = SkippedFiles()
-        with _progress(len(paths)) as advance:
+        with raising(), _progress(len(paths)) as advance:
             documents = read_documents(paths, skipped, advance, named=frozenset(inputs))
             with named_errors("--output-prefix", output_prefix):
                 counts = write_corpus(documents, output_prefix, vocab_size=VOCAB_SIZE, end_of_document=END_OF_DOCUMENT)

@@ -1,17 +1,17 @@
 """What commands that run a training on this machine have in common."""
 
+import contextlib
 import datetime
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
-from spare_megatron.cli.errors import INTERRUPTED
+from spare_megatron.cli.preset import load_without_problems
+from spare_megatron.runtime.process import interrupts
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _MOST_FAULTS = 4
 """To be named before a run; a campaign has hundreds."""
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def load_runnable(
@@ -41,16 +40,12 @@ def load_runnable(
     Raises:
         ValueError: It cannot run here; the text has every reason.
     """
-    from spare_megatron.config.loader import load_run_config
-    from spare_megatron.config.validate import problems, warnings
+    from spare_megatron.config.validate import warnings
     from spare_megatron.runtime.driver.run import look_at_machine
 
-    config = restrict(load_run_config(path, overrides).config)
-    machine = look_at_machine(config, lambda what: typer.echo(f"spare {command}: {what}", err=True))
-    found = problems(config, machine)
-    if found:
-        raise ValueError("this configuration cannot run:\n" + "\n".join(f"  - {text}" for text in found))
-    for text in warnings(config, machine):
+    look = partial(look_at_machine, on_read=lambda what: typer.echo(f"spare {command}: {what}", err=True))
+    config, _ = load_without_problems(path, overrides, look, restrict=restrict)
+    for text in warnings(config, look(config)):
         typer.echo(f"spare {command}: warning: {text}", err=True)
     return config
 
@@ -60,22 +55,16 @@ def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
     return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def told_interruption(command: str, run_dir: Path) -> Iterator[None]:
     """Around a run: SIGTERM ends it as Ctrl-C does, and either ends the command when all processes are gone."""
-    interrupt_by_signals()
     try:
-        yield
+        with interrupts.raising():
+            yield
     except KeyboardInterrupt:
         where = f"the run so far is in {run_dir}" if run_dir.exists() else "the run had not begun"
         typer.echo(f"spare {command}: interrupted; all processes are ended, {where}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def interrupt_by_signals() -> None:
-    """From here on SIGTERM interrupts as Ctrl-C does, and whoever has started processes ends them."""
-    for number in _ENDING_SIGNALS:
-        signal.signal(number, _interrupt)
+        raise typer.Exit(interrupts.INTERRUPTED) from None
 
 
 def run_and_show(
@@ -91,7 +80,9 @@ def run_and_show(
     from spare_megatron.runtime.driver.run import start_run
     from spare_megatron.runtime.process.reports import Starting
 
-    with DetachedView(RunProgress(config, console, run_dir), console) as progress:
+    with contextlib.ExitStack() as shown:
+        with interrupts.deferred():
+            progress = shown.enter_context(DetachedView(RunProgress(config, console, run_dir), console))
         progress.take(Starting(what=plan_of(config)))
 
         def tell(event: "RunEvent") -> None:
@@ -116,10 +107,3 @@ def plan_of(config: "RunConfig") -> str:
     return f"{config.name}, {config.train.steps} steps in {layout.num_groups} groups of {ranks}" + (
         f"; to be injected: {'; '.join(named)}" if named else ""
     )
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Once a run is ending, no further signal may leave processes behind."""
-    for number in _ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt

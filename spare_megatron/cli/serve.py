@@ -10,6 +10,7 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.report import config_of, verdict_of
+from spare_megatron.runtime.process.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.report.server import ReportServer
@@ -26,7 +27,7 @@ def serve(
     """
     with explained_errors("serve"), open_server(run_dir, port) as server:
         typer.echo(server.url)
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), raising():
             server.serve_forever()
 
 

@@ -1,21 +1,20 @@
 """`spare simulate`: how long training takes through losses, in virtual time."""
 
 import json
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spare_megatron.cli.detached_view import RunConsole
-from spare_megatron.cli.errors import INTERRUPTED, do_each, explained_errors
+from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.quantities import parse_duration_s, parse_redundancies
 from spare_megatron.journal.quantities import format_bytes
+from spare_megatron.runtime.process.interrupts import INTERRUPTED, raising
 
 if TYPE_CHECKING:
     from spare_megatron.cli.simulate_calibrate import Measured
@@ -139,24 +138,7 @@ def simulate(
         as_json=as_json,
     )
     with explained_errors("simulate"):
-        _interruptible(request)
-
-
-def _interruptible(request: Request) -> None:
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
         _simulate(request)
-    except KeyboardInterrupt:
-        kept = (
-            "" if request.out is None else f"; finished cases are in {request.out}: the same command goes on from there"
-        )
-        typer.echo(f"spare simulate: interrupted{kept}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM ends a simulation as Ctrl-C does."""
-    raise KeyboardInterrupt
 
 
 def _simulate(request: Request) -> None:
@@ -172,12 +154,17 @@ def _simulate(request: Request) -> None:
         _check_journal(request.journal, base)
     scenarios = dict.fromkeys((*wanted, *drawn, *journaled))
     _check_cases(len(scenarios), request.seeds)
-    results = simulate_all(
-        cases_of(scenarios, request.seeds),
-        num_jobs=request.jobs or default_jobs(),
-        console=RunConsole(stderr=True),
-        out=None if request.out is None else ResultFile(request.out),
-    )
+    cases = cases_of(scenarios, request.seeds)
+    out = None if request.out is None else ResultFile(request.out)
+    try:
+        with raising():
+            results = simulate_all(
+                cases, num_jobs=request.jobs or default_jobs(), console=RunConsole(stderr=True), out=out
+            )
+    except KeyboardInterrupt:
+        kept = "" if out is None else f"; finished cases are in {request.out}: the same command goes on from there"
+        typer.echo(f"spare simulate: interrupted{kept}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     figures, reasons = summarize(wanted, request.seeds, results), given_up(results.values())
     if not figures:
         raise ValueError(reasons[0])

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.journal.quantities import format_duration
+from spare_megatron.runtime.process.interrupts import never_in_children
 from spare_megatron.simulator.sweep import (
     Case,
     CaseResult,
@@ -142,7 +142,9 @@ def _simulated(cases: Sequence[Case], num_jobs: int) -> Generator[CaseResult]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_follow_the_first_process) as pool:
         try:
-            for future in as_completed([pool.submit(_simulate_one, case) for case in cases]):
+            with never_in_children():  # processes are started with the first case
+                futures = [pool.submit(_simulate_one, case) for case in cases]
+            for future in as_completed(futures):
                 yield future.result()
         except BaseException:
             # The pool's own thread ends with them, and is waited for: the end of the program would write to a pipe that
@@ -167,11 +169,7 @@ def _simulate_one(case: Case) -> CaseResult:
 
 
 def _follow_the_first_process() -> None:
-    """Ctrl-C reaches every process of the terminal; only the first one has something to say about it.
-
-    And it may be killed without a chance to end the others, which would wait for work for ever.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """The first process may be killed without a chance to end this one, which would wait for work for ever."""
     first = multiprocessing.parent_process()
     assert first is not None
     threading.Thread(target=_end_with, args=(first,), daemon=True).start()

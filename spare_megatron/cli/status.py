@@ -1,5 +1,6 @@
 """`spare status`: how a run stands, or a job of Slurm with its runs; once, or for as long as it goes on."""
 
+import contextlib
 import json
 import os
 import time
@@ -14,6 +15,7 @@ from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.journal.quantities import format_duration
+from spare_megatron.runtime.process.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.journal.standing import SavePlan, Standing
@@ -147,7 +149,7 @@ def _watch(run_dir: Path) -> None:
     from spare_megatron.journal.follow import Follower
 
     follower, plan, console = Follower(run_dir), save_plan(run_dir), RunConsole()
-    try:
+    with contextlib.suppress(KeyboardInterrupt), raising():
         if not console.is_terminal:
             _watch_plainly(run_dir, follower.poll)
             return
@@ -157,8 +159,6 @@ def _watch(run_dir: Path) -> None:
                 note = "\n".join(_notes(run_dir, follower.standing, now_s))
                 live.update(view_of(follower.standing, plan, now_s, note), refresh=True)
                 time.sleep(1 / _POLLS_PER_S)
-    except KeyboardInterrupt:
-        pass
     now_s = time.time()
     for text in (*lines_of(follower.standing, plan, now_s), *_notes(run_dir, follower.standing, now_s)):
         console.print(text, highlight=False, markup=False)

@@ -13,10 +13,13 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
+from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.cli.running import choose_run_dir
+from spare_megatron.runtime.process.interrupts import deferred
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
+    from spare_megatron.config.validate import Machine
     from spare_megatron.slurm.commands import JobId
 
 
@@ -56,7 +59,8 @@ def submit(
         if dry_run:
             typer.echo(script, nl=False)
             return
-        job_id = _hand_over(loaded, varied, folder, script)
+        with deferred():  # a job that Slurm takes is noted
+            job_id = _hand_over(loaded, varied, folder, script)
     if as_json:
         typer.echo(json.dumps({"job_id": job_id, "folder": str(folder)}))
     else:
@@ -132,27 +136,34 @@ def _load(path: Path, cluster: Path | None, overrides: Sequence[str]) -> "RunCon
     Raises:
         ValueError: It cannot run on the cluster; the text has every reason that can be seen from here.
     """
-    from spare_megatron.config.corpus import judge_corpus
-    from spare_megatron.config.loader import load_run_config
-    from spare_megatron.config.validate import Machine, problems, warnings
+    from spare_megatron.config.validate import warnings
 
-    config = load_run_config(path, overrides, cluster).config
-    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, launcher="srun"))
+    config, _ = load_without_problems(
+        path, overrides, _cluster_for, cluster=cluster, restrict=_by_srun, where=" as a job"
+    )
+    for text in warnings(config, _cluster_for(config)):
+        typer.echo(f"spare submit: warning: {text}", err=True)
+    return config
+
+
+def _by_srun(config: "RunConfig") -> "RunConfig":
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, launcher="srun"))
+
+
+def _cluster_for(config: "RunConfig") -> "Machine":
+    """As much as it asks for; the corpus is seen from here."""
+    from spare_megatron.config.corpus import judge_corpus
+    from spare_megatron.config.validate import Machine
+
     corpus, failure = judge_corpus(config.data, lambda what: typer.echo(f"spare submit: {what}", err=True))
     num_ranks = max(0, config.parallel.num_ranks)
-    machine = Machine(
+    return Machine(
         num_gpus=num_ranks,
         num_cores=num_ranks * config.cluster.threads_per_rank,
         has_corpus=corpus is not None,
         corpus_failure=failure,
         corpus=corpus,
     )
-    found = problems(config, machine)
-    if found:
-        raise ValueError("this configuration cannot run as a job:\n" + "\n".join(f"  - {text}" for text in found))
-    for text in warnings(config, machine):
-        typer.echo(f"spare submit: warning: {text}", err=True)
-    return config
 
 
 def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:

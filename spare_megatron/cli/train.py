@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spare_megatron.cli.detached_view import RunConsole, outlasting_output
-from spare_megatron.cli.errors import INTERRUPTED, explained_errors
+from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
+from spare_megatron.cli.preset import PresetArgument, PresetOption, one_preset
 from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
+from spare_megatron.runtime.process.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
@@ -27,7 +29,8 @@ STEPS_LEFT = 5
 
 
 def train(
-    config: Annotated[Path, typer.Option(help="The run preset, a TOML file.")],
+    preset: PresetArgument = None,
+    config: PresetOption = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Overrides one setting, as in train.steps=100; repeatable."),
@@ -44,11 +47,10 @@ def train(
 
     SIGUSR1 to a supervisor, here to all processes of the run, ends it with the step under way and a checkpoint.
 
-    Exit codes: 0 all steps committed and the journal valid, 1 the run failed, its journal does not prove it, or the
-    last checkpoint that it was to save is missing,
-    2 the configuration cannot run, 3 wipe-out, 4 halted because groups disagreed or the training diverged,
-    5 ended by SIGUSR1 with steps left, 130 interrupted. A journal that takes more than 60 s to prove is left to `spare
-    check`.
+    Exit codes: 0 all steps committed and the journal valid, or --resume finds the training finished, 1 the run failed,
+    its journal does not prove it, or the last checkpoint that it was to save is missing, 2 the configuration cannot
+    run, 3 wipe-out, 4 halted because groups disagreed or the training diverged, 5 ended by SIGUSR1 with steps left, 130
+    interrupted. A journal that takes more than 60 s to prove is left to `spare check`.
     """
     from spare_megatron.runtime.process import end_signal
 
@@ -58,11 +60,14 @@ def train(
     with end_signal.blocked(), explained_errors("train"):
         from spare_megatron.cli.progress import print_summary
 
-        loaded = load_runnable("train", config, overrides or ())
+        loaded = load_runnable("train", one_preset(preset, config, "train"), overrides or ())
         folder = choose_run_dir(loaded, run_dir)
         check_folders(loaded, folder)
         if resume:
-            loaded = _resumed(loaded)
+            loaded, finished = _resumed(loaded)
+            if finished is not None:
+                _say_finished(finished, loaded, as_json=as_json)
+                return
         with told_interruption("train", folder), _elsewhere(loaded, folder) as (loaded, launcher):
             summary = run_and_show(loaded, folder, console, launcher=launcher)
     unsaved = unsaved_end(loaded, folder, summary)
@@ -78,13 +83,13 @@ def train(
     raise typer.Exit(exit_code(summary, is_timed=loaded.train.max_minutes is not None) or bool(unsaved))
 
 
-def _resumed(config: "RunConfig") -> "RunConfig":
-    """The configuration that begins with the newest checkpoint, where there is any.
+def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
+    """The configuration that begins with the newest checkpoint, where there is any; and that of a finished training.
 
     Raises:
         ValueError: The folder is that of the new run, which has none.
     """
-    from spare_megatron.runtime.checkpoint.loading import resumed
+    from spare_megatron.runtime.checkpoint.loading import last_checkpoint, resumed
 
     folder = config.checkpoint.folder
     if not folder:
@@ -93,10 +98,23 @@ def _resumed(config: "RunConfig") -> "RunConfig":
             "its own. Name the folder that both runs are to have, or begin with that of a run, "
             "--set checkpoint.load=RUN_DIR"
         )
+    if finished := last_checkpoint(config, Path(folder).absolute()):
+        return config, finished
     found = resumed(config, Path(folder).absolute())
     if not found.checkpoint.load:
         typer.echo(f"spare train: --resume: {folder} holds no checkpoint, training begins from nothing", err=True)
-    return found
+    return found, None
+
+
+def _say_finished(checkpoint: Path, config: "RunConfig", *, as_json: bool) -> None:
+    """There is nothing left to train: no error, or what starts the same command again and again would never end."""
+    from spare_megatron.journal.summary import NOT_RUN, Summary
+
+    text = f"{checkpoint} holds all of train.steps={config.train.steps}: the training is finished, nothing was started"
+    typer.echo(f"spare train: --resume: {text}", err=True)
+    if as_json:
+        summary = Summary(verdict=NOT_RUN, reasons=(), outcome="finished", outcome_reason=text, steps_committed=0)
+        typer.echo(json.dumps({"run_dir": None, **asdict(summary)}))
 
 
 def exit_code(summary: "Summary", *, is_timed: bool) -> int:

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.suggest import nearest
+from spare_megatron.config.suggest import advice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,8 @@ def valid_keys() -> tuple[str, ...]:
     return tuple(key for key, kind in _leaf_kinds(RunConfig, "").items() if get_origin(kind) is not Mapping)
 
 
-def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[TypeProblem]]:
-    """The configuration with these values, or every value that does not fit.
+def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig, list[TypeProblem]]:
+    """The configuration with these values, and every value that does not fit; its setting has the default.
 
     Args:
         values: Plain values by dotted key; every key is valid or starts with `megatron.`.
@@ -49,9 +49,7 @@ def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[
             table.setdefault(section, {})[name] = converted
         else:
             table[section] = converted
-    if problems:
-        return None, problems
-    return _build_sections(table), []
+    return _build_sections(table), problems
 
 
 @cache
@@ -115,7 +113,7 @@ def _convert_table(value: Any, kind: type[Any], key: str) -> Any:
     hints = get_type_hints(kind)
     for name in value:
         if name not in hints:
-            raise _Misfit(f"unknown setting {key}.{name}; the nearest valid one is {nearest(name, list(hints))}")
+            raise _Misfit(f"unknown setting {key}.{name}; {advice(name, list(hints))}")
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in value:
             raise _Misfit(f"{key}={value!r} needs {key}.{item.name}, {describe_kind(hints[item.name])}")

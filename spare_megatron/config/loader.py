@@ -5,15 +5,16 @@ the cluster, overrides.
 """
 
 import os
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spare_megatron.config.building import build_run_config, valid_keys
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.suggest import nearest
+from spare_megatron.config.suggest import advice, nearest
 from spare_megatron.config.validate_megatron import COUNTED_WITH
 
 INCLUDE = "include"
@@ -42,6 +43,19 @@ class _Setting:
     origin: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mistake:
+    """What is wrong with a key or with the type of its value, and the setting that has its default for it."""
+
+    key: str
+    text: str
+
+    def concerns(self, problem: str) -> bool:
+        """Whether what is wrong with a value may be due to that default."""
+        key = re.escape(self.key)
+        return re.search(rf"(?<![\w.]){key}\b" if "." in self.key else rf"(?<![\w.]){key}[.=]", problem) is not None
+
+
 def load_run_config(path: Path | None, overrides: Sequence[str] = (), cluster: Path | None = None) -> LoadedConfig:
     """The configuration that a preset and overrides describe.
 
@@ -53,9 +67,35 @@ def load_run_config(path: Path | None, overrides: Sequence[str] = (), cluster: P
     Raises:
         ConfigError: A file cannot be read or parsed, a key is unknown, a value has the wrong type.
     """
-    settings = [item for preset in (path, cluster) if preset for item in _read_preset(preset, included_from=())]
-    settings += [setting for text in overrides for setting in _parse_override(text)]
-    return _assemble(settings)
+    return _without_mistakes(*_assemble(_read_all(path, overrides, cluster)))
+
+
+def load_and_judge(
+    path: Path | None,
+    overrides: Sequence[str],
+    judge: Callable[[RunConfig], Iterable[str]],
+    cluster: Path | None = None,
+) -> tuple[LoadedConfig, list[str]]:
+    """The configuration that a preset and overrides describe, and everything that is wrong with it.
+
+    With a mistake in a key or a type the setting has its default, and what `judge` says of that is left out.
+
+    Args:
+        path: As for `load_run_config`.
+        overrides: As for `load_run_config`.
+        judge: What is wrong with the values of a configuration; a ValueError is one such thing.
+        cluster: As for `load_run_config`.
+
+    Raises:
+        ConfigError: A file cannot be read or parsed.
+    """
+    loaded, mistakes = _assemble(_read_all(path, overrides, cluster))
+    try:
+        judged = list(judge(loaded.config))
+    except ValueError as error:
+        judged = [str(error)]
+    judged = [text for text in judged if not any(mistake.concerns(text) for mistake in mistakes)]
+    return loaded, [*(mistake.text for mistake in mistakes), *judged]
 
 
 def loads_run_config(text: str, origin: str = "text") -> LoadedConfig:
@@ -64,33 +104,45 @@ def loads_run_config(text: str, origin: str = "text") -> LoadedConfig:
     Raises:
         ConfigError: As for `load_run_config`.
     """
-    return _assemble(list(_flatten(_parse_toml(text, origin), origin)))
+    return _without_mistakes(*_assemble(list(_flatten(_parse_toml(text, origin), origin))))
 
 
-def _assemble(settings: Sequence[_Setting]) -> LoadedConfig:
+def _without_mistakes(loaded: LoadedConfig, mistakes: Sequence[_Mistake]) -> LoadedConfig:
+    if mistakes:
+        raise ConfigError("\n".join(mistake.text for mistake in mistakes))
+    return loaded
+
+
+def _assemble(settings: Sequence[_Setting]) -> tuple[LoadedConfig, list[_Mistake]]:
     known = valid_keys()
-    errors: list[str] = []
+    mistakes: list[_Mistake] = []
     merged: dict[str, _Setting] = {}
     for setting in settings:
         if setting.key in known or (setting.key.startswith("megatron.") and setting.key.count(".") == 1):
             merged[setting.key] = setting
         else:
-            errors.append(_describe_unknown(setting, known))
-    config, type_errors = build_run_config({key: setting.value for key, setting in merged.items()})
-    errors += [f"{error.text} (set by {merged[error.key].origin})" for error in type_errors]
-    if errors or config is None:
-        raise ConfigError("\n".join(errors))
-    return LoadedConfig(config=config, provenance={key: setting.origin for key, setting in merged.items()})
+            meant = nearest(setting.key, known) or setting.key
+            mistakes.append(_Mistake(key=meant, text=_describe_unknown(setting, known)))
+    config, misfits = build_run_config({key: setting.value for key, setting in merged.items()})
+    mistakes += [_Mistake(key=item.key, text=f"{item.text} (set by {merged[item.key].origin})") for item in misfits]
+    loaded = LoadedConfig(config=config, provenance={key: setting.origin for key, setting in merged.items()})
+    return loaded, mistakes
 
 
 def _describe_unknown(setting: _Setting, known: Sequence[str]) -> str:
     if any(key.startswith(f"{setting.key}.") for key in known) or setting.key == "megatron":
         return f"{setting.key}={setting.value!r} must be a table of settings (set by {setting.origin})"
-    suggestion = nearest(setting.key, [*known, *(f"megatron.{field}" for field in COUNTED_WITH)])
-    return f"unknown setting {setting.key} (set by {setting.origin}); the nearest valid one is {suggestion}"
+    name = setting.key.rpartition(".")[2]
+    hint = f"it is Megatron's: set megatron.{name}" if name in COUNTED_WITH else advice(setting.key, known)
+    return f"unknown setting {setting.key} (set by {setting.origin}); {hint}"
 
 
 # ---------------------------------------------------------------------------------------------------- reading
+
+
+def _read_all(path: Path | None, overrides: Sequence[str], cluster: Path | None) -> list[_Setting]:
+    settings = [item for preset in (path, cluster) if preset for item in _read_preset(preset, included_from=())]
+    return [*settings, *(setting for text in overrides for setting in _parse_override(text))]
 
 
 def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setting]:

@@ -236,8 +236,8 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         divisions.append((*heads, "megatron.num_query_groups", query_groups))
     if config.megatron.get("sequence_parallel"):
         divisions.append(("model.seq_length", model.seq_length, tensor_text, tensor))
-    ranks = ("the number of ranks", config.parallel.num_ranks)
-    divisions.append((*ranks, "cluster.num_nodes", config.cluster.num_nodes))
+    sizes = "layout.num_groups x layout.tensor_parallel x layout.context_parallel x layout.pipeline_parallel"
+    divisions.append((sizes, config.parallel.num_ranks, "cluster.num_nodes", config.cluster.num_nodes))
     for key, value, divisor_key, divisor in divisions:
         if divisor > 0 and value % divisor:
             yield f"{key}={value} is not a multiple of {divisor_key}={divisor}; change one of them"

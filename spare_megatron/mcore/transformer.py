@@ -116,9 +116,9 @@ def _refuse(config: RunConfig) -> None:
     known = [field.name for field in dataclasses.fields(TransformerConfig) if field.init]
     for key, value in config.megatron.items():
         if key not in known:
-            raise ValueError(
-                f"megatron.{key} is no field of megatron-core's TransformerConfig; did you mean {nearest(key, known)}?"
-            )
+            near = nearest(key, known)
+            hint = f"; did you mean {near}?" if near else ", and none is near; remove it"
+            raise ValueError(f"megatron.{key} is no field of megatron-core's TransformerConfig{hint}")
         if key in OURS_IN_MEGATRON_WORDS:
             raise ValueError(f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead")
         if key in FIXED_IN_MEGATRON:
@@ -183,7 +183,8 @@ def _named(key: str, value: str, default: Any) -> Any:
         names = [member.name for member in type(default)]
         if value not in names:
             raise ValueError(
-                f"megatron.{key}={value} is none of {', '.join(names)}; did you mean {nearest(value, names)}?"
+                f"megatron.{key}={value} is none of {', '.join(names)}"
+                + (f"; did you mean {near}?" if (near := nearest(value, names)) else "; set one of them")
             )
         return type(default)[value]
     return value

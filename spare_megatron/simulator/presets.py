@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from spare_megatron.config.suggest import nearest
+from spare_megatron.config.suggest import advice
 from spare_megatron.core.topology import GroupId
 from spare_megatron.simulator.failures import UNNAMED, Cause, Loss
 from spare_megatron.simulator.scenario import Scenario
@@ -106,7 +106,7 @@ def _check_keys(values: Mapping[str, Any]) -> None:
     known += [TRACE_FILE, *(f"{MIX}{name}.{field}" for name in causes for field in ("weight", "repair_s"))]
     for key in values:
         if key not in known:
-            raise ScenarioError(f"unknown setting {key}; the nearest valid one is {nearest(key, known)}")
+            raise ScenarioError(f"unknown setting {key}; {advice(key, known)}")
 
 
 def _take_mix(values: dict[str, Any]) -> tuple[Cause, ...]:

@@ -98,6 +98,8 @@ def test_names_stand_for_functions_and_enumerations() -> None:
     ("fields", "message"),
     [
         ({"init_method_sdt": 0.5}, r"megatron\.init_method_sdt is no field .* did you mean init_method_std"),
+        ({"rotary_base": 10000}, r"megatron\.rotary_base is no field of .*, and none is near; remove it"),
+        ({"attention_backend": "quick"}, "is none of flash, fused, unfused, local, auto; set one of them"),
         ({"num_layers": 2}, r"follows from model\.num_layers"),
         ({"finalize_model_grads_func": "x"}, "after the commit"),
         ({"num_moe_experts": 8}, "inside one group only"),

@@ -49,23 +49,6 @@ def test_sigterm_ends_all_processes_of_a_run_and_says_so(text_corpus: Path, tmp_
         assert_interrupted(process, descendants, tmp_path / "run")
 
 
-def test_ctrl_c_while_the_run_starts_ends_it_without_a_traceback(text_corpus: Path, tmp_path: Path) -> None:
-    """At this time the fork server imports Megatron, which takes seconds."""
-    with spare_train(text_corpus, tmp_path) as process:
-        assert process.stdout is not None
-        while "starting: Megatron" not in process.stdout.readline():
-            assert process.poll() is None
-        end_s = time.monotonic() + START_TIMEOUT_S
-        while not (descendants := psutil.Process(process.pid).children(recursive=True)):
-            assert time.monotonic() < end_s, "the fork server was not started in time"
-            time.sleep(_POLL_S)
-        os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=END_TIMEOUT_S)
-        assert process.returncode == 130, output
-        assert "Traceback" not in output
-        assert left_of(descendants) == []
-
-
 def assert_interrupted(process: subprocess.Popen[str], descendants: Sequence[psutil.Process], run_dir: Path) -> None:
     output, _ = process.communicate(timeout=END_TIMEOUT_S)
     assert process.returncode == 130, output

@@ -359,7 +359,6 @@ def test_figures_are_shown_though_their_file_cannot_be_written(tmp_path: Path, m
     config = RunConfig(faults=FaultsConfig(trace=(FaultConfig(phase=Phase.FORWARD),)))
     monkeypatch.setattr("spare_megatron.cli.campaign.load_runnable", lambda *_: config)
     monkeypatch.setattr("spare_megatron.cli.campaign.run_and_show", train)
-    monkeypatch.setattr("spare_megatron.cli.running.interrupt_by_signals", lambda: None)
     monkeypatch.setattr(process_watch, "ProcessWatch", NothingSeen)
     result = CliRunner().invoke(app, ["campaign", "any.toml", "--json", "--run-dir", str(tmp_path / "run")])
     assert result.exit_code == 1, result.output

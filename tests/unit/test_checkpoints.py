@@ -30,7 +30,7 @@ from spare_megatron.runtime.checkpoint.checkpoints import (
     step_of,
     visible_steps,
 )
-from spare_megatron.runtime.checkpoint.loading import resolve_load, resumed
+from spare_megatron.runtime.checkpoint.loading import last_checkpoint, resolve_load, resumed
 from spare_megatron.runtime.checkpoint.refusals import REFUSAL, refusal_in_log, refusal_of, refuse
 from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, newest_valid, read_manifest, verify
 from spare_megatron.runtime.process.lock import locked
@@ -388,6 +388,18 @@ def test_a_checkpoint_that_holds_all_steps_leaves_nothing_to_train(tmp_path: Pat
     save(tmp_path, CONFIG.train.steps)
     with pytest.raises(ValueError, match="nothing left to train"):
         resolve_load(load_config(tmp_path), tmp_path, pytest.fail)
+
+
+def test_a_training_is_finished_when_a_whole_checkpoint_of_its_own_holds_all_steps(tmp_path: Path) -> None:
+    num_steps = CONFIG.train.steps
+    assert last_checkpoint(CONFIG, tmp_path / "none") is None
+    save(tmp_path, num_steps - 1)
+    assert last_checkpoint(CONFIG, tmp_path) is None
+    last = save(tmp_path, num_steps)
+    assert last_checkpoint(CONFIG, tmp_path) == last
+    assert last_checkpoint(replace(CONFIG, train=replace(CONFIG.train, seed=7)), tmp_path) is None, "of another"
+    cut_short(last / "0.distcp")
+    assert last_checkpoint(CONFIG, tmp_path) is None, "the last step is to be trained again"
 
 
 def test_later_checkpoints_in_the_folder_are_not_written_over(tmp_path: Path) -> None:

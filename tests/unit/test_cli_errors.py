@@ -16,6 +16,8 @@ from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.runtime.checkpoint import loading
+from spare_megatron.runtime.driver import run
 from spare_megatron.runtime.process.lock import LOCK, is_held, locked
 from spare_megatron.runtime.process.reports import StoreAway, StoreBack
 from spare_megatron.simulator.costs import CostModel
@@ -197,6 +199,42 @@ def test_folders_that_cannot_be_written_are_refused_before_anything_is_started(
 def test_a_run_that_has_no_checkpoints_to_resume_with_does_not_begin_anew_in_silence(train: list[str]) -> None:
     told = spare(*train, "--resume", expected=2)
     assert "--resume begins with the newest checkpoint of checkpoint.folder, which is not set" in told
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_to_resume_a_training_that_is_finished_is_no_error_and_starts_nothing(
+    train: list[str], options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2 kept a loop that repeats the command until it succeeds from ending."""
+    last = tmp_path / "step-00000060"
+    monkeypatch.setattr(loading, "last_checkpoint", lambda *_: last)
+    monkeypatch.setattr(run, "start_run", lambda *_, **__: pytest.fail("it was started"))
+    folder = ("--set", f"checkpoint.folder={tmp_path}")
+    result = CliRunner().invoke(app, [*train, *folder, "--run-dir", str(tmp_path / "run"), "--resume", *options])
+    assert result.exit_code == 0, result.output
+    assert f"{last} holds all of train.steps=" in result.stderr
+    assert "the training is finished" in result.stderr
+    assert not (tmp_path / "run").exists()
+    if options:
+        printed = json.loads(result.stdout)
+        assert (printed["outcome"], printed["run_dir"], printed["steps_left"]) == ("finished", None, 0)
+
+
+@pytest.mark.parametrize("command", ["train", "doctor"])
+@pytest.mark.parametrize(
+    ("presets", "message"),
+    [
+        (("gone.toml",), "cannot read the preset gone.toml"),
+        (("--config", "gone.toml"), "cannot read the preset gone.toml"),
+        (
+            ("gone.toml", "--config", "other.toml"),
+            "given twice, as gone.toml and as --config other.toml",
+        ),
+        ((), "the preset of the run is missing; name a TOML file: spare {command} CONFIG"),
+    ],
+)
+def test_the_preset_is_an_argument_or_an_option(command: str, presets: tuple[str, ...], message: str) -> None:
+    assert message.format(command=command) in spare(command, *presets, expected=2)
 
 
 def test_a_pause_for_the_control_store_is_told_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
@@ -67,6 +68,30 @@ def test_check_names_all_that_is_wrong_and_elsewhere_forgives_what_this_machine_
     assert "spare.redundancy=9" in wrong
     assert "train.steps=0" in wrong
     assert len(json.loads(run("check", NODE, "--set", "spare.redundancy=9", "--json", expected=2))["problems"]) >= 1
+
+
+def test_a_wrong_type_and_an_unknown_key_hide_no_other_problem() -> None:
+    """And nothing is said of the default that stands in for a value that is no value."""
+    overrides = ("model.num_layers=x", "spare.redundancy=[2]", "train.stepz=5", "optimizer.beta1=2", "train.seed=-1")
+    options = [word for text in overrides for word in ("--set", text)]
+    found = json.loads(run("check", NODE, "--elsewhere", *options, "--json", expected=2))["problems"]
+    assert [text.split("=")[0].split(" (")[0] for text in found] == [
+        "unknown setting train.stepz",
+        "model.num_layers",
+        "spare.redundancy",
+        "train.seed",
+        "optimizer.beta1",
+    ]
+    assert all(text in run("show", NODE, *options, expected=2) for text in found)
+
+
+@pytest.mark.parametrize("wrong", ["layout.num_groups=x", "layout=3", "spare=[]", "cluster.num_nodes=two", "name=[]"])
+def test_what_follows_from_a_mistake_is_no_problem_of_its_own(wrong: str) -> None:
+    options = ("--set", "spare.redundancy=8", "--set", "cluster.num_nodes=7", "--set", wrong, "--elsewhere", "--json")
+    found = json.loads(run("check", NODE, *options, expected=2))["problems"]
+    key = wrong.partition("=")[0]
+    assert [text for text in found if text.startswith(key) and "must be" in text] == found[:1]
+    assert not any(f"{key}=" in text or f"{key}." in text for text in found[1:])
 
 
 def test_check_asks_megatron_about_its_own_fields() -> None:

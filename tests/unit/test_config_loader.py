@@ -82,10 +82,10 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path) -> None:
     ("override", "nearest"),
     [
         ("spare.redundency=3", "spare.redundancy"),
-        ("redundancy=3", "spare.redundancy"),
         ("layout.groups=3", "layout.num_groups"),
         ("train.step=3", "train.steps"),
-        ("model.num_query_groups=2", "megatron.num_query_groups"),
+        ("trian.steps=3", "train.steps"),
+        ("nmae=mine", "name"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_valid_one_and_its_source(override: str, nearest: str) -> None:
@@ -93,6 +93,22 @@ def test_an_unknown_key_names_the_nearest_valid_one_and_its_source(override: str
     assert override.partition("=")[0] in text
     assert f"--set {override}" in text
     assert text.endswith(f"the nearest valid one is {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("optimizer.name=adam", "[optimizer] has learning_rate, min_learning_rate, "),
+        ("redundancy=3", "its table is missing: spare.redundancy or optimizer.redundancy or snapshot.redundancy"),
+        ("model.num_query_groups=2", "it is Megatron's: set megatron.num_query_groups"),
+        ("layers.depth=2", "there are name, model, layout, "),
+        ("faults.trace=[{phase='patch', when=3}]", "there are phase, step, "),
+    ],
+)
+def test_an_unknown_key_that_is_like_none_of_its_table_names_what_there_is(override: str, advice: str) -> None:
+    text = message_of(override)
+    assert f"; {advice}" in text
+    assert "nearest" not in text
 
 
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:

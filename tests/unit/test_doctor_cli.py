@@ -54,11 +54,11 @@ def test_problems_end_with_another_exit_code_and_name_the_node(corpus: Path) -> 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "--config is missing"),
+        ([], "the preset of the run is missing"),
         (["--node", "1"], "--node takes --folder"),
-        (["--node", "1", "--folder", "f", "--config", DEMO], "and no --config"),
+        (["--node", "1", "--folder", "f", "--config", DEMO], "and no preset"),
         (["--node", "1", "--folder", "f", "--wait-s", "0"], "node 1 is not awaited by a driver"),
-        (["--config", DEMO, "--set", "layout.num_groups=0"], "layout.num_groups=0 must be at least 1"),
+        ([DEMO, "--set", "layout.num_groups=0"], "layout.num_groups=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_looked_at_is_explained(corpus: Path, words: list[str], expected: str) -> None:

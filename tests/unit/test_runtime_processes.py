@@ -16,7 +16,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.runtime.driver import driver as driver_module
 from spare_megatron.runtime.driver.driver import Driver
 from spare_megatron.runtime.driver.preflight import _why_ended
-from spare_megatron.runtime.process.reports import ExitCode, GroupLost, RanksReady
+from spare_megatron.runtime.process.reports import ExitCode, GroupLost, RanksReady, next_report
 from spare_megatron.runtime.process.spec import NodeSpec, RankSpec
 from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
 from spare_megatron.runtime.supervisor.store_link import NodeSilent, StoreLink
@@ -132,13 +132,13 @@ def test_stopping_a_node_passes_over_ranks_that_are_gone(monkeypatch: pytest.Mon
     assert hit == [1, 3]
 
 
-def test_what_goes_wrong_with_a_report_is_not_taken_for_the_end_of_its_pipe(driver: Driver) -> None:
+def test_what_goes_wrong_with_a_report_is_not_taken_for_the_end_of_its_pipe() -> None:
     """An error of the disk, say, made the driver deaf to a node, whose supervisor then waited to be heard for good."""
     ours, theirs = Pipe()
     theirs.send(RanksReady(group=GroupId(0)))
-    assert driver_module._next_report(ours) == RanksReady(group=GroupId(0))
+    assert next_report(ours) == RanksReady(group=GroupId(0))
     theirs.close()
-    assert driver_module._next_report(ours) is None
+    assert next_report(ours) is None
 
 
 def _end_as_told(spec: RankSpec, reports: Any) -> None:

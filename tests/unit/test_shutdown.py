@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from spare_megatron.runtime.driver.shutdown import end_processes, interrupts_call, kill
+from spare_megatron.runtime.driver.shutdown import end_processes, kill
 from spare_megatron.runtime.process import processes
+from spare_megatron.runtime.process.interrupts import deferred
 from spare_megatron.runtime.process.processes import Child, fork_server, start_child
 
 pytestmark = pytest.mark.timeout(60)
@@ -126,7 +127,7 @@ def test_ctrl_c_while_a_run_ends_kills_what_is_left_of_it(children: list[Child],
     before = signal.signal(signal.SIGINT, signal.default_int_handler if is_first else signal.SIG_IGN)
     began_s, ends = time.monotonic(), []
     try:
-        with interrupts_call(lambda: kill([supervisor])):
+        with deferred(lambda: kill([supervisor])):
             end_processes(supervisors=[supervisor], lost=[], store=store, hub=None)
             ends.append("in order")
         ends.append("goes on")

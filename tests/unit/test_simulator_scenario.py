@@ -107,7 +107,7 @@ def test_a_file_names_a_trace_beside_it(tmp_path: Path) -> None:
         (["failures.mix.gpu.weight=inf"], "failures.mix.gpu.weight=inf has to be above 0"),
         (["failures.mix.gpu.repair_s=5"], "has to set failures.mix.gpu.weight"),
         (["failures.mix.gpu.weight=1", "failures.mix.gpu.repair_s=-5"], "failures.mix.gpu.repair_s=-5.0 has to be 0"),
-        (["failures.mix.gpu.wait=1"], "unknown setting failures.mix.gpu.wait; .* is failures.mix.gpu.w"),
+        (["failures.mix.gpu.wait=1"], "unknown setting failures.mix.gpu.wait; .* has weight, repair_s"),
         (["failures.mix=1"], "unknown setting failures.mix"),
         (["failures.trace=1"], "unknown setting failures.trace; the nearest valid one is failures.trace_file"),
         (["failures.mix.gpu={weight=1, repair_s=5}", "repair_s=9"], "unknown setting failures.mix.gpu; .*"),

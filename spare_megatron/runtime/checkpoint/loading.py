@@ -33,6 +33,16 @@ def resumed(config: RunConfig, folder: Path) -> RunConfig:
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=str(folder)))
 
 
+def last_checkpoint(config: RunConfig, folder: Path) -> Path | None:
+    """The valid checkpoint of this training after all of its steps; None if the folder does not have it yet."""
+    if not any(step_of(path) >= config.train.steps for path in all_checkpoints(folder)):
+        return None  # nothing is read for that
+    found = newest_valid(folder).found
+    if found is None or found.manifest.step < config.train.steps or differences(found.manifest.terms, config):
+        return None
+    return found.path
+
+
 def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], None]) -> RunConfig:
     """The configuration whose `checkpoint.load` is the very checkpoint that the run begins with, if with any.
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
@@ -26,10 +26,11 @@ from spare_megatron.journal.records import EndRecord
 from spare_megatron.runtime.checkpoint.checkpoints import step_of
 from spare_megatron.runtime.checkpoint.last_state import saved_state
 from spare_megatron.runtime.driver.node_loss import fence_node
-from spare_megatron.runtime.driver.shutdown import end_processes, interrupts_call, kill, remove_keys
+from spare_megatron.runtime.driver.shutdown import end_processes, kill, remove_keys
 from spare_megatron.runtime.driver.stand_in import Launcher, stand_in
 from spare_megatron.runtime.process import end_signal
 from spare_megatron.runtime.process.agenda import Agenda
+from spare_megatron.runtime.process.interrupts import Deferral, deferred
 from spare_megatron.runtime.process.network import network_of
 from spare_megatron.runtime.process.processes import (
     Child,
@@ -60,6 +61,7 @@ from spare_megatron.runtime.process.reports import (
     StepCommitted,
     StoreGone,
     StoreMeasured,
+    next_report,
 )
 from spare_megatron.runtime.process.spec import NodeSpec, RankMain
 from spare_megatron.runtime.supervisor.node import supervise
@@ -125,8 +127,11 @@ class Driver:
         self._num_steps = self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
         """Committed so far."""
 
-    def run(self) -> EndRecord:
+    def run(self, interrupts: Deferral) -> EndRecord:
         """Runs to the end, whatever that is; leaves no process behind.
+
+        Args:
+            interrupts: Signals, none of which may break off the start of a process or a message to one.
 
         Returns:
             How it ended; the same record closes the journal.
@@ -134,6 +139,7 @@ class Driver:
         Raises:
             KeyboardInterrupt: After everything has been ended.
         """
+        self._interrupts = interrupts
         end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
         hub: Child | None = None
         store: Child | None = None
@@ -141,11 +147,12 @@ class Driver:
         try:
             self._on_event(Starting(what="control store"))
             if self._config.cluster.isolate_nodes:
-                hub = start_hub(self._context)
-            store, spec = start_store(self._context, self._config, hub)
+                hub = start_hub(self._context, interrupts.wait)
+            store, spec = start_store(self._context, self._config, hub, interrupts.wait)
             with contextlib.nullcontext() if hub is None else network_of(hub.pid):
                 self._store = open_store(spec)
-            self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
+            with interrupts.allowed():  # etcd may not answer for a while
+                self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
             self._store_process = store
             self._start_nodes(spec, hub)
             if isinstance(spec, EtcdStoreSpec):
@@ -158,7 +165,7 @@ class Driver:
             # What stands for supervisors elsewhere has to tell them, and is not killed by the impatient.
             here = {node for node in self._nodes if self._main_of(node) is supervise}
             lost = {node for node in here if self._are_lost([node])}
-            with interrupts_call(lambda: kill([self._nodes[node] for node in here])):
+            with deferred(lambda: kill([self._nodes[node] for node in here])):
                 end_processes(
                     supervisors=[child for node, child in self._nodes.items() if node not in lost],
                     lost=[self._nodes[node] for node in lost],
@@ -177,6 +184,7 @@ class Driver:
         if self._launcher is not None and layout.num_nodes > 1:
             refuse_loopback(self._store.local_host(), hosts_of(self._config.control.endpoints))
         for node in range(layout.num_nodes):
+            self._interrupts.check()
             spec = NodeSpec(
                 config=self._config,
                 run_dir=self._run_dir,
@@ -202,10 +210,10 @@ class Driver:
         sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
         store_sentinel = [] if store is None else [store.process.sentinel]
         while not self._is_over(sentinels.values()):
-            ready = wait([*pipes, *sentinels, *store_sentinel], self._agenda.pause_s())
+            ready = self._interrupts.wait([*pipes, *sentinels, *store_sentinel], self._agenda.pause_s())
             self._agenda.run_due()
             for pipe in [item for item in ready if item in pipes]:
-                report = _next_report(pipe)
+                report = next_report(pipe)
                 if report is None:
                     del pipes[pipe]
                 else:
@@ -240,7 +248,7 @@ class Driver:
         The others find its groups lost by its silence, here as on a cluster, once training has begun.
         """
         child = self._nodes[node]
-        while child.reports.poll() and (report := _next_report(child.reports)) is not None:
+        while child.reports.poll() and (report := next_report(child.reports)) is not None:
             self._take(report)
         child.process.join()
         failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
@@ -382,18 +390,10 @@ class Driver:
 
     def _hear_the_log(self) -> None:
         """Nobody is left. If all went for one reason, as when the training diverged, the log says so."""
-        stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()
+        with self._interrupts.allowed():
+            stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()
         if isinstance(stop, StopHalted):
             self._is_halted, self._stop_reason = True, stop.reason
-
-
-def _next_report(pipe: Connection) -> NodeReport | None:
-    """What has come through; None if nothing will any more."""
-    try:
-        report: NodeReport = pipe.recv()
-    except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report
-        return None
-    return report
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:

@@ -3,16 +3,18 @@
 import contextlib
 import sys
 import traceback
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from spare_megatron.config.own_code import PACKAGE, code_digest, code_mismatch
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.runtime.process.interrupts import Deferral, deferred
 from spare_megatron.runtime.process.processes import (
     NO_MAIN_GUARD,
     Child,
     describe_exit,
     end_child,
+    end_fork_server,
     fork_server,
     start_child,
 )
@@ -27,22 +29,26 @@ def preflight(config: RunConfig) -> None:
         ValueError: The run cannot start; the text says why.
             Also if the check was killed, or did not end within `control.startup_timeout_s`.
     """
-    child = start_child(fork_server(), "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
-    try:
-        if error := _hear(child, config):
-            raise ValueError(error)
-    finally:
-        end_child(child)
+    # The first process is forked when the fork server has imported everything: a signal does not wait for that.
+    with deferred(end_fork_server) as interrupts:
+        context = fork_server()
+        interrupts.check()
+        child = start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
+        try:
+            if error := _hear(child, config, interrupts):
+                raise ValueError(error)
+        finally:
+            end_child(child)
 
 
-def _hear(child: Child, config: RunConfig) -> str:
+def _hear(child: Child, config: RunConfig, interrupts: Deferral) -> str:
     """What the check has found; empty if nothing.
 
     Raises:
         ValueError: It was killed, or did not end in time.
     """
     limit_s, error = config.control.startup_timeout_s, ""
-    if not wait([child.reports, child.process.sentinel], limit_s):
+    if not interrupts.wait([child.reports, child.process.sentinel], limit_s):
         raise ValueError(
             f"the sample index of data.corpus={config.data.corpus} was not built within control.startup_timeout_s="
             f"{limit_s:g}; raise that, or see whether the storage there hangs"

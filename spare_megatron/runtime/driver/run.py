@@ -44,6 +44,7 @@ from spare_megatron.runtime.driver.preflight import preflight
 from spare_megatron.runtime.driver.stand_in import ByHand, Launcher
 from spare_megatron.runtime.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
+from spare_megatron.runtime.process.interrupts import deferred
 from spare_megatron.runtime.process.lock import LOCK, locked
 from spare_megatron.runtime.process.records_end import close_or_tell, report_held
 from spare_megatron.runtime.process.reports import (
@@ -191,7 +192,8 @@ def _run(
     driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
     end: EndRecord | None = None
     try:
-        end = driver.run()
+        with deferred() as interrupts:
+            end = driver.run(interrupts)
     finally:
         close_or_tell(metrics, tell)
         storage.record_lost()

@@ -1,11 +1,8 @@
 """How the processes of a run are ended: first the ranks, then what they stand on."""
 
 import contextlib
-import signal
-import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
-from types import FrameType
 
 from spare_megatron.control.etcd_store import EtcdControlStore
 from spare_megatron.control.spec import EtcdStoreSpec
@@ -54,33 +51,3 @@ def kill(children: Collection[Child]) -> None:
     for child in children:
         if child.process.is_alive():
             child.process.kill()
-
-
-@contextlib.contextmanager
-def interrupts_call(act: Callable[[], None]) -> Iterator[None]:
-    """Until the block is over, Ctrl-C and SIGTERM only call this. What they did before they do after it, if anything.
-
-    Somebody who presses it again wants it over at once, and is not to leave half of the processes behind.
-    """
-    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
-        yield
-        return
-    came: list[int] = []
-
-    def come(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        act()
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handled = {number: handler for number, handler in before.items() if handler not in (signal.SIG_DFL, None)}
-    for number in handled:
-        signal.signal(number, come)
-    try:
-        yield
-    finally:
-        for number, handler in handled.items():
-            signal.signal(number, handler)
-    for first in came[:1]:
-        handler = handled[signal.Signals(first)]
-        if callable(handler):
-            handler(first, None)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext, ForkContext, ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -26,6 +26,7 @@ from spare_megatron.control.open_store import etcd_spec
 from spare_megatron.control.spec import StoreSpec, TcpStoreSpec
 from spare_megatron.control.tcp_store import serve
 from spare_megatron.runtime.process import end_signal
+from spare_megatron.runtime.process.interrupts import never_in_children
 from spare_megatron.runtime.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
 
 _IMPORTED: tuple[str, ...] = (
@@ -36,6 +37,9 @@ _IMPORTED: tuple[str, ...] = (
 """What the fork server imports, so that what it forks has it."""
 NO_MAIN_GUARD = 96
 """Exit code of a process that would start a run while it imports the script of the process that started it."""
+Wait = Callable[[list[Any], float], list[Any]]
+"""As `multiprocessing.connection.wait`."""
+
 _PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
 _STORE_START_TIMEOUT_S = 120.0
@@ -51,15 +55,9 @@ def fork_server() -> ForkServerContext:
     set_environment_of_ranks()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spare_megatron.runtime.process.fork_server_end", *_IMPORTED])
-    # Ctrl-C reaches every process of the terminal, and only the driver is to act on it: the server and all that
-    # it forks are born with it blocked. Python unblocks it when it starts the resource tracker, so that comes first.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with end_signal.blocked():
-            forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # Only the driver acts on Ctrl-C, which reaches every process of the terminal.
+    with never_in_children(), end_signal.blocked():
+        forkserver.ensure_running()
     return context
 
 
@@ -75,6 +73,13 @@ def set_environment_of_ranks() -> None:
     # torch.cuda.is_available then asks the driver only.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def end_fork_server() -> None:
+    """Kills the fork server, if there is one, and what it has forked. The next process is forked from a new one."""
+    if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def rank_context(device: str) -> ForkContext | SpawnContext:
@@ -126,21 +131,22 @@ def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) 
     target(*args)
 
 
-def start_hub(context: ForkServerContext) -> Child:
+def start_hub(context: ForkServerContext, wait: Wait) -> Child:
     """The process that holds the bridge between the nodes' networks.
 
     Raises:
         RuntimeError: It did not come up.
     """
     child = start_child(context, "network-hub", serve_hub)
-    with contextlib.suppress(EOFError):
-        if child.reports.poll(_STORE_START_TIMEOUT_S) and child.reports.recv() == "up":
-            return child
-    end_child(child)
+    with contextlib.suppress(EOFError, TimeoutError):
+        _first_report(child, wait)
+        return child
     raise RuntimeError("the network of the nodes did not come up; set cluster.isolate_nodes=false to do without")
 
 
-def start_store(context: ForkServerContext, config: RunConfig, hub: Child | None) -> tuple[Child | None, StoreSpec]:
+def start_store(
+    context: ForkServerContext, config: RunConfig, hub: Child | None, wait: Wait
+) -> tuple[Child | None, StoreSpec]:
     """The control store of a new run, and its process where it is the embedded one.
 
     Raises:
@@ -149,11 +155,11 @@ def start_store(context: ForkServerContext, config: RunConfig, hub: Child | None
     """
     if config.control.store == "etcd":
         return None, etcd_spec(config.control, config.name, os.environ)
-    return start_embedded_store(context, config.control.listen_address, hub)
+    return start_embedded_store(context, config.control.listen_address, hub, wait)
 
 
 def start_embedded_store(
-    context: ForkServerContext, address: str, hub: Child | None = None
+    context: ForkServerContext, address: str, hub: Child | None = None, wait: Wait = connection.wait
 ) -> tuple[Child, TcpStoreSpec]:
     """A server process that listens on this address of this machine, or on the hub's in its network.
 
@@ -165,14 +171,29 @@ def start_embedded_store(
         child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
     else:
         child = start_child(context, "control-store", serve, address)
-    if not child.reports.poll(_STORE_START_TIMEOUT_S):
-        end_child(child)
-        raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s")
     try:
-        return child, TcpStoreSpec(host=address, port=child.reports.recv())
+        return child, TcpStoreSpec(host=address, port=_first_report(child, wait))
+    except TimeoutError:
+        raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s") from None
     except EOFError:
-        end_child(child)
         raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None
+
+
+def _first_report(child: Child, wait: Wait) -> Any:
+    """What the process reports when it is up; without that it is ended.
+
+    Raises:
+        TimeoutError: It reports nothing in time.
+        EOFError: It has died.
+        KeyboardInterrupt: A signal came; see `Deferral.wait`.
+    """
+    try:
+        if not wait([child.reports], _STORE_START_TIMEOUT_S):
+            raise TimeoutError
+        return child.reports.recv()
+    except BaseException:
+        end_child(child)
+        raise
 
 
 def end_child(child: Child) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from multiprocessing.connection import Connection
 
 from spare_megatron.config.store_space import StoreSpace
 from spare_megatron.core.liveness import Operation
@@ -380,3 +381,12 @@ class StoreAwaited:
 
 
 RunEvent = NodeReport | Starting | CheckpointRejected | MetricsLost | StoreMeasured | StoreAwaited
+
+
+def next_report(pipe: Connection) -> NodeReport | None:
+    """What a supervisor has sent; None if nothing more will come."""
+    try:
+        report: NodeReport = pipe.recv()
+    except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report
+        return None
+    return report

@@ -1,0 +1,71 @@
+"""The preset of a run as commands take it, and everything that is wrong with it, reported at once."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from spare_megatron.config.loader import LoadedConfig
+    from spare_megatron.config.schema import RunConfig
+    from spare_megatron.config.validate import Machine
+
+PresetArgument = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="The run preset, a TOML file.", show_default=False)
+]
+PresetOption = Annotated[Path | None, typer.Option("--config", help="The run preset, where it is not an argument.")]
+
+
+def one_preset(argument: Path | None, option: Path | None, command: str) -> Path:
+    """The preset of a command that takes it as an argument and as an option.
+
+    Raises:
+        ValueError: Both are given, or none.
+    """
+    if argument is not None and option is not None:
+        raise ValueError(f"the preset is given twice, as {argument} and as --config {option}; leave one out")
+    preset = argument or option
+    if preset is None:
+        raise ValueError(f"the preset of the run is missing; name a TOML file: spare {command} CONFIG")
+    return preset
+
+
+def load_without_problems(
+    path: Path,
+    overrides: Sequence[str],
+    machine_of: Callable[["RunConfig"], "Machine"],
+    *,
+    cluster: Path | None = None,
+    restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
+    where: str = "",
+) -> "tuple[RunConfig, LoadedConfig]":
+    """The configuration that can run on the machine, and as it was loaded.
+
+    Args:
+        path: The preset.
+        overrides: Of its settings.
+        machine_of: The machine that a configuration is to run on.
+        cluster: A preset whose values win over those of the first.
+        restrict: Leaves out what the command does not run, before the rest is judged.
+        where: For the message, where it cannot run.
+
+    Raises:
+        ValueError: It cannot run; the text has every reason.
+    """
+    from spare_megatron.config.loader import load_and_judge
+    from spare_megatron.config.validate import problems
+
+    def judge(config: "RunConfig") -> list[str]:
+        restricted = restrict(config)
+        return problems(restricted, machine_of(restricted))
+
+    loaded, found = load_and_judge(path, overrides, judge, cluster)
+    if found:
+        raise ValueError(refusal(found, where))
+    return restrict(loaded.config), loaded
+
+
+def refusal(found: Sequence[str], where: str = "") -> str:
+    """The message that a configuration cannot run, with every reason."""
+    return f"this configuration cannot run{where}:\n" + "\n".join(f"  - {text}" for text in found)

@@ -1,0 +1,25 @@
+"""Ctrl-C in each phase of a start is one line, exit code 130, and the end of all processes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.interrupts.trial import interrupt, write_preset
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("line", "after_s"),
+    [
+        ("begun", 0.2),
+        ("starting: Megatron", 0.4),
+        ("starting: control store", 0.0),
+        ("starting: control store", 0.3),
+        ("starting: 2 ranks", 0.1),
+    ],
+)
+def test_ctrl_c_in_a_start_is_one_line(text_corpus: Path, tmp_path: Path, line: str, after_s: float) -> None:
+    """As `python -m tests.interrupts` does at 200 moments."""
+    write_preset(text_corpus, tmp_path / "preset.toml")
+    assert interrupt(tmp_path / "preset.toml", tmp_path / "trial", after_s, line).problem == ""

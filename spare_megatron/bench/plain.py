@@ -13,6 +13,7 @@ from spare_megatron.control.open_store import open_store
 from spare_megatron.control.spec import StoreSpec
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
 from spare_megatron.runtime.driver.preflight import preflight
+from spare_megatron.runtime.driver.shutdown import kill
 from spare_megatron.runtime.process.interrupts import Deferral, deferred
 from spare_megatron.runtime.process.processes import (
     Child,
@@ -49,6 +50,7 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
             stop_children(ranks)
             return ends[0], memory
         finally:
+            kill(ranks)  # all at once: one that lost a peer would print a traceback
             for child in [*ranks, store]:
                 end_child(child)
 

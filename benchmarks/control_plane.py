@@ -28,10 +28,10 @@ from benchmarks.control_plane_leader import TIMEOUT_S
 from benchmarks.control_plane_log import measure_log
 from benchmarks.control_plane_steps import measure_steps
 from benchmarks.origin import origin
-from spare_megatron.control.decision_log import entry_key
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
-from spare_megatron.control.tcp_store import serve
+from spare_megatron.store.decision_log import entry_key
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
+from spare_megatron.store.tcp_store import serve
 from tests.integration.etcd_cluster import running_cluster
 
 STORES = ("embedded", "etcd")

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from benchmarks.control_plane_leader import LOST, EpochChange, Leader, Roster, vote_on
-from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import StoreSpec
-from spare_megatron.core.messages import Entry, decode_entry
-from spare_megatron.core.topology import Member
+from spare_megatron.core.entries import Entry, decode_entry
 from spare_megatron.core.votes import encode_vote
-from spare_megatron.runtime.wire.piece_wire import Address
-from spare_megatron.runtime.wire.vote_wire import Inbox, Kind, Message, pack, send
+from spare_megatron.process.piece_wire import Address
+from spare_megatron.process.vote_wire import Inbox, Kind, Message, pack, send
+from spare_megatron.stacking.layout import Member
+from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import StoreSpec
 
 
 @lru_cache

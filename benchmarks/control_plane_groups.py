@@ -16,10 +16,10 @@ import psutil
 
 from benchmarks.control_plane_crowd import Crowd
 from benchmarks.control_plane_leader import LOST, TIMEOUT_S, EpochChange, Leader, Roster
-from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import StoreSpec
-from spare_megatron.core.messages import Fence, encode_entry
+from spare_megatron.core.entries import Fence, encode_entry
+from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import StoreSpec
 
 T = TypeVar("T")
 

@@ -10,16 +10,17 @@ from typing import cast
 import torch.distributed as dist
 
 from spare_megatron.config.schema import ControlConfig, LayoutConfig, RunConfig
-from spare_megatron.control.decision_log import DecisionLog, ask_interval_s
-from spare_megatron.control.name_lookups import without_name_lookups
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import StoreSpec
-from spare_megatron.core.messages import Commit, Entry, Fence, Retry, VotesRead, decode_entry
+from spare_megatron.core.entries import Commit, Entry, Fence, Retry, decode_entry
+from spare_megatron.core.events import VotesRead
 from spare_megatron.core.relays import Blocks
-from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
-from spare_megatron.runtime.vote.agreement import GroupAgreement
-from spare_megatron.runtime.vote.voting import Voting, open_relay
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.decision_log import DecisionLog, ask_interval_s
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import StoreSpec
+from spare_megatron.store.tcp_store import without_name_lookups
+from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.voting.voting import Voting, open_relay
 
 TIMEOUT_S = 300.0
 LOST = Member(GroupId(1))

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import StoreSpec
-from spare_megatron.core.messages import Commit, FinishRun, encode_entry
-from spare_megatron.runtime.vote.fold import LogFollower, controller_setup
+from spare_megatron.core.actions import FinishRun
+from spare_megatron.core.entries import Commit, encode_entry
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import StoreSpec
+from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 NUM_GROUPS = 64
 NUM_WRITERS = 16

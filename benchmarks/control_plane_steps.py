@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import psutil
 
-from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.etcd_space import etcd_space
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec
-from spare_megatron.core.messages import Commit, encode_entry
+from spare_megatron.core.entries import Commit, encode_entry
 from spare_megatron.core.votes import Vote, encode_vote
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.etcd_gateway import etcd_space
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
 from tests.integration.etcd_cluster import ask
 
 NUM_GROUPS = 4

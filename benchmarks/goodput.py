@@ -34,13 +34,13 @@ from benchmarks.peers.history import events_of_journal, spread
 from benchmarks.peers.peer_run import NvrxTimes, TorchftTimes, run_peer
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.preflight import preflight
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
-from spare_megatron.runtime.driver.preflight import preflight
-from spare_megatron.runtime.driver.run import start_run
 from spare_megatron.simulator.calibrate import calibrate
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.replay import replay
+from spare_megatron.simulator.scenario import CostModel
 
 OURS = "ours"
 PEERS: dict[str, TorchftTimes | NvrxTimes] = {

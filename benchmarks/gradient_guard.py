@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank import rank
-from spare_megatron.runtime.rank.executor import GroupExecutor
+from spare_megatron.driver.run import start_run
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank import rank
+from spare_megatron.rank.executor import GroupExecutor
 
 NUM_WARMUP = 3
 """Steps at the start of a run that are not measured."""

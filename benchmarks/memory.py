@@ -25,14 +25,14 @@ from torch import Tensor
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import StoreSpec
+from spare_megatron.driver.preflight import preflight
+from spare_megatron.driver.run import start_run
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
-from spare_megatron.runtime.driver.preflight import preflight
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.processes import end_child, fork_server, start_child, start_embedded_store
-from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.process.processes import end_child, fork_server, start_child, start_embedded_store
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import StoreSpec
 
 MODEL = ["model.num_layers=4", "model.hidden_size=512", "model.num_attention_heads=8", "layout.pipeline_parallel=1"]
 """About 13 million parameters in one rank."""
@@ -55,10 +55,10 @@ def plain_rank(config: RunConfig, is_sharded: bool, rank: int, spec: StoreSpec, 
 
 def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
     """Trains as one rank of ours and writes down its memory."""
+    from spare_megatron.comm import bucket_sums
     from spare_megatron.mcore import trainer
-    from spare_megatron.runtime.rank import rank
-    from spare_megatron.runtime.rank.train import train
-    from spare_megatron.runtime.reduce import staging
+    from spare_megatron.rank import rank
+    from spare_megatron.rank.train import train
 
     before = _process_bytes("VmRSS")
     trainers: list[trainer.GroupTrainer] = []
@@ -69,7 +69,7 @@ def own_rank(folder: Path, spec: RankSpec, reports: Connection) -> None:
             super().__init__(*parts, **settings)
             trainers.append(self)
 
-    class Staging(staging.Staging):
+    class Staging(bucket_sums.Staging):
         def __init__(self, make: Callable[[], Tensor]) -> None:
             super().__init__(lambda: kept(make()))
 

@@ -25,17 +25,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from benchmarks.paper_model import paper_cadence_s
-from spare_megatron.core.placement import BoolArray, IntArray, make_placement
-from spare_megatron.core.topology import GroupId
-from spare_megatron.planner.optimum import CheckpointTimes
+from spare_megatron.planner.facts import CheckpointTimes
 from spare_megatron.simulator.failures import FailureProcess, FailureSpec, Loss, make_process
 from spare_megatron.simulator.fleet import Fleet
-from spare_megatron.simulator.presets import load_scenario
-from spare_megatron.simulator.published import PUBLISHED, PublishedPoint
+from spare_megatron.simulator.presets import PUBLISHED, PublishedPoint, load_scenario
 from spare_megatron.simulator.replication import IsWhole, disjoint_sets, run_replication
 from spare_megatron.simulator.scenario import Scenario
 from spare_megatron.simulator.spare_run import SpareRun
 from spare_megatron.simulator.world import Result, World
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import BoolArray, IntArray, make_placement
 
 _LOSSES, _REPAIRS, _JITTER = range(10, 13)
 CHECKPOINT = CheckpointTimes(save_s=60.0, restart_s=3600.0)

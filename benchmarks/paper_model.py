@@ -1,14 +1,15 @@
 """SPARe's own model (arXiv 2603.00357): its availability, its cadence, and the redundancy that it calls best.
 
 The lost half interval is counted as time beyond T_f here, so that the best interval grows with the time of a restart.
-The planner counts it as part of T_f (`planner.availability`); for T_f well above T_r and T_c both are the same.
+The planner counts it as part of T_f (`planner.plan`); for T_f well above T_r and T_c both are the same.
 """
 
 from math import sqrt
 
 from spare_megatron.planner.endurance import asymptotic_endured_losses
-from spare_megatron.planner.optimum import CheckpointTimes, closed_form_redundancy
+from spare_megatron.planner.facts import CheckpointTimes
 from spare_megatron.planner.overhead import StepTimes, mean_overhead
+from spare_megatron.planner.plan import closed_form_redundancy
 
 
 def paper_cadence_s(time_to_failure_s: float, checkpoint: CheckpointTimes) -> float:

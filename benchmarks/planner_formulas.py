@@ -20,31 +20,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from benchmarks.paper_model import paper_redundancy, paper_time_to_train
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.core.placement import IntArray, make_placement
 from spare_megatron.planner import montecarlo
-from spare_megatron.planner.availability import availability, best_availability
-from spare_megatron.planner.domain_repair import equivalent_domain_repair
 from spare_megatron.planner.domains import (
     LossIntervals,
     consecutive_domains,
     endured_domains,
+    equivalent_domain_repair,
     hosts_per_domain,
     time_to_wipe_out_s,
     wipe_out_probability,
 )
 from spare_megatron.planner.endurance import FloatArray, asymptotic_endured_losses, endured_losses
-from spare_megatron.planner.facts import ClusterFacts, Policy
-from spare_megatron.planner.optimum import CheckpointTimes, closed_form_redundancy
-from spare_megatron.planner.overhead import (
-    StepTimes,
-    least_makespans,
-    mean_makespan,
-    mean_overhead,
-    patch_stacks,
-)
-from spare_megatron.planner.plan import optimize, predict
-from spare_megatron.planner.rejoin import RejoinTimes, absence, equivalent_repair, num_down_with_spares
+from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts, Policy
+from spare_megatron.planner.overhead import StepTimes, least_makespans, mean_makespan, mean_overhead, patch_stacks
+from spare_megatron.planner.plan import availability, best_availability, closed_form_redundancy, optimize, predict
+from spare_megatron.planner.readmission import RejoinTimes, absence, equivalent_repair, num_down_with_spares
 from spare_megatron.planner.repair import RepairTimes, survival
+from spare_megatron.stacking.placement import IntArray, make_placement
 
 SIZES = (200, 600, 1000)
 REDUNDANCIES = range(2, 21)

@@ -21,18 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.core.topology import GroupId
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import StartRecord, UpdateRecord
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import (
-    GroupRejoined,
-    RankKey,
-    RanksReady,
-    RanksStarted,
-    RunEvent,
-    StepCommitted,
-)
+from spare_megatron.process.reports import GroupRejoined, RankKey, RanksReady, RanksStarted, RunEvent, StepCommitted
+from spare_megatron.stacking.layout import GroupId
 
 STEPS_BETWEEN = 10
 """Steps with all groups before each kill."""

@@ -20,11 +20,11 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.core.placement import IntArray, Placement, PlacementKind, make_placement
-from spare_megatron.core.reorder import Reorder, initial_owners, least_load, reorder_microbatches
-from spare_megatron.core.stack_reorder import StackReorder, initial_order, reorder_stacks
-from spare_megatron.core.stepplan import Owners
-from spare_megatron.core.topology import GroupId
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import IntArray, Placement, PlacementKind, make_placement
+from spare_megatron.stacking.plans import Owners
+from spare_megatron.stacking.reorder import Reorder, initial_owners, least_load, reorder_microbatches
+from spare_megatron.stacking.stack_reorder import StackReorder, initial_order, reorder_stacks
 
 NUM_MICROBATCHES = 16
 SHAPES = tuple((num_groups, redundancy) for num_groups in (200, 600, 1000) for redundancy in (8, 9, 10))

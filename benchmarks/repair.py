@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
+from spare_megatron.journal.goodput import full_redundancy_s
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
-from spare_megatron.journal.redundancy import full_redundancy_s
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import RankKey, RanksStarted, RunEvent, StepCommitted
+from spare_megatron.process.reports import RankKey, RanksStarted, RunEvent, StepCommitted
 
 STEPS_BEFORE = 5
 MOST_STEPS = 100_000

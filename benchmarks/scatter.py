@@ -21,7 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.runtime.reduce.transfers import Exchange, Share, Transfer
+from spare_megatron.comm.transfers import Exchange, Share, Transfer
 
 TIMEOUT = timedelta(seconds=120)
 POLL_S = 0.0005

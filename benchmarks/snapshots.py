@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import RestartRecord, SnapshotRecord, UpdateRecord
-from spare_megatron.runtime.driver.run import start_run
 
 MODEL = ["model.num_layers=6", "model.hidden_size=512", "model.num_attention_heads=8"]
 """About 19 million parameters, so 230 MB with the optimizer's state."""

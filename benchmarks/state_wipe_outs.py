@@ -2,8 +2,8 @@
 
 For every number of groups N and of hosts of a slice r_o, with copies made anew and without: the restarts of one run
 with microbatches and groups that come back, those of them for lost state, the mean time to a state wipe-out that
-`planner.slices` expects, and the time to train over that without failures. `ratio` is the time to train with the most
-hosts and copies over that with every group holding all of the state, for the first N.
+`planner.partition_redundancy` expects, and the time to train over that without failures. `ratio` is the time to train
+with the most hosts and copies over that with every group holding all of the state, for the first N.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.planner.slices import state_time_to_wipe_out_s
+from spare_megatron.planner.partition_redundancy import state_time_to_wipe_out_s
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.presets import load_scenario
 from spare_megatron.simulator.scenario import Scenario

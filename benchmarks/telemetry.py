@@ -33,19 +33,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.origin import origin
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.liveness import Operation
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.driver import run
+from spare_megatron.driver.run import run_record
+from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
-from spare_megatron.metrics import sink as metric_sinks
-from spare_megatron.metrics.sink import DetachedSink, Sink, Value
-from spare_megatron.runtime.driver import run
-from spare_megatron.runtime.driver.run import run_record
-from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
-from spare_megatron.runtime.process import spans
-from spare_megatron.runtime.process.reports import MetricsLost, StepCommitted
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank import rank
+from spare_megatron.observe import metrics as metric_sinks
+from spare_megatron.observe.metrics import DetachedSink, Sink, Value
+from spare_megatron.process import span_ring
+from spare_megatron.process.reports import MetricsLost, StepCommitted
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank import rank
+from spare_megatron.stacking.layout import GroupId
 
 BLOCK_STEPS = 2
 ROUND_STEPS = 4 * BLOCK_STEPS
@@ -105,13 +105,13 @@ class _LeftBehind(DetachedSink):
 
 def run_gated_rank(spec: RankSpec, reports: Connection) -> None:
     """Runs in a rank's process: no span is written in the other steps."""
-    add = spans.SpanRecorder._add
+    add = span_ring.SpanRecorder._add
 
-    def gated(recorder: spans.SpanRecorder, *arguments: Any) -> None:
+    def gated(recorder: span_ring.SpanRecorder, *arguments: Any) -> None:
         if is_on(recorder.step):
             add(recorder, *arguments)
 
-    spans.SpanRecorder._add = gated  # type: ignore[assignment,method-assign]
+    span_ring.SpanRecorder._add = gated  # type: ignore[assignment,method-assign]
     rank.run_rank(spec, reports)
 
 

@@ -64,7 +64,7 @@ def pytest_runtest_makereport(
 @pytest.fixture(scope="session")
 def warm_fork_server() -> None:
     """For all tests that fork ranks, before anybody starts another: the first list of what to import is what counts."""
-    from spare_megatron.runtime.process.processes import fork_server  # which few tests need, and imports torch
+    from spare_megatron.process.processes import fork_server
 
     # The fork server does not look where pytest does.
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])

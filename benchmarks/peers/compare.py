@@ -24,9 +24,9 @@ from benchmarks.peers.history import Cost, Event, cost_of, events_of_journal, sp
 from benchmarks.peers.peer_run import NvrxTimes, TorchftTimes, run_peer
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.driver.preflight import preflight
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import read_journal
-from spare_megatron.runtime.driver.preflight import preflight
-from spare_megatron.runtime.driver.run import start_run
 
 FAULTS = {"kill": ("kill", 1), "stop": ("stop", 1), "two_kills": ("kill", 2)}
 """What happens, and to how many groups of the same step."""

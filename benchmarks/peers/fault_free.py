@@ -24,12 +24,12 @@ from benchmarks.peers.compare import OURS, PEERS
 from benchmarks.peers.environment import ROOT, peer_python
 from benchmarks.peers.history import Event, events_of_journal, spread
 from benchmarks.peers.peer_run import run_peer
-from spare_megatron.bench.plain import run_plain
-from spare_megatron.bench.throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
+from spare_megatron.cli.bench_plain import run_plain
+from spare_megatron.cli.bench_throughput import NUM_WARMUP, PLAIN, train_without_losses, training_alone
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.driver.preflight import preflight
 from spare_megatron.journal.files import read_journal
-from spare_megatron.runtime.driver.preflight import preflight
 
 
 def configure(options: argparse.Namespace) -> RunConfig:

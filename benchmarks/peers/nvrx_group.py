@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.peers.peer_group import PeerGroup, begin_group
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 
 _LOOPBACK = "127.0.0.1"
 _UP_TIMEOUT_S = 120.0

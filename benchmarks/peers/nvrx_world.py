@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.peers.nvrx_group import train_group
 from benchmarks.peers.peer_world import forked_server, run_groups
 from spare_megatron.config.loader import loads_run_config
-from spare_megatron.control.tcp_store import serve
+from spare_megatron.store.tcp_store import serve
 
 
 def main() -> None:

@@ -16,15 +16,15 @@ import torch
 
 from benchmarks.peers.history import Event, EventKind, read_events
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import ShardId
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault, resolve_trace
 from spare_megatron.mcore.probe import SilentProbe
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.process.processes import log_to_file
+from spare_megatron.process.processes import log_to_file
+from spare_megatron.stacking.layout import ShardId
+from spare_megatron.stacking.plans import Microbatch
 
 OUR_FAULT = 70
 """Exit status of a group in which what failed is ours, not the peer's."""

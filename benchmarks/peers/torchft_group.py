@@ -23,8 +23,8 @@ from torchft.checkpointing import HTTPTransport
 
 from benchmarks.peers.peer_group import PeerGroup, begin_group
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.tcp_store import listen
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.store.tcp_store import listen
 
 _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=60)

@@ -13,7 +13,7 @@ from torchft.coordination import LighthouseServer
 from benchmarks.peers.peer_world import forked_server, run_groups
 from benchmarks.peers.torchft_group import train_group
 from spare_megatron.config.loader import loads_run_config
-from spare_megatron.runtime.process.processes import log_to_file
+from spare_megatron.process.processes import log_to_file
 
 _PR_SET_PDEATHSIG = 1
 

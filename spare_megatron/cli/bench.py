@@ -16,10 +16,10 @@ from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
 from spare_megatron.cli.running import load_runnable
-from spare_megatron.runtime.process.interrupts import raising
+from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.bench.throughput import Speed, Throughput
+    from spare_megatron.cli.bench_throughput import Speed, Throughput
 
 app = typer.Typer(help="Measure how fast this machine trains.", no_args_is_help=True)
 
@@ -51,7 +51,7 @@ def throughput(
 
     Exit codes: 0 measured, 1 a run failed or lost a group, 2 the configuration cannot run, 130 interrupted.
     """
-    from spare_megatron.bench.throughput import kernels_measured, measure, problems_of, training_alone
+    from spare_megatron.cli.bench_throughput import kernels_measured, measure, problems_of, training_alone
     from spare_megatron.config.own_code import commit
 
     console = RunConsole(stderr=as_json)
@@ -88,7 +88,7 @@ def _origin() -> dict[str, str]:
     import torch
 
     from spare_megatron import __version__
-    from spare_megatron.bench.machine import describe_machine
+    from spare_megatron.cli.bench_machine import describe_machine
 
     return {
         "machine": describe_machine(),

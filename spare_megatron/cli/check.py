@@ -22,7 +22,7 @@ def check(
     """
     from spare_megatron.config.run_terms import terms_in
     from spare_megatron.journal.check import check as check_evidence
-    from spare_megatron.journal.filed import FiledEvidence
+    from spare_megatron.journal.journal_index import FiledEvidence
 
     with explained_errors("check"):
         verdict = check_evidence(FiledEvidence(run_dir, settings=terms_in(run_dir)))

@@ -12,7 +12,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.journal.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from spare_megatron.runtime.checkpoint.checkpoints import Manifest
+    from spare_megatron.state.checkpoint.checkpoint_folder import Manifest
 
 app = typer.Typer(
     name="checkpoint",
@@ -38,8 +38,7 @@ def list_checkpoints(path: _PATH, as_json: _JSON = False) -> None:
 
 
 def _entry(checkpoint: Path) -> dict[str, Any]:
-    from spare_megatron.runtime.checkpoint.refusals import refusal_of
-    from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, read_manifest
+    from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, read_manifest, refusal_of
 
     entry: dict[str, Any] = {"path": str(checkpoint), "step": None, "num_bytes": None, "damage": ""}
     entry["refused"] = refusal_of(checkpoint)
@@ -60,8 +59,8 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
     Exit codes: 0 all are whole, 1 one is damaged or was refused by the run that saved it, 2 there is none,
     130 interrupted.
     """
-    from spare_megatron.runtime.checkpoint import verification
-    from spare_megatron.runtime.checkpoint.checkpoints import checkpoints_at, leftovers
+    from spare_megatron.state.checkpoint import verification
+    from spare_megatron.state.checkpoint.checkpoint_folder import checkpoints_at, leftovers
 
     damage: dict[str, str] = {}
     with explained_errors("checkpoint verify"):
@@ -88,8 +87,7 @@ def verify(path: _PATH, as_json: _JSON = False) -> None:
 @app.command()
 def show(path: _PATH, as_json: _JSON = False) -> None:
     """Show what the newest checkpoint of a path holds, by its manifest."""
-    from spare_megatron.runtime.checkpoint.refusals import refusal_of
-    from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, read_manifest
+    from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, read_manifest, refusal_of
 
     with explained_errors("checkpoint show"):
         newest = _checkpoints(path)[0]
@@ -131,7 +129,7 @@ def _lines(manifest: "Manifest") -> list[tuple[str, str]]:
 
 def _unfinished(path: Path) -> str:
     """What is to be done with a save that is no checkpoint: nothing, while a run may be at it."""
-    from spare_megatron.runtime.process.lock import is_held
+    from spare_megatron.process.lock import is_held
 
     if is_held(path.parent) or is_held(path.parent.parent):  # a folder of checkpoints, or the run's directory
         return "an unfinished save, which a run that goes on may be writing"
@@ -145,7 +143,7 @@ def _checkpoints(path: Path) -> list[Path]:
         ValueError: There is none.
         OSError: The folder cannot be read.
     """
-    from spare_megatron.runtime.checkpoint.checkpoints import checkpoints_at
+    from spare_megatron.state.checkpoint.checkpoint_folder import checkpoints_at
 
     found = checkpoints_at(path)
     if not found:

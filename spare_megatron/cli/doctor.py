@@ -18,13 +18,13 @@ from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.preset import PresetArgument, PresetOption, load_without_problems, one_preset
 from spare_megatron.journal.quantities import format_bytes
-from spare_megatron.runtime.process.interrupts import raising
+from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
     from spare_megatron.config.diagnosis import Finding
     from spare_megatron.config.node_facts import NodeReport, Rate
     from spare_megatron.config.schema import RunConfig, SlurmConfig
-    from spare_megatron.runtime.doctor.examination import Start
+    from spare_megatron.driver.examination import Start
 
 
 def doctor(
@@ -52,7 +52,7 @@ def doctor(
         if node is not None:
             if preset is not None or config is not None or folder is None:
                 raise ValueError("--node takes --folder, that of the `spare doctor` elsewhere, and no preset")
-            from spare_megatron.runtime.doctor.examination import serve_examination
+            from spare_megatron.driver.examination import serve_examination
 
             with raising():
                 serve_examination(folder, node, wait_s)
@@ -70,16 +70,16 @@ def doctor(
 
 def _examine(config: "RunConfig", folder: Path | None, wait_s: float) -> "tuple[list[NodeReport], list[Finding]]":
     from spare_megatron.config.diagnosis import diagnose
-    from spare_megatron.control.addresses import address_towards, hosts_of, refuse_loopback
-    from spare_megatron.runtime.checkpoint.checkpoints import folder_of
-    from spare_megatron.runtime.doctor.examination import examine
+    from spare_megatron.driver.examination import examine
+    from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
+    from spare_megatron.store.addresses import address_towards, hosts_of, refuse_loopback
 
     folder = (folder or Path("runs") / f"doctor-{secrets.token_hex(4)}").absolute()
     checkpoints = folder_of(config, folder).absolute()
     start: Start | None = None
     if config.cluster.launcher == "srun":
-        from spare_megatron.slurm.allocation import address_of, nodes_for_run, this_job
-        from spare_megatron.slurm.racks import find_racks
+        from spare_megatron.driver.slurm.allocation import address_of, nodes_for_run, this_job
+        from spare_megatron.driver.slurm.racks import find_racks
 
         names = nodes_for_run(this_job(), config, find_racks())
         hosts = [address_of(name) for name in names[:2]]  # the second one knows this one by no loopback address
@@ -104,7 +104,7 @@ def _start_step(
     slurm: "SlurmConfig", names: Sequence[str], folder: Path, wait_s: float, node: int, log: Path
 ) -> "subprocess.Popen[bytes]":
     """The process of a node as a step of the job."""
-    from spare_megatron.slurm.steps import node_step
+    from spare_megatron.driver.slurm.steps import node_step
 
     words = ("doctor", "--node", str(node), "--folder", str(folder), "--wait-s", str(wait_s))
     with log.open("wb") as file:

@@ -2,7 +2,7 @@
 
 import signal
 
-from spare_megatron.runtime.process import interrupts
+from spare_megatron.process import interrupts
 
 
 def main() -> None:

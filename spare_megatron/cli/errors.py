@@ -8,7 +8,7 @@ from typing import IO
 
 import typer
 
-from spare_megatron.runtime.process import interrupts
+from spare_megatron.process import interrupts
 
 
 @contextmanager

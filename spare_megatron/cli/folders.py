@@ -14,7 +14,7 @@ def is_run_dir(folder: Path) -> bool:
     Raises:
         ValueError: It is neither.
     """
-    from spare_megatron.slurm.commands import JOB_FILE
+    from spare_megatron.driver.slurm.commands import JOB_FILE
 
     is_run = (folder / "journal").is_dir()
     if not folder.is_dir():

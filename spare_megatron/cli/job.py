@@ -35,8 +35,8 @@ def logs(
 
 
 def _logs_of_job(folder: Path, group: int | None) -> list[Path]:
-    from spare_megatron.slurm.commands import tasks_of
-    from spare_megatron.slurm.job import LOG
+    from spare_megatron.driver.slurm.commands import tasks_of
+    from spare_megatron.driver.slurm.job import LOG
 
     if tasks := tasks_of(folder):
         raise ValueError(f"{folder} is that of a job array: name one of {', '.join(tasks)} in it")
@@ -62,10 +62,36 @@ def cancel(
     folder: Annotated[Path, typer.Argument(help="The folder that `spare submit` printed.")],
 ) -> None:
     """End a job. What it has committed and saved stays."""
-    from spare_megatron.slurm.commands import cancel as end
-    from spare_megatron.slurm.commands import job_of
+    from spare_megatron.driver.slurm.commands import cancel as end
+    from spare_megatron.driver.slurm.commands import job_of
 
     with explained_errors("cancel"):
         job_id = job_of(folder)
         end(job_id)
     typer.echo(f"job {job_id} is cancelled; its runs are in {folder}")
+
+
+def supervise(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of the run, on storage that all nodes share.")],
+    node: Annotated[int, typer.Option(help="Which of cluster.num_nodes this machine is.", min=0)],
+    wait_s: Annotated[float, typer.Option(help="Longest wait for the driver of the run.", min=0)] = 300.0,
+) -> None:
+    """Look after one node of a run that `spare train` drives elsewhere (cluster.launcher=hand or srun).
+
+    The node goes on without the driver if that is lost. Exit codes: 0 the node has done its part, 2 nobody awaits it.
+    """
+    import os
+
+    with explained_errors("supervise"):
+        from spare_megatron.process import end_signal
+
+        end_signal.block()
+        from spare_megatron.config.loader import load_run_config
+        from spare_megatron.driver.slurm.steps import end_orphaned_job
+        from spare_megatron.supervisor.node_process import look_after_node
+
+        summary = look_after_node(run_dir, node, wait_s)
+        if summary is not None and load_run_config(run_dir / "config.toml").config.cluster.launcher == "srun":
+            has_more = summary.outcome == "wipe_out" or (summary.outcome == "finished" and summary.steps_left > 0)
+            end_orphaned_job(wants_more=has_more)
+    os._exit(0)  # a thread may be waiting for a store that does not answer

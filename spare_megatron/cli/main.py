@@ -25,7 +25,6 @@ from spare_megatron.cli import (
     simulate,
     status,
     submit,
-    supervise,
     timeline,
     train,
 )
@@ -63,7 +62,7 @@ app.add_typer(config.app, name="config", rich_help_panel=_BEFORE)
 app.command("doctor", rich_help_panel=_BEFORE)(doctor.doctor)
 app.add_typer(bench.app, name="bench", rich_help_panel=_BEFORE)
 app.command("train", rich_help_panel=_RUN)(train.train)
-app.command("supervise", rich_help_panel=_RUN)(supervise.supervise)
+app.command("supervise", rich_help_panel=_RUN)(job.supervise)
 app.command("submit", rich_help_panel=_RUN)(submit.submit)
 app.command("campaign", rich_help_panel=_RUN)(campaign.campaign)
 app.command("status", rich_help_panel=_RUN)(status.status)

@@ -8,7 +8,7 @@ from spare_megatron.cli.quantities import parse_bytes, parse_duration_s
 
 if TYPE_CHECKING:
     from spare_megatron.planner.facts import ClusterFacts, HoldingLimits, Policy
-    from spare_megatron.planner.rejoin import RejoinTimes
+    from spare_megatron.planner.readmission import RejoinTimes
 
 ASSUMED_STEP = "64s"
 ASSUMED_REDUCE_S_PER_GROUP = 0.01
@@ -86,8 +86,7 @@ def facts_of(question: Question) -> "ClusterFacts":
     Raises:
         ValueError: A value is out of range, or it is not clear how often groups are lost.
     """
-    from spare_megatron.planner.facts import ClusterFacts
-    from spare_megatron.planner.optimum import CheckpointTimes
+    from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
     from spare_megatron.planner.overhead import StepTimes
 
     for option, value in (("--groups", question.groups), ("--microbatches", question.microbatches)):
@@ -130,7 +129,7 @@ def facts_of(question: Question) -> "ClusterFacts":
 
 
 def _rejoin(returning: Returning) -> "RejoinTimes | None":
-    from spare_megatron.planner.rejoin import RejoinTimes
+    from spare_megatron.planner.readmission import RejoinTimes
 
     if returning.repair is None:
         for option, value in (("transfer", returning.transfer), ("join", returning.join), ("spares", returning.spares)):

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from spare_megatron.cli.errors import explained_errors
-from spare_megatron.runtime.process.interrupts import raising
+from spare_megatron.process.interrupts import raising
 
 VOCAB_SIZE = 256
 END_OF_DOCUMENT = 0

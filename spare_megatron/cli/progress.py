@@ -13,16 +13,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from spare_megatron.cli.standing_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
+from spare_megatron.cli.run_view import STEP_LINE_INTERVAL_S, NewLines, figures_of, view_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.journal.events import and_others, text_of_entry, text_of_loss
 from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
-from spare_megatron.journal.standing import SavePlan, Standing
+from spare_megatron.journal.run_state import SavePlan, Standing
 from spare_megatron.journal.summary import NOT_RUN, Summary
-from spare_megatron.runtime.process.reports import (
+from spare_megatron.process.reports import (
     CheckpointRejected,
     GroupLost,
     GroupRejoined,

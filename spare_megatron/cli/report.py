@@ -11,7 +11,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.standing import Standing
+    from spare_megatron.journal.run_state import Standing
 
 DEFAULT_NAME = "report.html"
 PROOF_S = 10.0
@@ -30,9 +30,9 @@ def report(
     """
     from spare_megatron.journal.follow import read_standing
     from spare_megatron.journal.output import whole_file
-    from spare_megatron.report.history import history_of
-    from spare_megatron.report.page import comparison
-    from spare_megatron.report.page import report as page_of
+    from spare_megatron.observe.history import history_of
+    from spare_megatron.observe.page import comparison
+    from spare_megatron.observe.page import report as page_of
 
     with explained_errors("report"):
         if len(run_dirs) > 2:
@@ -55,7 +55,7 @@ def report(
 
 def config_of(run_dir: Path) -> str:
     """The resolved configuration as text, without what it exports; empty where there is none to be read."""
-    from spare_megatron.config.exports import without_exports
+    from spare_megatron.config.resolved import without_exports
 
     try:
         return without_exports((run_dir / "config.toml").read_text())
@@ -67,7 +67,7 @@ def verdict_of(run_dir: Path, standing: "Standing") -> str:
     """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
     from spare_megatron.config.run_terms import terms_in
     from spare_megatron.journal.check import check
-    from spare_megatron.journal.filed import FiledEvidence
+    from spare_megatron.journal.journal_index import FiledEvidence
 
     summary = run_dir / "summary.json"
     if standing.end is not None and summary.exists():

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 
 from spare_megatron.cli.preset import load_without_problems
-from spare_megatron.runtime.process import interrupts
+from spare_megatron.process import interrupts
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
-    from spare_megatron.runtime.driver.stand_in import Launcher
-    from spare_megatron.runtime.process.reports import RunEvent
+    from spare_megatron.process.reports import RunEvent
+    from spare_megatron.supervisor.remote_supervisor import Launcher
 
 _MOST_FAULTS = 4
 """To be named before a run; a campaign has hundreds."""
@@ -41,7 +41,7 @@ def load_runnable(
         ValueError: It cannot run here; the text has every reason.
     """
     from spare_megatron.config.validate import warnings
-    from spare_megatron.runtime.driver.run import look_at_machine
+    from spare_megatron.driver.run import look_at_machine
 
     look = partial(look_at_machine, on_read=lambda what: typer.echo(f"spare {command}: {what}", err=True))
     config, _ = load_without_problems(path, overrides, look, restrict=restrict)
@@ -77,8 +77,8 @@ def run_and_show(
     """The whole run, with its progress on the console; others may listen. Supervisors start here without a launcher."""
     from spare_megatron.cli.detached_view import DetachedView
     from spare_megatron.cli.progress import RunProgress
-    from spare_megatron.runtime.driver.run import start_run
-    from spare_megatron.runtime.process.reports import Starting
+    from spare_megatron.driver.run import start_run
+    from spare_megatron.process.reports import Starting
 
     with contextlib.ExitStack() as shown:
         with interrupts.deferred():

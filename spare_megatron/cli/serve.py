@@ -10,10 +10,10 @@ import typer
 
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.report import config_of, verdict_of
-from spare_megatron.runtime.process.interrupts import raising
+from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.report.server import ReportServer
+    from spare_megatron.observe.server import ReportServer
 
 
 def serve(
@@ -44,9 +44,9 @@ def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time
         OSError: The port is taken.
     """
     from spare_megatron.journal.follow import Follower
-    from spare_megatron.report.history import history_of
-    from spare_megatron.report.page import live_content, live_page
-    from spare_megatron.report.server import Content, ReportServer, Updated
+    from spare_megatron.observe.history import history_of
+    from spare_megatron.observe.page import live_content, live_page
+    from spare_megatron.observe.server import Content, ReportServer, Updated
 
     if not any((run_dir / "journal").glob("*.jsonl")):
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")

@@ -14,7 +14,7 @@ from spare_megatron.cli.errors import do_each, explained_errors
 from spare_megatron.cli.folders import check_output_file, check_plot_file, check_writable
 from spare_megatron.cli.quantities import parse_duration_s, parse_redundancies
 from spare_megatron.journal.quantities import format_bytes
-from spare_megatron.runtime.process.interrupts import INTERRUPTED, raising
+from spare_megatron.process.interrupts import INTERRUPTED, raising
 
 if TYPE_CHECKING:
     from spare_megatron.cli.simulate_calibrate import Measured
@@ -311,8 +311,8 @@ def _write_journal(request: Request, scenario: "Scenario", num_steps: float) -> 
 
 
 def _draw(request: Request, base: "Scenario", drawn: "Sequence[Figures]") -> None:
-    from spare_megatron.cli.simulate_plot import write_plot
-    from spare_megatron.simulator.timeline import timeline_of
+    from spare_megatron.cli.simulate_output import write_plot
+    from spare_megatron.simulator.engine import timeline_of
     from spare_megatron.simulator.world import Stalled
 
     assert request.plot is not None
@@ -332,7 +332,7 @@ def _show(request: Request, figures: "Sequence[Figures]", measured: "Measured | 
     if request.as_json:
         typer.echo(json.dumps(as_json_figures(figures, measured)))
         return
-    from spare_megatron.cli.simulate_table import print_figures
+    from spare_megatron.cli.simulate_output import print_figures
 
     console = RunConsole()
     if measured is not None:

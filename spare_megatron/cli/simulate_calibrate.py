@@ -12,8 +12,8 @@ from rich.table import Table
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.simulator.calibrate import Calibration, calibrate
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.replay import Prediction, Replay, replay
+from spare_megatron.simulator.scenario import CostModel
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from spare_megatron.config.own_code import start_in_safe_path_mode
 from spare_megatron.journal.quantities import format_duration
-from spare_megatron.runtime.process.interrupts import never_in_children
+from spare_megatron.process.interrupts import never_in_children
 from spare_megatron.simulator.sweep import (
     Case,
     CaseResult,

@@ -15,10 +15,10 @@ from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import is_run_dir
 from spare_megatron.journal.quantities import format_duration
-from spare_megatron.runtime.process.interrupts import raising
+from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.standing import SavePlan, Standing
+    from spare_megatron.journal.run_state import SavePlan, Standing
 
 _POLLS_PER_S = 4
 _EVENTS_TOLD = 20
@@ -54,7 +54,7 @@ def status(
 def save_plan(run_dir: Path) -> "SavePlan":
     """When the run takes checkpoints, where its directory says so: that of a simulated run need not."""
     from spare_megatron.config.loader import ConfigError, load_run_config
-    from spare_megatron.journal.standing import SavePlan
+    from spare_megatron.journal.run_state import SavePlan
 
     try:
         checkpoint = load_run_config(run_dir / "config.toml").config.checkpoint
@@ -71,7 +71,7 @@ def _newest_run(folder: Path) -> Path:
 
 
 def _tell_run(run_dir: Path, *, as_json: bool) -> None:
-    from spare_megatron.cli.standing_view import lines_of
+    from spare_megatron.cli.run_view import lines_of
     from spare_megatron.journal.follow import read_standing
 
     standing, plan, now_s = read_standing(run_dir), save_plan(run_dir), time.time()
@@ -111,7 +111,7 @@ def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
 
 def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
     """That nobody drives a run which has not ended, for people; empty where somebody does, or where none can tell."""
-    from spare_megatron.runtime.process.lock import is_held
+    from spare_megatron.process.lock import is_held
 
     silent_s = now_s - standing.told_s
     if standing.run is None or standing.end is not None or silent_s < _SILENCE_S or is_held(run_dir) is not False:
@@ -145,7 +145,7 @@ def _as_json(run_dir: Path, standing: "Standing", plan: "SavePlan", now_s: float
 
 
 def _watch(run_dir: Path) -> None:
-    from spare_megatron.cli.standing_view import lines_of, view_of
+    from spare_megatron.cli.run_view import lines_of, view_of
     from spare_megatron.journal.follow import Follower
 
     follower, plan, console = Follower(run_dir), save_plan(run_dir), RunConsole()
@@ -166,7 +166,7 @@ def _watch(run_dir: Path) -> None:
 
 def _watch_plainly(run_dir: Path, poll: Callable[[], "Standing"]) -> None:
     """Without a terminal: a line when steps have been committed, and one for each event as it is known."""
-    from spare_megatron.cli.standing_view import NewLines
+    from spare_megatron.cli.run_view import NewLines
 
     lines, is_left = NewLines(has_steps=True), False
     while True:
@@ -184,7 +184,7 @@ def _watch_plainly(run_dir: Path, poll: Callable[[], "Standing"]) -> None:
 
 def _tell_job(folder: Path, *, as_json: bool) -> None:
     """The job, or each job of an array."""
-    from spare_megatron.slurm.commands import job_of, tasks_of
+    from spare_megatron.driver.slurm.commands import job_of, tasks_of
 
     tasks = tasks_of(folder)
     jobs = {task: _job(folder / task) for task in tasks} if tasks else {"": _job(folder)}
@@ -200,8 +200,8 @@ def _tell_job(folder: Path, *, as_json: bool) -> None:
 
 
 def _job(folder: Path) -> dict[str, Any]:
+    from spare_megatron.driver.slurm.commands import job_fields, job_of
     from spare_megatron.journal.follow import read_standing
-    from spare_megatron.slurm.commands import job_fields, job_of
 
     job_id = job_of(folder)
     fields = job_fields(job_id)

@@ -15,12 +15,12 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_writable
 from spare_megatron.cli.preset import load_without_problems
 from spare_megatron.cli.running import choose_run_dir
-from spare_megatron.runtime.process.interrupts import deferred
+from spare_megatron.process.interrupts import deferred
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.config.validate import Machine
-    from spare_megatron.slurm.commands import JobId
+    from spare_megatron.driver.slurm.commands import JobId
 
 
 def submit(
@@ -49,7 +49,7 @@ def submit(
     Every time that it comes out of the queue is a run of its own in the job's folder, and goes on from the newest
     checkpoint. Exit codes: 0 submitted, 2 not; with --wait that of `spare train`.
     """
-    from spare_megatron.slurm.commands import wait_for
+    from spare_megatron.driver.slurm.commands import wait_for
 
     with explained_errors("submit"):
         varied = _varied(array)
@@ -78,7 +78,7 @@ def _jobs(job_id: int, num_tasks: int) -> "list[JobId]":
 
 def _homes(folder: Path, num_tasks: int) -> list[Path]:
     """The folder of each task of an array, or the one of the job."""
-    from spare_megatron.slurm.job import task_folders
+    from spare_megatron.driver.slurm.job import task_folders
 
     return [folder / task for task in task_folders(num_tasks)] or [folder]
 
@@ -114,7 +114,7 @@ def _load_all(path: Path, cluster: Path | None, overrides: Sequence[str], varied
 
 
 def _script_of_all(configs: "Sequence[RunConfig]", folder: Path, *, is_array: bool) -> str:
-    from spare_megatron.slurm.job import job_script
+    from spare_megatron.driver.slurm.job import job_script
 
     num_tasks = len(configs) if is_array else 0
     python = Path(sys.executable)
@@ -173,8 +173,8 @@ def _check_folders(configs: "Sequence[RunConfig]", folder: Path) -> None:
         ValueError: A folder cannot be written, or is that of a job.
         FileExistsError: The job's folder holds something.
     """
-    from spare_megatron.runtime.process.lock import LOCK, Locked, locked
-    from spare_megatron.slurm.commands import JOB_FILE, job_fields, job_of
+    from spare_megatron.driver.slurm.commands import JOB_FILE, job_fields, job_of
+    from spare_megatron.process.lock import LOCK, Locked, locked
 
     if (folder / JOB_FILE).exists():
         job_id = job_of(folder)
@@ -201,7 +201,7 @@ def _check_partition(config: "RunConfig") -> None:
     Raises:
         ValueError: The partition has too few nodes.
     """
-    from spare_megatron.slurm.partitions import may_not_fit, never_fits, partitions_of
+    from spare_megatron.driver.slurm.partitions import may_not_fit, never_fits, partitions_of
 
     num_nodes = config.cluster.num_nodes + config.slurm.num_spare_nodes
     partitions = []
@@ -215,10 +215,10 @@ def _check_partition(config: "RunConfig") -> None:
 
 def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Path, script: str) -> int:
     """Writes the job's folder and submits it; returns the job's number. A job that Slurm refuses leaves nothing."""
-    from spare_megatron.config.exports import write_with_exports
+    from spare_megatron.config.resolved import write_with_exports
+    from spare_megatron.driver.slurm.commands import Unanswered, note_job, require, submit
+    from spare_megatron.driver.slurm.job import SCRIPT
     from spare_megatron.journal.output import named_errors
-    from spare_megatron.slurm.commands import Unanswered, note_job, require, submit
-    from spare_megatron.slurm.job import SCRIPT
 
     require("sbatch")
     _check_folders(configs, folder)
@@ -248,9 +248,8 @@ def _hand_over(configs: "Sequence[RunConfig]", varied: Sequence[str], folder: Pa
 
 
 def _write_config(config: "RunConfig", home: Path) -> None:
-    from spare_megatron.config.exports import write_with_exports
-    from spare_megatron.config.resolved import dump_run_config
-    from spare_megatron.slurm.job import CHECKPOINTS, CONFIG
+    from spare_megatron.config.resolved import dump_run_config, write_with_exports
+    from spare_megatron.driver.slurm.job import CHECKPOINTS, CONFIG
 
     if not config.checkpoint.folder:  # one for all runs of the job
         checkpoint = dataclasses.replace(config.checkpoint, folder=str(home / CHECKPOINTS))

@@ -27,7 +27,7 @@ def timeline(
     from spare_megatron.journal.files import read_journal
     from spare_megatron.journal.output import whole_file
     from spare_megatron.journal.spans import read_spans_of
-    from spare_megatron.report.timeline import trace_of
+    from spare_megatron.observe.trace import trace_of
 
     with explained_errors("timeline"):
         if margin < 0:

@@ -17,12 +17,12 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_folders
 from spare_megatron.cli.preset import PresetArgument, PresetOption, one_preset
 from spare_megatron.cli.running import choose_run_dir, load_runnable, run_and_show, told_interruption
-from spare_megatron.runtime.process.interrupts import INTERRUPTED
+from spare_megatron.process.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from spare_megatron.config.schema import RunConfig
     from spare_megatron.journal.summary import Summary
-    from spare_megatron.runtime.driver.stand_in import Launcher
+    from spare_megatron.supervisor.remote_supervisor import Launcher
 
 EXIT_CODES = {"wipe_out": 3, "halted": 4, "failed": 1, "interrupted": INTERRUPTED}
 STEPS_LEFT = 5
@@ -52,7 +52,7 @@ def train(
     run, 3 wipe-out, 4 halted because groups disagreed or the training diverged, 5 ended by SIGUSR1 with steps left, 130
     interrupted. A journal that takes more than 60 s to prove is left to `spare check`.
     """
-    from spare_megatron.runtime.process import end_signal
+    from spare_megatron.process import end_signal
 
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     console = RunConsole(stderr=as_json)
@@ -89,7 +89,7 @@ def _resumed(config: "RunConfig") -> tuple["RunConfig", Path | None]:
     Raises:
         ValueError: The folder is that of the new run, which has none.
     """
-    from spare_megatron.runtime.checkpoint.loading import last_checkpoint, resumed
+    from spare_megatron.state.checkpoint.loading import last_checkpoint, resumed
 
     folder = config.checkpoint.folder
     if not folder:
@@ -135,8 +135,8 @@ def exit_code(summary: "Summary", *, is_timed: bool) -> int:
 
 def unsaved_end(config: "RunConfig", run_dir: Path, summary: "Summary") -> str:
     """Why the last state of a run that has finished is in no checkpoint, though it was to be; empty where it is."""
-    from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, folder_of, visible_steps
-    from spare_megatron.runtime.checkpoint.refusals import refusal_of
+    from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, folder_of, visible_steps
+    from spare_megatron.state.checkpoint.verification import refusal_of
 
     last = config.train.steps - summary.steps_left
     if summary.outcome != "finished" or not config.checkpoint.is_wanted or not summary.steps_committed:
@@ -159,10 +159,10 @@ def _elsewhere(config: "RunConfig", run_dir: Path) -> Iterator[tuple["RunConfig"
     if config.cluster.launcher != "srun":
         yield config, None
         return
-    from spare_megatron.slurm.allocation import nodes_for_run, this_job
-    from spare_megatron.slurm.etcd import etcd_of_the_job
-    from spare_megatron.slurm.racks import find_racks, shared_racks, spread
-    from spare_megatron.slurm.steps import SrunLauncher
+    from spare_megatron.driver.slurm.allocation import nodes_for_run, this_job
+    from spare_megatron.driver.slurm.etcd import etcd_of_the_job
+    from spare_megatron.driver.slurm.racks import find_racks, shared_racks, spread
+    from spare_megatron.driver.slurm.steps import SrunLauncher
 
     job_id, racks = this_job(), find_racks()
     nodes = nodes_for_run(job_id, config, racks)

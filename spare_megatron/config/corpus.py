@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spare_megatron.config.schema import DataConfig
-from spare_megatron.config.sizes import gib
+from spare_megatron.config.store_space import gib
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

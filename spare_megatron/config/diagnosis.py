@@ -10,9 +10,8 @@ from typing import TypeVar
 from spare_megatron.config.implications import implications
 from spare_megatron.config.node_facts import NodeFacts, NodeReport
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.sizes import gib
-from spare_megatron.config.store_space import shortage
-from spare_megatron.config.validate_slurm import num_etcd_members
+from spare_megatron.config.store_space import gib, shortage
+from spare_megatron.config.validate_cluster import num_etcd_members
 
 T = TypeVar("T", bound=Hashable)
 

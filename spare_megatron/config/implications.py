@@ -1,10 +1,107 @@
-"""What the numbers of a configuration come to: ranks, parameters, batch, and the memory of a rank."""
+"""How many parameters a model has, how many of them each pipeline stage holds, and what a token costs."""
 
 from dataclasses import dataclass
 
-from spare_megatron.config.model_shape import model_shape, padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.buckets import MAX_STAGED
+from spare_megatron.core.bucket_window import MAX_STAGED
+
+_VOCAB_MULTIPLE = 128
+"""The vocabulary of each tensor-parallel rank is padded to a multiple of this, as Megatron's training does."""
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding table.
+
+    >>> padded_vocab_size(257, 2)
+    512
+    """
+    multiple = _VOCAB_MULTIPLE * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Parameters of a GPT, over all its tensor-parallel ranks.
+
+    Attributes:
+        embedding: The embedding table.
+        positions: The learned positions; 0 if positions are rotated.
+        layer: One transformer layer.
+        layer_matrices: Those of a layer that each token is multiplied with.
+        final_norm: The norm behind the last layer.
+        num_layers: Layers over all stages.
+        is_tied: The output layer shares the embedding table.
+    """
+
+    embedding: int
+    positions: int
+    layer: int
+    layer_matrices: int
+    final_norm: int
+    num_layers: int
+    is_tied: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, a table that is shared counted once."""
+        tables = self.embedding * (1 if self.is_tied else 2)
+        return tables + self.positions + self.num_layers * self.layer + self.final_norm
+
+    def of_stages(self, num_stages: int) -> list[int]:
+        """Parameters that each pipeline stage holds; with tied tables the last stage holds a copy."""
+        stages = [self.num_layers // num_stages * self.layer] * num_stages
+        stages[0] += self.embedding + self.positions
+        stages[-1] += self.final_norm + (0 if num_stages == 1 and self.is_tied else self.embedding)
+        return stages
+
+
+def model_shape(config: RunConfig) -> ModelShape:
+    """The shape of the model as Megatron builds it; `[megatron]` fields that change the number of parameters count."""
+    model, megatron = config.model, config.megatron
+    hidden = model.hidden_size
+    has_bias = bool(megatron.get("add_bias_linear", True))
+    num_heads = model.num_attention_heads
+    head = megatron.get("kv_channels") or hidden // num_heads
+    keys = head * (megatron.get("num_query_groups") or num_heads)
+    heads = head * num_heads
+    ffn = model.ffn_hidden_size or 4 * hidden
+    wide = ffn * (2 if megatron.get("gated_linear_unit") else 1)
+    per_value = 1 if megatron.get("normalization") == "RMSNorm" else 2
+    norm = hidden * per_value
+    norms = 2 * norm
+    gates = heads if megatron.get("attention_output_gate") else 0
+    matrices = hidden * (heads + gates + 2 * keys) + heads * hidden + hidden * wide + ffn * hidden
+    biases = 0
+    if has_bias or megatron.get("add_qkv_bias"):
+        biases += heads + gates + 2 * keys
+    if megatron.get("qk_layernorm"):
+        norms += 2 * head * per_value
+    if has_bias:
+        biases += hidden + wide + hidden
+    return ModelShape(
+        embedding=padded_vocab_size(model.vocab_size, config.layout.tensor_parallel) * hidden,
+        positions=model.seq_length * hidden if model.position_embedding == "learned_absolute" else 0,
+        layer=matrices + biases + norms,
+        layer_matrices=matrices,
+        final_norm=norm,
+        num_layers=model.num_layers,
+        is_tied=model.tie_embeddings,
+    )
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """Floating-point operations that training on one token takes: forward pass, and twice as many backward.
+
+    Two for each element of a matrix that the token is multiplied with, the output layer's among them, and 4 s h a
+    layer for the scores of attention and what they weigh, over whole sequences of s tokens, h being the width of all
+    heads (Narayanan et al., arXiv 2104.04473, appendix, without what is computed again; nor are redundant microbatches
+    counted). The rest (norms, activations, softmax) is left out, as is usual.
+    """
+    shape, model = model_shape(config), config.model
+    head = config.megatron.get("kv_channels") or model.hidden_size // model.num_attention_heads
+    scores = 4 * model.seq_length * head * model.num_attention_heads
+    forward = 2 * (shape.num_layers * shape.layer_matrices + shape.embedding) + shape.num_layers * scores
+    return 3.0 * forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

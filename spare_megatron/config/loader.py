@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.building import build_run_config, valid_keys
+from spare_megatron.config.building import advice, build_run_config, nearest, valid_keys
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.suggest import advice, nearest
-from spare_megatron.config.validate_megatron import COUNTED_WITH
+from spare_megatron.config.validate_training import COUNTED_WITH
 
 INCLUDE = "include"
 

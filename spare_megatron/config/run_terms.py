@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.config.implications import implications
+from spare_megatron.config.implications import flops_per_token, implications
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import RunConfig
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import Layout
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.stacking.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +351,7 @@ class SlurmConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """Where numbers go while the run trains, beside `metrics.jsonl`."""
+    """Where numbers go while the run trains, beside `observe.metrics`."""
 
     tensorboard: bool = False
     """Writes event files for TensorBoard into the run's directory."""

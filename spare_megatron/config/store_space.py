@@ -1,11 +1,23 @@
-"""How much of etcd's quota a run takes, and whether there is so much. Pure."""
+"""Sizes of what machines have, as their tools tell them."""
 
 from dataclasses import dataclass
 
-from spare_megatron.config.sizes import gib
+
+def gib(num_bytes: float) -> str:
+    """A size with three digits.
+
+    >>> [gib(size) for size in (100, 5e5, 3 * 2**30)]
+    ['100 B', '488 KiB', '3 GiB']
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
 
 STEP_BYTES = 400
 """What a step leaves in etcd's database for good, its entry of the log: docs/control_store.md has the measurement."""
+
 _WELL_FILLED = 0.8
 """Of the quota. Beyond it whoever looks after etcd is told: what is left has to last until somebody does something."""
 
@@ -49,6 +61,7 @@ def held(used_bytes: int, limit_bytes: int | None) -> str:
 
 
 FULL = "etcd is full and refuses all writes"
+
 REMEDY = (
     "remove the keys of runs that were killed (etcdctl del --prefix /spare/NAME-RANDOM/), have it compacted "
     "(--auto-compaction-retention) and defragmented, raise --quota-backend-bytes, to 8 GiB at most, then run `etcdctl "

@@ -1,11 +1,31 @@
 """The terms of a training: what two runs must have in common for one to go on from the other's checkpoint."""
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from spare_megatron.config.corpus import is_same_corpus
 from spare_megatron.config.schema import RunConfig
 
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+
+LAST_STATE_NAME = re.compile(r"step-(\d{8,})\.state")
+
+
+def step_of(path: Path) -> int:
+    """The committed steps that a checkpoint holds, by its name.
+
+    Raises:
+        ValueError: It is not the name of a checkpoint.
+    """
+    match = CHECKPOINT_NAME.fullmatch(path.name) or LAST_STATE_NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named as a checkpoint is, step-NNNNNNNN")
+    return int(match[1])
+
+
 Terms = Mapping[str, int | float | str | bool | None]
+
 
 FUNCTION_IN_MEGATRON: Mapping[str, object] = {
     "activation_func": "gelu",
@@ -59,7 +79,9 @@ def terms_of(config: RunConfig) -> Terms:
 
 
 _CORPUS = "data.identity"
+
 _MEGATRON = "[megatron]"
+
 _BATCH = "layout.num_groups x spare.microbatches_per_shard x train.micro_batch_size"
 
 

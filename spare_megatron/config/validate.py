@@ -12,19 +12,25 @@ from typing import Literal
 from spare_megatron.config.corpus import CorpusFacts
 from spare_megatron.config.resolved import settings as settings_of
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate_checkpoint import checkpoint_problems
-from spare_megatron.config.validate_data import data_problems
-from spare_megatron.config.validate_faults import fault_problems
-from spare_megatron.config.validate_megatron import ON_GPUS_ALONE, fields_set, megatron_problems
-from spare_megatron.config.validate_memory import memory_problems
-from spare_megatron.config.validate_metrics import metrics_problems
-from spare_megatron.config.validate_optimizer import optimizer_problems
-from spare_megatron.config.validate_rates import rate_problems
-from spare_megatron.config.validate_slurm import launcher_problems, launcher_warnings
-from spare_megatron.config.validate_snapshot import snapshot_problems, snapshot_warnings
-from spare_megatron.config.validate_spares import spare_problems
-from spare_megatron.config.validate_store import store_problems, store_warnings
-from spare_megatron.core.placement import make_placement
+from spare_megatron.config.validate_checkpoint import checkpoint_problems, snapshot_problems, snapshot_warnings
+from spare_megatron.config.validate_cluster import (
+    launcher_problems,
+    launcher_warnings,
+    spare_problems,
+    store_problems,
+    store_warnings,
+)
+from spare_megatron.config.validate_faults import fault_problems, rate_problems
+from spare_megatron.config.validate_training import (
+    ON_GPUS_ALONE,
+    data_problems,
+    fields_set,
+    megatron_problems,
+    memory_problems,
+    metrics_problems,
+    optimizer_problems,
+)
+from spare_megatron.stacking.placement import make_placement
 
 _LEAST_BUCKET_MIB, _MOST_BUCKET_MIB = 2.0**-10, 2.0**20
 _MOST_THREADS_PER_CORE = 8

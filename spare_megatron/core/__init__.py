@@ -1,1 +1,5 @@
-"""Pure decisions: which group computes what, and what the decision log means. No clock, socket or tensor."""
+"""Every decision of a run: the log's entries, events and actions, and the controller that folds them.
+
+Pure: no clock, socket, thread or tensor; imports `stacking` alone.
+Start with `controller`, then `entries`, `events` and `actions`.
+"""

@@ -1,8 +1,36 @@
 """When to save: the one rule, for planning and for a run."""
 
+from dataclasses import dataclass
 from math import expm1, sqrt
 
 from scipy.optimize import brentq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """An interval between saves, and all that it follows from.
+
+    Attributes:
+        interval_s: Seconds from one save to the next.
+        save_s: Seconds that training stands still for a save.
+        group_interval_s: Mean seconds until a given group is lost.
+        absence_s: Mean seconds until a lost group takes part again; None if none does.
+        time_to_wipe_out_s: Mean seconds until some shard has no host, with the groups that are there now; 0 if one has
+            none already: what is committed is saved before the wipe-out that follows.
+        num_losses: Groups lost so far.
+        exposure_s: Seconds that groups have taken part so far, over all of them.
+        num_members: Groups that take part now.
+    """
+
+    interval_s: float
+    save_s: float
+    group_interval_s: float
+    absence_s: float | None
+    time_to_wipe_out_s: float
+    num_losses: int
+    exposure_s: float
+    num_members: int
+
 
 _FEW = 1e-6
 """Of T_s / T_f: below, the series is exact, and the equation would cancel to nothing."""
@@ -16,7 +44,7 @@ def optimal_cadence_s(save_s: float, mean_time_to_failure_s: float) -> float:
         t + exp(-t) = 1 + e,   e = T_s / T_f:
 
     the maximum over T_c of the availability (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)), whatever T_r is
-    (`planner.availability`; J. T. Daly, Future Generation Computer Systems 22, 2006). By the Lambert function
+    (`planner.plan`; J. T. Daly, Future Generation Computer Systems 22, 2006). By the Lambert function
     T_c* = T_s + T_f (1 + W0(-exp(-1 - e))). For rare failures that is near sqrt(2 T_s T_f) (Young, 1974).
 
     Args:

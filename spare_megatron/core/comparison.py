@@ -30,9 +30,9 @@ is missing, and no commit can come of the attempt.
 from collections import Counter
 from collections.abc import Mapping
 
-from spare_megatron.core.messages import Entry, Fence, Halt, Retry
-from spare_megatron.core.topology import GroupId, SliceId
+from spare_megatron.core.entries import Entry, Fence, Halt, Retry
 from spare_megatron.core.votes import Attempted, SliceDigest, Vote
+from spare_megatron.stacking.layout import GroupId, SliceId
 
 LEAST_HOSTS_TO_COMPARE = 3
 """Hosts of a slice of which more than half are right when the state of one of them is wrong."""

@@ -1,81 +1,64 @@
-"""The function that folds the decision log: membership, plans, patch plans and what to do next.
-
-A driver feeds events and executes the returned actions in order, those of a later event before the rest of
-an earlier one. All groups run the same controller over the same log and so come to the same actions:
-
-    RunStarted      -> BuildCommunicator, ComputeStep, AttemptReduce, ReadEntry
-    entry Commit    -> UpdateModel, then the next step (ComputeStep, AttemptReduce, ReadEntry), or after the last
-                       AttemptFinish where something is left to compare or to gather, else FinishRun
-    entry Fence     -> BuildCommunicator, ReadVotes, ReadEntry  the loss may or may not have cost us the sum
-    entry Retry     -> ComputePatch, AttemptReduce, ReadEntry   it has: compute what is missing, reduce the rest again
-    entry Finish    -> FinishRun
-    entry Restart   -> LoadCheckpoint, BuildCommunicator, then the step after the checkpoint
-    WaitingRead     -> ReadFiles, WithdrawOffers; AppendEntry(Restart or GiveUp) once enough is known after a wipe-out
-    VotesRead       -> AppendEntry(Commit, Retry, or Fence of a group that differs) once every survivor has voted
-
-A fence alone decides nothing about the step. Every survivor votes exactly once on each attempt, and only when
-all of them have voted is the attempt decided, by the next entry: Commit if each holds the complete sum (what a
-group contributed before it was lost stays counted), Retry otherwise. So a loss at any moment, also in the
-middle of a recovery, is just one more entry.
-
-Votes carry digests of the state wherever it is compared (`core.comparison`), those on a step also of what was saved
-before it; which checkpoints do not count for it, `core.doubts` says. The fence that puts out a group for wrong state
-discards the attempt. Its sums may stand in place of local sums by then: the step is computed again from zero. What was
-saved after the last step is compared by the vote that ends the run; if it does not count, it is saved again.
-
-Whoever writes the commit also decides by its own clock whether a checkpoint is due and whether the run's time is over,
-and which waiting groups to take in; the entry tells everybody, so that no two groups need the same clock.
-
-What is added where the optimizer state is cut into slices is told in `core.slice_actions`.
-
-A group that comes back is another member: the same group in its next incarnation. It folds the log from the start and
-carries out nothing until a commit admits it. Its fence is its own: one that is written late for an earlier incarnation
-hits nobody, and one for a later incarnation hits the earlier as well, which somebody must have found lost before.
-"""
+"""What a run's controller is told once and for all."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from spare_megatron.core.decision import decide
-from spare_megatron.core.doubts import Doubts
-from spare_megatron.core.log_clock import LogClock
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
+    AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
-    Commit,
     ComputePatch,
     ComputeStep,
-    Entry,
-    EntryRead,
-    Event,
-    Fence,
-    Finish,
     FinishRun,
-    Halt,
+    GatherParams,
+    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
-    Restart,
-    Retry,
-    RunStarted,
+    SaveCheckpoint,
+    StartRepairs,
     StopHalted,
     StopWipeOut,
     UpdateModel,
-    VotesRead,
 )
-from spare_megatron.core.order import Order, initial_order
-from spare_megatron.core.placement import WipeOut
-from spare_megatron.core.restart import Restarts
-from spare_megatron.core.restart_messages import GiveUp, LoadCheckpoint, WaitingRead
-from spare_megatron.core.saves import SaveCheckpoint, Saves
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
-from spare_megatron.core.slices import Ownership, StateWipeOut, first_ownership
-from spare_megatron.core.stepplan import Microbatch, StepPlan, make_plan
-from spare_megatron.core.topology import GroupId, Member, ShardId
+from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
+from spare_megatron.core.checkpoint_validity import Doubts
+from spare_megatron.core.decision import decide
+from spare_megatron.core.entries import Commit, Entry, Fence, Finish, GiveUp, Halt, Restart, Retry
+from spare_megatron.core.events import EntryRead, Event, RunStarted, VotesRead, WaitingRead
+from spare_megatron.core.restart import RestartLimits, Restarts
+from spare_megatron.core.snapshot_policy import SnapshotPolicy
 from spare_megatron.core.votes import Attempted
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.order import Granularity, Order, initial_order
+from spare_megatron.stacking.placement import Placement, WipeOut
+from spare_megatron.stacking.plans import Microbatch, StepPlan, make_plan
+from spare_megatron.stacking.state_partitions import Ownership, Slicing, StateWipeOut, first_ownership
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSetup:
+    """What is fixed for a run."""
+
+    placement: Placement
+    microbatches_per_shard: int
+    num_steps: int
+    granularity: Granularity = "microbatch"
+    saves: SavePolicy | None = None
+    first_step: int = 0
+    """Committed steps of the checkpoint that the run begins with."""
+    last_resort: bool = False
+    """Every group can read all data: shards without a surviving host go to any survivors; microbatches only."""
+    ends_at_s: float | None = None
+    """On the driver's clock: the first commit written from then on is the last. None: all steps are trained."""
+    slices: Slicing | None = None
+    """How the optimizer state is spread over the groups; None: each has all of it."""
+    restarts: RestartLimits | None = None
+    """When training starts again after a wipe-out; None leaves that to the driver."""
+    snapshots: SnapshotPolicy | None = None
+
 
 MAX_RETRIES_WITHOUT_LOSS = 5
 """Attempts of one step that may fail in a row without any group being lost: one that always does halts the run."""

@@ -8,10 +8,11 @@ state that differs (`core.comparison`).
 from collections.abc import Iterable, Mapping, Sequence
 
 from spare_megatron.core.comparison import by_value, objection
-from spare_megatron.core.messages import Commit, Entry, Finish, Halt, Retry, VotesRead
-from spare_megatron.core.slices import Ownership, SliceCopy
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.entries import Commit, Entry, Finish, Halt, Retry
+from spare_megatron.core.events import VotesRead
 from spare_megatron.core.votes import Attempted, Vote
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import Ownership, SliceCopy
 
 
 def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float) -> Entry | None:

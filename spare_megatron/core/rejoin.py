@@ -3,8 +3,8 @@
 import math
 from collections.abc import Collection, Mapping
 
-from spare_megatron.core.messages import AdmitGroups
-from spare_megatron.core.topology import Member
+from spare_megatron.core.actions import AdmitGroups
+from spare_megatron.stacking.layout import Member
 
 LONG_LIFE_INTERVALS = 4.0
 """A group that was up for this many heartbeat intervals before it was lost has shown that it can be."""

@@ -7,8 +7,8 @@ the load of the store: a vote that several write is one vote, for an attempt, a 
 
 from collections.abc import Mapping, Sequence, Set
 
-from spare_megatron.core.messages import Entry, Fence
-from spare_megatron.core.topology import Member
+from spare_megatron.core.entries import Entry, Fence
+from spare_megatron.stacking.layout import Member
 
 
 class Blocks:

@@ -2,19 +2,20 @@
 
 All ranks of the run have ended by then, or hold nothing. Every group that is started again says which checkpoints lack
 nothing at a glance, and which snapshots are whole in the memory of its nodes. The newest checkpoint that comes into
-question is read by all of them together (`core.reading`) before it counts; whoever sees that enough groups wait, and
-that all of it is whole, writes the entry.
+question is read by all of them together (`core.read_quorum`) before it counts; whoever sees that enough groups wait,
+and that all of it is whole, writes the entry.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spare_megatron.core.messages import AppendEntry, Restart, StopWipeOut
-from spare_megatron.core.placement import Placement
-from spare_megatron.core.reading import Evidence
-from spare_megatron.core.restart_messages import GiveUp, Offer, ReadFiles, Waiting, WaitingRead, WithdrawOffers
-from spare_megatron.core.snapshots import SnapshotPolicy, Snapshots, WholeSnapshot
-from spare_megatron.core.topology import GroupId, Member, ShardId
+from spare_megatron.core.actions import AppendEntry, Offer, ReadFiles, StopWipeOut, WithdrawOffers
+from spare_megatron.core.entries import GiveUp, Restart
+from spare_megatron.core.events import Waiting, WaitingRead
+from spare_megatron.core.read_quorum import Evidence
+from spare_megatron.core.snapshot_policy import SnapshotPolicy, Snapshots, WholeSnapshot
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +188,8 @@ def decide_restart(
         last_resort: Every group can compute every shard.
         first_step: Committed steps with which the run begins: there is always that.
 
-    >>> from spare_megatron.core.placement import make_placement
-    >>> from spare_megatron.core.topology import Member
+    >>> from spare_megatron.stacking.placement import make_placement
+    >>> from spare_megatron.stacking.layout import Member
     >>> ring, limits = make_placement("golomb", 2, 1), RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
     >>> new, old = Offer(step=8), Offer(step=4)  # without any files
     >>> both = [Waiting(member=Member(0, 1), offers=(new, old)), Waiting(member=Member(1, 1), offers=(old,))]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.topology import GroupId, Layout
+from spare_megatron.core.controller import ControllerSetup
+from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.stacking.placement import make_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from spare_megatron.core.saves import SaveEnd
-from spare_megatron.core.slices import Ownership
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.entries import SaveEnd
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import Ownership
 
 
 class SliceDigest(NamedTuple):

@@ -1,1 +1,5 @@
-"""Faults to inject: what they are, decided from a seed, and the injection itself."""
+"""Faults to inject: drawn from a seed, and carried out in the process they strike.
+
+Imports `stacking`, `core` and `config`.
+Start with `trace`; `injection` carries faults out.
+"""

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, Phase
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, Phase
 from spare_megatron.faults.trace import Fault
 
 _FOR_GOOD_S = 1e6

@@ -1,21 +1,8 @@
-"""Random faults of a run: drawn from the configuration and its seed alone, such that redundancy can mask all of them.
+"""Whether random faults leave every slice of the optimizer state a host that is known to be right.
 
-Faults come as a renewal process in steps, the only clock that all ranks share. Each is of a random kind and hits a
-random group among those that may be hit then:
-
-- Its groups have not been hit for `faults.recovery_steps`. As long, a group that may be lost counts as lost: by then a
-  corruption has been found, and whoever is started again has been taken in. Who may not be started again stays lost.
-- Every shard keeps a host among the other groups, or any group where all can read all data. Where parameters may be
-  corrupted the groups that are not hit outnumber those that are and are not known to be gone for good, so that a
-  majority knows who is right.
-- Where optimizer state is stacked, every slice keeps a host, and a majority of hosts that knows who is right
-  (`faults.slice_margin`).
-- Only one corruption is open at a time: two groups that find the same in one step show a fault of the training.
-- A fault in the middle of a recovery waits for the next one that is sure to bring a patch, and strikes in its step.
-- Where lost groups come back, a node is lost for good only if what is left can stand another such fault.
-
-Where no group may be hit, the fault waits until one may be. Where that is never so again, one that could as well pass
-by itself does, and any other is left out.
+Who holds a copy of a slice follows from when groups are lost and taken in, which nobody knows beforehand. So the losses
+are counted that lie closer together than `faults.recovery_steps`, by when lost copies have been made anew: with h hosts
+of each slice they are at most h - 1, whosever they are.
 """
 
 import itertools
@@ -26,32 +13,100 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultKind, RunConfig
-from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
-from spare_megatron.core.placement import Placement, make_placement
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
 from spare_megatron.faults.mix import kind_weights
-from spare_megatron.faults.slice_margin import SliceMargin
 from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import Placement, make_placement
+
+
+@dataclass(slots=True)
+class SliceMargin:
+    """The losses so far.
+
+    Attributes:
+        redundancy: Hosts of each slice, r_o.
+        recovery_steps: Steps within which lost copies are made anew and, again within as many, compared.
+    """
+
+    redundancy: int
+    recovery_steps: int
+    losses: list[int] = field(default_factory=list)
+    """The step of each, without those of groups whose state went wrong."""
+    flips: list[int] = field(default_factory=list)
+    """The steps at which state went wrong on a group, which is lost for it."""
+
+    def allows(self, step: int, num_lost: int, num_members: int, *, is_flip: bool) -> bool:
+        """Whether it leaves every slice enough hosts.
+
+        With wrong state on one of h hosts and k others that are lost, or have a copy that was not compared since, more
+        than half of the h are to say what is right: 2 (h - k - 1) > h.
+
+        Args:
+            step: When.
+            num_lost: Groups that are lost with it.
+            num_members: Groups that take part before it.
+            is_flip: Whether they are lost because their state has gone wrong.
+        """
+        hosts = min(self.redundancy, num_members)
+        if self._num_since(step - self.recovery_steps) + num_lost >= hosts:
+            return False
+        if is_flip:
+            return self._confirms(hosts, step, 0)
+        return all(self._confirms(hosts, flip, num_lost) for flip in self.flips if flip + self.recovery_steps > step)
+
+    def hit(self, step: int, num_lost: int, *, is_flip: bool) -> None:
+        """It has been drawn."""
+        (self.flips if is_flip else self.losses).extend([step] * num_lost)
+
+    def changes(self) -> list[int]:
+        """The steps at which more may be allowed."""
+        hits = [*self.losses, *self.flips]
+        return [step + times * self.recovery_steps for step in hits for times in (1, 2)]
+
+    def _num_since(self, step: int) -> int:
+        return sum(hit > step for hit in (*self.losses, *self.flips))
+
+    def _confirms(self, hosts: int, flip: int, num_more: int) -> bool:
+        """Whether wrong state on one host is found, with so many more losses than there have been."""
+        num_others = sum(hit > flip - 2 * self.recovery_steps for hit in self.losses)
+        num_others += sum(hit > flip - 2 * self.recovery_steps and hit != flip for hit in self.flips)
+        return 2 * (hosts - num_others - num_more - 1) > hosts
+
 
 FIRST_STEP = 3
 """Before it nobody knows how long a step takes, so that a rank that stands still is found only by a timeout."""
 
+
 _STREAM = 1  # beside that of the trace
+
 _CORRUPTIONS: tuple[FaultKind, ...] = ("nan", "bit_flip", "param_flip")
+
 _ALWAYS_COSTLY: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", *_CORRUPTIONS)
+
 _LASTING_OR_NOT: tuple[FaultKind, ...] = ("hang", "stop", "cut", "stop_node")
+
 _OF_A_NODE: tuple[FaultKind, ...] = ("cut", "stop_node", "kill_supervisor")
+
 _OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
+
 _SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
+
 _PHASES = tuple(phase for phase in Phase if phase not in PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES)
+
 _PHASES_WITH_SLICES = (*_PHASES, Phase.BEFORE_GATHER)
 """Without that in a gather: where another group is lost in the same gather, it is not reached."""
+
 _CORRUPTIBLE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
+
 _PHASES_OF_A_RECOVERY = (Phase.PATCH, Phase.REBUILD)
+
 _NUM_MANTISSA_BITS = 23
 """A flip of any other bit of a parameter may be so large that the gradients of all who gather it are not finite."""
+
 _BEFORE_THE_SUM = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.BEFORE_REDUCE)
 """Who is lost here has not been counted, so that others have to compute its microbatches in the same step."""
+
 _HARMLESS_INTERVALS = 0.5
 """A pause of this many heartbeat intervals costs no group, also on a busy machine."""
 

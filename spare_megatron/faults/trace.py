@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind, RunConfig
-from spare_megatron.core.phases import (
+from spare_megatron.core.fault_points import (
     PHASES_BETWEEN_STEPS,
     PHASES_OF_A_JOIN,
     PHASES_OF_A_LOAD,
     PHASES_WITH_SLICES,
     Phase,
 )
-from spare_megatron.core.placement import Placement, make_placement
-from spare_megatron.core.topology import GroupId
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import Placement, make_placement
 
 PHASES_OF_A_MICROBATCH = frozenset({Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD})
 """Phases that a rank reaches at least once for every microbatch it computes."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spare_megatron.journal.check import fold_journal
-from spare_megatron.journal.due import is_due
+from spare_megatron.journal.check import fold_journal, is_due
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Fold
 from spare_megatron.journal.goodput import Goodput, find_goodput

@@ -1,33 +1,66 @@
-"""Proof from the journal that every committed step counted every microbatch exactly once.
-
-The verdict is `invalid` when a record contradicts the invariant, `unknown` when a record that the proof needs is
-missing, else `valid`. Every rule reads what was written at the time, never what the code would have done.
-"""
+"""Which of the faults that a run was to inject had to strike, by its log."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from spare_megatron.core.placement import Placement, make_placement
-from spare_megatron.core.topology import GroupId, ShardId
-from spare_megatron.journal.check_code import check_code
-from spare_megatron.journal.check_params import check_compared, check_last_params, check_params
-from spare_megatron.journal.check_restarts import check_restored
-from spare_megatron.journal.check_slices import check_slices, has_lost_state
-from spare_megatron.journal.check_sums import check_contributions, check_kept
-from spare_megatron.journal.check_terms import check_terms
-from spare_megatron.journal.check_told import check_told
-from spare_megatron.journal.check_updates import check_applied, check_updates
-from spare_megatron.journal.check_votes import check_single_votes, check_voted_work, check_voters, check_votes
-from spare_megatron.journal.due import is_due
+from spare_megatron.journal.check_state import (
+    check_compared,
+    check_last_params,
+    check_params,
+    check_restored,
+    check_slices,
+    has_lost_state,
+)
+from spare_megatron.journal.check_steps import (
+    check_applied,
+    check_contributions,
+    check_kept,
+    check_single_votes,
+    check_updates,
+    check_voted_work,
+    check_voters,
+    check_votes,
+)
+from spare_megatron.journal.check_terms import check_code, check_terms, check_told
 from spare_megatron.journal.events import describe_storage
-from spare_megatron.journal.evidence import Attempts, Evidence, HeldEvidence, Steps, attempts_of, steps_of
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold, fold_log
+from spare_megatron.journal.journal_view import Attempts, Evidence, HeldEvidence, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
+from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.placement import Placement, make_placement
+
+
+def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
+    """Whether the run came to the moment of a fault with the group that it was to hit.
+
+    A step that nobody committed does not count, nor does a recovery that there was no need for: `rebuild` is reached
+    when another group is fenced in the step, `patch` when that cost the sum.
+
+    Args:
+        fault: Of the run record: its step, group and phase.
+        fold: The log.
+    """
+    commits = {commit.step: commit for commit in fold.kept}
+    commit = commits.get(fault["step"])
+    if commit is None or fault["group"] not in commit.began_with:
+        return False
+    if fault["phase"] not in ("patch", "rebuild"):
+        return True
+    before = commits.get(fault["step"] - 1)
+    first = 0 if before is None else before.index + 1
+    lost_at = [index for index in sorted(fold.fenced) if first <= index < commit.index]
+    if not lost_at or fold.fenced[lost_at[0]][0] == fault["group"]:
+        return False
+    if fault["phase"] == "rebuild":
+        return True
+    return any(
+        fold.entries[index]["entry"] == "retry" for index in range(lost_at[0], commit.index) if index in fold.entries
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,4 +285,5 @@ _RULES_OF_ATTEMPTS: Sequence[_Rule] = (
     check_applied,
     check_updates,
 )
+
 _RULES_OF_STEPS: Sequence[_Rule] = (check_restored, check_params, check_last_params, check_compared)

@@ -1,13 +1,22 @@
 """Proof that the run record says what all groups ran under: every rule reads the terms of the run there."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from spare_megatron.journal.evidence import Evidence
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold
-from spare_megatron.journal.records import RunRecord, TermsRecord
-from spare_megatron.journal.terms import digest_of_terms
+from spare_megatron.journal.journal_view import Evidence
+from spare_megatron.journal.records import (
+    FaultRecord,
+    LossRecord,
+    RankRecord,
+    RecoveryRecord,
+    RestartRecord,
+    RunRecord,
+    TermsRecord,
+    digest_of_terms,
+)
 
 
 def check_terms(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
@@ -40,3 +49,88 @@ def _lives(fold: Fold) -> set[tuple[int, int]]:
             lives |= {(group, opened[group]) for group in commit.members if group in opened}
             known = commit.members, opened
     return lives
+
+
+def check_told(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Losses, recoveries, restarts and injected faults are those of the log and of the run record."""
+    wanted = {(f["step"], f["group"], f["rank"], f["phase"], f["kind"]) for f in run.faults}
+    restarts = [entry for entry in fold.entries.values() if entry["entry"] == "restart"]
+    for line in evidence.rare:
+        match line.record:
+            case LossRecord() as loss:
+                yield from _check_loss(loss, fold)
+            case RecoveryRecord() as recovery:
+                yield from _check_recovery(recovery, fold)
+            case RestartRecord() as restart:
+                if not any(_is_of(restart, entry) for entry in restarts):
+                    what = f"group {restart.group} started again after {restart.step} steps in life"
+                    reason = f"{what} {restart.incarnation}, and no entry says so"
+                    yield Finding(severity=fold.severity(is_known=fold.known.is_over), reason=reason)
+            case FaultRecord() as fault:
+                if (fault.step, fault.group, fault.rank, fault.phase, fault.kind) not in wanted:
+                    what = f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
+                    reason = f"a fault was injected that the run record does not have: {what}"
+                    yield Finding(severity="invalid", reason=reason)
+
+
+def _check_loss(loss: LossRecord, fold: Fold) -> Iterator[Finding]:
+    entry = fold.entries.get(loss.entry_index)
+    if entry is None:
+        return
+    is_fence = entry["entry"] == "fence" and entry["group"] == loss.group
+    if not is_fence or entry.get("incarnation", 0) < loss.incarnation:
+        what = f"log entry {loss.entry_index} does not fence group {loss.group} in its life {loss.incarnation}"
+        yield Finding(severity="invalid", reason=f"{what}, and a supervisor says that it does")
+
+
+def _check_recovery(recovery: RecoveryRecord, fold: Fold) -> Iterator[Finding]:
+    strangers = sorted({group for group in recovery.lost if group not in fold.last_fenced_at})
+    if strangers:
+        what = f"group {recovery.group} recovered from the loss of groups {strangers} in step {recovery.step}"
+        severity = fold.severity(is_known=fold.known.is_over)
+        yield Finding(severity=severity, reason=f"{what}, and no entry fences them")
+
+
+def _is_of(restart: RestartRecord, entry: dict[str, object]) -> bool:
+    members = {tuple(member) for member in entry["members"]}  # type: ignore[attr-defined]
+    return entry["step"] == restart.step and (restart.group, restart.incarnation) in members
+
+
+_NUM_DIGITS = 12
+
+
+def check_code(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """All ranks ran the code of the run record, and each rank of a group that was in a committed sum names its code."""
+    if evidence.origin_code not in (None, run.code):
+        reason = f"origin.json names {_code(evidence.origin_code)}, the run record {_code(run.code)}"
+        yield Finding(severity="invalid", reason=reason)
+    ranks = [line.record for line in evidence.rare if isinstance(line.record, RankRecord)]
+    others: dict[str, list[RankRecord]] = defaultdict(list)
+    for record in ranks:
+        if record.code != run.code:
+            others[record.code].append(record)
+    for code, records in others.items():
+        names = f"rank {records[0].rank} of group {records[0].group} in life {records[0].incarnation}"
+        more = f" and {len(records) - 1} more" if len(records) > 1 else ""
+        reason = f"{names}{more} ran {_code(code)}, the run record names {_code(run.code)}"
+        yield Finding(severity="invalid", reason=reason)
+    if run.code:
+        named = {(record.group, record.incarnation, record.rank) for record in ranks}
+        for group, life in sorted(_lives_in_sums(fold)):
+            missing = [rank for rank in range(run.ranks_per_group) if (group, life, rank) not in named]
+            if missing:
+                reason = f"the code of ranks {missing} of group {group} in life {life} is not in the journal"
+                yield Finding(severity="unknown", reason=reason)
+
+
+def _lives_in_sums(fold: Fold) -> set[tuple[int, int]]:
+    """The groups that were in a committed sum, each with its life."""
+    memberships = {}  # by identity: the log repeats few
+    for commit in fold.commits:
+        opened = fold.opened.get(commit.attempt, {})
+        memberships[id(opened), id(commit.members)] = opened, commit.members
+    return {(group, opened[group]) for opened, members in memberships.values() for group in members if group in opened}
+
+
+def _code(digest: str | None) -> str:
+    return f"code {digest[:_NUM_DIGITS]}" if digest else "no code"

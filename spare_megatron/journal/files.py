@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from spare_megatron.journal.format import require_known_format
-from spare_megatron.journal.lines import Line, decode_line, encode_line
+from spare_megatron.journal.lines import Line, decode_line, encode_line, require_known_format
 from spare_megatron.journal.records import Record
 
 R = TypeVar("R", bound=Record)

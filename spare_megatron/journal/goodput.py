@@ -1,6 +1,7 @@
 """Where the wall time of a run went: useful steps, and every loss by its name."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -11,9 +12,10 @@ import numpy.typing as npt
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import Fold, Members
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, RunRecord
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, RedundancyRecord, RunRecord
 
 Times = npt.NDArray[np.float64]
+
 
 _MOST_READERS = 64
 
@@ -231,3 +233,23 @@ def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
         stretches.take(index, fold.entries[index], members.get(index, frozenset()))
     hit_after = {step_before(record) for record in journal.of(FaultRecord)}
     return stretches.goodput(read_times(journal), (began[0], ended[0]), hit_after)
+
+
+def full_redundancy_s(journal: Journal) -> tuple[float, ...]:
+    """Seconds from each loss of a copy, or the first of several, until all slices had all of their hosts again.
+
+    As one group saw it: the one that has seen the most of it. What never ended is not in it.
+    """
+    seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for line in journal.lines:
+        if isinstance(line.record, RedundancyRecord):
+            seen[line.source].append((line.at_s, line.record.num_missing))
+    spans: list[float] = []
+    since_s: float | None = None
+    for at_s, num_missing in max(seen.values(), key=len, default=[]):
+        if num_missing and since_s is None:
+            since_s = at_s
+        elif not num_missing and since_s is not None:
+            spans.append(at_s - since_s)
+            since_s = None
+    return tuple(spans)

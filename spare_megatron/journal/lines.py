@@ -3,8 +3,10 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from spare_megatron import __version__
 from spare_megatron.journal.records import (
     CadenceRecord,
     CheckpointRecord,
@@ -32,8 +34,10 @@ from spare_megatron.journal.records import (
 FORMAT = 3
 """Of the journals that this version writes. It rises with every change that the reader before could not take."""
 
+
 _FORMER_FIELDS = {"cadence": ("restart_s",)}
 """What records of earlier formats have beside those of this one, and nothing asks for any more: up to format 1."""
+
 
 KINDS: dict[str, type[Record]] = {
     "run": RunRecord,
@@ -57,6 +61,7 @@ KINDS: dict[str, type[Record]] = {
     "storage": StorageRecord,
     "terms": TermsRecord,
 }
+
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
@@ -95,3 +100,49 @@ def decode_line(text: str) -> Line:
         return Line(source=source, at_s=at_s, record=kind(**fields))
     except (KeyError, TypeError) as error:
         raise ValueError(f"damaged record: {error}: {text[:80]}") from error
+
+
+ORIGIN = "origin.json"
+
+
+def origin_field(run_dir: Path, name: str) -> str | None:
+    """One field; empty if the file lacks it, None if there is no file that can be read, as beside a copied journal."""
+    try:
+        text = (run_dir / ORIGIN).read_bytes()
+    except OSError:
+        return None
+    try:
+        return str(json.loads(text)[name])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def require_known_format(run_dir: Path) -> None:
+    """Returns if the journal, which may be without its first record yet, is of a format that this version reads.
+
+    Raises:
+        ValueError: It is of a later one.
+    """
+    found = _first_record(run_dir).get("format", FORMAT)
+    if found not in range(FORMAT + 1):
+        raise ValueError(
+            f"the journal of {run_dir} is of format {found!r} ({_origin(run_dir)}); spare_megatron {__version__} reads "
+            f"formats 1 to {FORMAT}: use the version that wrote it, or a later one"
+        )
+
+
+def _first_record(run_dir: Path) -> dict[str, Any]:
+    try:
+        with (run_dir / "journal" / "driver.jsonl").open("rb") as file:
+            record = json.loads(file.readline())
+    except (OSError, ValueError):  # what is missing or damaged is told by whoever reads all of it
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _origin(run_dir: Path) -> str:
+    """Which code wrote it, as the run's directory says."""
+    version, commit = origin_field(run_dir, "version"), origin_field(run_dir, "commit")
+    if version and commit:
+        return f"written by spare_megatron {version}, commit {commit}"
+    return "origin.json does not say by which version it was written"

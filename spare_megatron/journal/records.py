@@ -4,15 +4,19 @@ Times are wall-clock seconds since the epoch (`_at_s`) or durations (`_s`).
 """
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
+
 SaveOutcome = Literal["saved", "failed", "skipped"]
 """A save is skipped while the group is still writing an earlier one."""
+
 StorageOutcome = Literal["held", "written", "lost"]
 """What is held is in memory, and lost unless it is written before the run ends. Only journal files count as lost."""
+
 StateSource = Literal["storage", "memory"]
 """A checkpoint, or the parameters with which the run began; or a snapshot."""
 
@@ -400,3 +404,35 @@ Record = (
 def digest_of_work(work: Iterable[tuple[int, int]]) -> str:
     """SHA-256 in hex of a set of microbatches, given as pairs of shard and index in any order."""
     return hashlib.sha256(repr(sorted((int(shard), int(index)) for shard, index in work)).encode()).hexdigest()
+
+
+TERMS = (
+    "name",
+    "num_groups",
+    "ranks_per_group",
+    "ranks_per_stage",
+    "pipeline_fill",
+    "redundancy",
+    "microbatches_per_shard",
+    "placement",
+    "groups_per_domain",
+    "granularity",
+    "last_resort",
+    "slice_redundancy",
+    "reduce_mode",
+    "num_steps",
+    "params_check_every_steps",
+    "loaded",
+    "tokens_per_step",
+    "flops_per_step",
+    "peak_tflops",
+    "max_minutes",
+    "corpus",
+)
+"""Fields of the run record that its settings fix: every group knows them by itself."""
+
+
+def digest_of_terms(terms: Mapping[str, Any]) -> str:
+    """SHA-256 in hex of the values that `TERMS` names."""
+    text = json.dumps([terms[name] for name in TERMS], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -26,8 +26,8 @@ class Span:
     """Something that a rank's main thread did.
 
     Attributes:
-        name: What: an operation of `core.liveness`, the forward or backward pass of a microbatch, or a stage of a
-            recovery.
+        name: What: an operation of `core.failure_detector`, the forward or backward pass of a microbatch, or a stage
+        of a recovery.
         step: The step.
         began_s: When, on the monotonic clock of the rank's machine.
         ended_s: When it ended.

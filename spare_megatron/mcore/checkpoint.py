@@ -1,9 +1,8 @@
-"""A group's state as a distributed checkpoint: megatron-core's torch_dist format, which loads at any layout.
+"""The state of slices as parts of a distributed checkpoint, by the names and places that replicated state has there.
 
-Every group is a whole model of its own, so one group writes a checkpoint and each of its ranks writes its part once.
-Where the optimizer's state is cut into slices, each slice is written once by one of its hosts, into a folder of that
-group. Tensors are addressed by their names and places in the whole model, which is why another tensor- or
-pipeline-parallel size, another number of groups, and replicated state can read them.
+A slice is a range of the flat parameter space, a part of a distributed checkpoint is a box of a tensor. So each
+fragment is cut into boxes: the end of a row, whole rows, the beginning of a row, and so for every dimension. Whoever
+reads the checkpoint need not know of slices: it asks for the boxes that it needs, and finds what these overlap with.
 """
 
 import copy
@@ -24,7 +23,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -33,24 +40,117 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
-from spare_megatron.mcore.sharded_slices import ShardedSlices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
+from spare_megatron.stacking.layout import SliceId
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_MAIN = "fp32_param"
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that a range of a flat tensor consists of, in its order, as few as there can be.
+
+    >>> list(boxes((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, within = divmod(start, row)
+        num_rows = (stop - start) // row
+        if within or not num_rows:
+            end = min(stop, (first + 1) * row)
+            for offsets, sizes in boxes(shape[1:], within, end - first * row):
+                yield (first, *offsets), (1, *sizes)
+        else:
+            end = start + num_rows * row
+            yield (first, *(0 for _ in shape[1:])), (num_rows, *shape[1:])
+        start = end
+
+
+class ShardedSlices:
+    """Where in the whole model the slices of a rank are.
+
+    Args:
+        model: The sharded state of the rank's chunks, with the parameters themselves.
+        optimizer: The rank's slices.
+    """
+
+    def __init__(self, model: dict[str, Any], optimizer: StackedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._kinds = (_MAIN, *_MOMENTS) if optimizer.has_main else _MOMENTS
+        parameters = optimizer.parameters
+        by_index = get_param_id_to_sharded_param_map(model, parameters)
+        self._homes = {parameter: list(_homes(parameter, by_index[i])) for i, parameter in enumerate(parameters)}
+
+    def parts(self, number: SliceId, state: Tensor) -> Iterator[ShardedTensor]:
+        """The state of a slice, as `StackedOptimizer.whole_slices` has it. The parts are views of it."""
+        slices = self._optimizer.slices
+        for fragment in slices.fragments(number, slice(0, slices.length(number))):
+            for first, home in self._homes[fragment.parameter]:
+                start, stop = max(fragment.start, first), min(fragment.stop, first + home.data.numel())
+                place = fragment.offset + start - fragment.start
+                for offsets, sizes in boxes(home.local_shape, start - first, stop - first) if start < stop else ():
+                    yield from self._box(home, offsets, sizes, state[:, place : place + math.prod(sizes)])
+                    place += math.prod(sizes)
+
+    def _box(
+        self, home: ShardedTensor, offsets: Collection[int], sizes: Collection[int], state: Tensor
+    ) -> Iterator[ShardedTensor]:
+        """The kinds of numbers that there are of a box of a parameter."""
+        num_prepended = home.prepend_axis_num
+        origin = home.global_offset
+        shape = (*(1 for _ in range(num_prepended)), *sizes)
+        offset = (*origin[:num_prepended], *map(sum, zip(origin[num_prepended:], offsets, strict=True)))
+        for kind, values in zip(self._kinds, state, strict=True):
+            yield ShardedTensor(
+                key=f"optimizer.state.{kind}.{home.key}",
+                data=values.view(shape),
+                dtype=values.dtype,
+                local_shape=shape,
+                global_shape=home.global_shape,
+                global_offset=offset,
+                axis_fragmentations=None,  # no regular grid
+                replica_id=home.replica_id,
+                allow_shape_mismatch=home.allow_shape_mismatch,
+            )
+
+
+def _homes(
+    parameter: torch.nn.Parameter, sharded: ShardedTensor | ShardedTensorFactory
+) -> Iterator[tuple[int, ShardedTensor]]:
+    """The tensors that a parameter is stored as, each with the place in the flat parameter where it begins."""
+    tensors = nested_values(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]
+    for tensor in tensors:
+        assert tensor.data.is_contiguous(), f"{tensor.key} is stored as no range of its parameter"
+        yield (tensor.data.data_ptr() - parameter.data_ptr()) // parameter.element_size(), tensor
+
 
 METADATA_FNAME = ".metadata"
 """What describes the tensors, and where they are."""
+
 Written = Mapping[str, tuple[int, str]]
 """Of files, by name, the bytes and their SHA-256."""
 
+
 _FORMAT = CheckpointingConfig("torch_dist", 1)
+
 _Parts = dict[str, list[ShardedBase]]
 """By their names; a part of a tensor has the name of the tensor."""
 

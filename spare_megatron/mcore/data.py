@@ -14,8 +14,8 @@ from megatron.core.datasets.utils import Split
 
 from spare_megatron.config.sample_index import RENEWAL_S, index_folder, num_samples, remove_unused, renew
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import ShardId
+from spare_megatron.stacking.layout import ShardId
+from spare_megatron.stacking.plans import Microbatch
 
 
 class _Vocabulary:

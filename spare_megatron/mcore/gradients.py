@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.buckets import cut
-from spare_megatron.mcore.flat import FlatParameter, Segment, flat_parameters, segments, size_of
+from spare_megatron.core.bucket_window import cut
+from spare_megatron.mcore.flat_gradients import FlatParameter, Segment, flat_parameters, segments, size_of
 from spare_megatron.mcore.model import Chunk
 
 NUM_EXTRAS = 2

@@ -1,4 +1,4 @@
-"""The chunks of the GPT model that one rank holds."""
+"""Which kernels a run's layers and its optimizer have on a device."""
 
 import os
 from dataclasses import dataclass
@@ -11,18 +11,35 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_te_version
 
-from spare_megatron.config.model_shape import padded_vocab_size
+from spare_megatron.config.implications import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate_megatron import OF_TRANSFORMER_ENGINE, fields_set
+from spare_megatron.config.validate_training import OF_TRANSFORMER_ENGINE, fields_set
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.versions import check_version
+
+
+def kernels_of(config: RunConfig, device: torch.device) -> dict[str, str]:
+    """What layers are built from, and whose Adam updates the parameters; plain Megatron has the latter at all times.
+
+    Raises:
+        ValueError: The configuration wants transformer-engine and it cannot be had.
+    """
+    has_te = uses_transformer_engine(config, device)
+    megatrons = "torch" if USING_PYTORCH_OPTIMIZER else f"{Adam.__module__.partition('.')[0]}, fused"
+    stacked = "torch, fused" if device.type == "cuda" else "torch"
+    return {
+        "layers": f"transformer-engine {get_te_version()}" if has_te else "megatron-core",
+        "adam": stacked if config.optimizer.sharding == "stacked" else megatrons,
+        "adam_of_plain": megatrons,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.liveness import Operation
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.probe import Probe
+from spare_megatron.stacking.plans import Microbatch
 
 
 class Item(NamedTuple):

@@ -20,15 +20,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 
-from spare_megatron.config.model_shape import padded_vocab_size
+from spare_megatron.config.implications import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import ShardId
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.model import Chunk, layer_spec
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
 from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.stacking.layout import ShardId
+from spare_megatron.stacking.plans import Microbatch
 
 TIMEOUT = timedelta(seconds=120)
 _ELEMENTS_PER_MIB = 2**20 // torch.float32.itemsize

@@ -3,9 +3,9 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from spare_megatron.core.liveness import Operation
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.stacking.plans import Microbatch
 
 
 class Probe(Protocol):
@@ -16,7 +16,7 @@ class Probe(Protocol):
         """The moments it wants. Hooks that cost something are installed for these alone."""
 
     def __call__(self, phase: Phase, /) -> None:
-        """A moment of `core.phases`."""
+        """A moment of `core.fault_points`."""
 
     def progress(self) -> None:
         """The rank has got on with the pending operation: a layer is done."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from spare_megatron.core.topology import Layout
+from spare_megatron.stacking.layout import Layout
 
 _AXES = "pct"
 """Axes of the grid of ranks, slowest first: pipeline, context, tensor."""

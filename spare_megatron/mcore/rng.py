@@ -7,7 +7,7 @@ from hashlib import blake2b
 import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.stacking.plans import Microbatch
 
 
 def seed_of(purpose: str, *numbers: int) -> int:

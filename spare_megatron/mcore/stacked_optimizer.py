@@ -19,11 +19,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.topology import SliceId
-from spare_megatron.mcore.gradient_parts import counts_for_norm, needed_everywhere
+from spare_megatron.mcore.flat_gradients import counts_for_norm, needed_everywhere
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import adam_config, build_adam, make_schedule
-from spare_megatron.mcore.slices import Fragment, Slices
+from spare_megatron.mcore.partitions import Fragment, Slices
+from spare_megatron.stacking.layout import SliceId
 
 _NUM_MOMENTS = 2
 

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore.checkpoint import HashingWriter
-from spare_megatron.mcore.host_copies import HostCopies
+from spare_megatron.mcore.host_copies import HostCopies, TensorBytes
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters, optimized
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.mcore.tensor_bytes import TensorBytes
+from spare_megatron.stacking.layout import SliceId
 
 
 class ForeignState(Exception):

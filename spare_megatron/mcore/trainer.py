@@ -14,24 +14,21 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.liveness import Operation
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import SliceId
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
-from spare_megatron.mcore.gradient_parts import GradientPart, gradient_parts
+from spare_megatron.mcore.flat_gradients import GradientPart, ReadyBuckets, Tell, gradient_parts
 from spare_megatron.mcore.gradients import make_gradient_sums
 from spare_megatron.mcore.host_copies import HostCopies
 from spare_megatron.mcore.model import Chunk, build_chunks
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import NamedParameter, named_parameters, optimized, parameters_sha256
+from spare_megatron.mcore.partitions import Slices
 from spare_megatron.mcore.pipeline import Item, LossFunction, Pipeline
 from spare_megatron.mcore.probe import Probe, SilentProbe
 from spare_megatron.mcore.process_groups import build_process_groups
-from spare_megatron.mcore.ready import ReadyBuckets, Tell
-from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.state import (
     IncomingState,
@@ -44,6 +41,8 @@ from spare_megatron.mcore.state import (
     slice_state,
 )
 from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.stacking.layout import SliceId
+from spare_megatron.stacking.plans import Microbatch
 
 
 class IncompleteSum(Exception):

@@ -1,19 +1,71 @@
-"""A run's configuration in Megatron's terms, and what of Megatron's cannot be had."""
+"""Whether a value fits a field of Megatron's, by the type that Megatron declares: it seldom looks by itself."""
 
 import dataclasses
 import traceback
 import warnings
+from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from spare_megatron.config.building import nearest
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.suggest import nearest
-from spare_megatron.config.validate_megatron import FIXED_IN_MEGATRON, OURS_IN_MEGATRON_WORDS
-from spare_megatron.mcore.field_types import fits, in_words
+from spare_megatron.config.validate_training import FIXED_IN_MEGATRON, OURS_IN_MEGATRON_WORDS
+
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a declared type. Of kinds that no file can hold nothing is known.
+
+    >>> from typing import Optional
+    >>> fits(1, Optional[float]), fits(True, int), fits([1, "a"], list[int]), fits("x", Literal["x", "y"])
+    (True, False, False, True)
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if list in (origin, kind):
+        return isinstance(value, list) and all(fits(item, one) for item in value for one in inner)
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(inner) and all(map(fits, value, inner))
+    if origin is Callable or kind is Callable:
+        return callable(value)
+    if kind in (int, bool, str):
+        return type(value) is kind
+    if kind is float:
+        return type(value) in (int, float)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def in_words(kind: Any) -> str:
+    """What is to be given, for people.
+
+    >>> from typing import Optional, Union
+    >>> in_words(Optional[Union[int, list[int]]])
+    'a whole number or a list (each a whole number)'
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(in_words(one) for one in inner if one is not NoneType))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if list in (origin, kind):
+        return f"a list (each {in_words(inner[0])})" if inner else "a list"
+    if origin is tuple:
+        return f"a list of {len(inner)} ({', '.join(map(in_words, inner))})"
+    if origin is Callable or kind is Callable:
+        return "a function"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(member.name for member in kind)}"
+    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
 
 _UNSAFE = {
     "num_moe_experts": "balancing terms of experts are reduced inside one group only",
@@ -40,6 +92,7 @@ _UNSAFE = {
 }
 """Fields of Megatron's that would train something else than was asked for without an error, or end every rank, and why.
 """
+
 _OFF = (None, False, 0, "", "none")
 
 

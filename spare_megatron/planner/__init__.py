@@ -1,1 +1,5 @@
-"""What redundancy and cadence cost and bring: closed forms, the checks of them, and their joint optimum."""
+"""Closed forms for redundancy and cadence, and the plan that trains fastest.
+
+Imports `stacking` and `core`.
+Start with `plan`; `forecast` combines everything that can be lost.
+"""

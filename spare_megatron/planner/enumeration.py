@@ -6,10 +6,10 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from spare_megatron.core.placement import Placement
-from spare_megatron.core.reorder import initial_owners, reorder_microbatches
-from spare_megatron.core.topology import GroupId
 from spare_megatron.planner.endurance import FloatArray
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import Placement
+from spare_megatron.stacking.reorder import initial_owners, reorder_microbatches
 
 MAX_GROUPS = 22
 """Beyond, the 2^N sets take too long."""
@@ -41,7 +41,7 @@ def covered_domain_shares(placement: Placement, domain_of: npt.NDArray[np.int64]
 
 
 def mean_makespans(placement: Placement, num_microbatches: int) -> FloatArray:
-    """Mean makespan of `core.reorder` in stacks, over the sets of k lost groups that are no wipe-out. Exact.
+    """Mean makespan of `stacking.reorder` in stacks, over the sets of k lost groups that are no wipe-out. Exact.
 
     Entry k is that for k lost; entries stop before the first k whose every set is a wipe-out.
 

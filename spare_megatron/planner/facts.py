@@ -4,9 +4,22 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from spare_megatron.planner.optimum import CheckpointTimes
 from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.rejoin import RejoinTimes
+from spare_megatron.planner.readmission import RejoinTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTimes:
+    """What saves and restarts take.
+
+    Attributes:
+        save_s: T_s, seconds that training stands still for a save; above 0.
+        restart_s: T_r, seconds from a wipe-out to training again.
+    """
+
+    save_s: float
+    restart_s: float
+
 
 Policy = Literal["stack", "microbatch", "rejoin"]
 """Whole shards as in SPARe; single microbatches; single microbatches and lost groups that come back."""

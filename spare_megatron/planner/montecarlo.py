@@ -9,17 +9,17 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from spare_megatron.core.placement import Placement
-from spare_megatron.core.reorder import initial_owners, patch_work, reorder_microbatches
-from spare_megatron.core.stack_reorder import initial_order, reorder_stacks
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId, ShardId
 from spare_megatron.planner.domains import IntArray, LossIntervals
 from spare_megatron.planner.endurance import FloatArray
-from spare_megatron.planner.optimum import CheckpointTimes
+from spare_megatron.planner.facts import CheckpointTimes
 from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.rejoin import RejoinTimes
+from spare_megatron.planner.readmission import RejoinTimes
 from spare_megatron.planner.repair import RepairTimes
+from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.placement import Placement
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.reorder import initial_owners, patch_work, reorder_microbatches
+from spare_megatron.stacking.stack_reorder import initial_order, reorder_stacks
 
 Generator = np.random.Generator
 
@@ -46,7 +46,7 @@ def endured_samples(hosts: IntArray, num_items: int, num_samples: int, rng: Gene
 
 
 def depth_samples(placement: Placement, num_sequences: int, rng: Generator) -> list[IntArray]:
-    """Depth of `core.stack_reorder` with 0, 1, 2, ... groups lost until wipe-out, for random orders of losses."""
+    """Depth of `stacking.stack_reorder` with 0, 1, 2, ... groups lost until wipe-out, for random orders of losses."""
 
     def depth_of() -> Callable[[frozenset[GroupId]], int]:
         order = initial_order(placement)
@@ -65,7 +65,7 @@ def depth_samples(placement: Placement, num_sequences: int, rng: Generator) -> l
 def makespan_samples(
     placement: Placement, num_microbatches: int, num_sequences: int, rng: Generator
 ) -> list[tuple[FloatArray, FloatArray]]:
-    """Makespans of `core.reorder` and, beside them, of the patches of the next loss; in stacks.
+    """Makespans of `stacking.reorder` and, beside them, of the patches of the next loss; in stacks.
 
     Each pair is one random order of losses: entry k has the makespan with k groups lost, and the patch that the loss
     of the next group takes. The last makespan has no patch: the next loss is the wipe-out.

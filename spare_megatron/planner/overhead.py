@@ -13,9 +13,9 @@ from spare_megatron.planner.endurance import (
     FloatArray,
     asymptotic_endured_losses,
     coverage_probabilities,
+    lost_counts,
     wiped_probabilities,
 )
-from spare_megatron.planner.lost_counts import lost_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,8 @@ def least_makespans(num_groups: int, num_microbatches: int = 1, num_lost: FloatA
 
     Notes:
         Golomb placements reach it nearly always. On average until wipe-out, for N in {200, 600, 1000} and r in
-        {4, 8, 12, 20}, `core.reorder` at m = 16 is 0.5 to 2.5% above at r = 4, where the last host of several shards
-        comes to dictate the makespan, and less than 0.2% elsewhere; `core.stack_reorder` less than 0.2%.
+        {4, 8, 12, 20}, `stacking.reorder` at m = 16 is 0.5 to 2.5% above at r = 4, where the last host of several
+        shards comes to dictate the makespan, and less than 0.2% elsewhere; `stacking.stack_reorder` less than 0.2%.
 
     >>> least_makespans(4).tolist(), least_makespans(4, 4)[:2].tolist()
     ([1.0, 2.0, 2.0, 4.0], [1.0, 1.5])
@@ -91,7 +91,7 @@ def patch_stacks(
         last_resort: Any survivor can compute any shard.
 
     Notes:
-        Derived. H is binomial for hypergeometric. Against `core.reorder.patch_work` until wipe-out, N in
+        Derived. H is binomial for hypergeometric. Against `stacking.reorder.patch_work` until wipe-out, N in
         {200, 600, 1000}: 11 to 12% high at r = 4, 1 to 9% at r = 8, within 5% at r = 12 and 20. High because a group
         has given away some of its home shard by the time it is lost.
 
@@ -151,7 +151,7 @@ def mean_overhead(num_groups: int, redundancy: int, times: StepTimes | None = No
 
     Notes:
         arXiv 2603.00357; rho is our derivation. Every count of losses has the same weight, so this is the mean stretch
-        of a step per loss, not per step: long steps are fewer (`planner.outlook` weighs them rightly and is smaller).
+        of a step per loss, not per step: long steps are fewer (`planner.forecast` weighs them rightly and is smaller).
         Without rho it is 0.69% off Monte Carlo on average over N in {200, 600, 1000}, r from 2 to 20, where the mean of
         c(k), k below the losses endured, is taken in each order of losses; 0.79% with the state after the last of them;
         0.49% with the mu that Monte Carlo has for this mu(N, r). The paper states 0.60% and not which of them. Noise is

@@ -1,20 +1,89 @@
-"""The redundancy and the cadence that train fastest on a given cluster."""
+"""The share of time that goes into steps that count, between saves, restarts and lost work."""
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import exp, expm1, floor, log, log2
 from typing import get_args
 
+import numpy as np
+
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.core.golomb import check_redundancy
-from spare_megatron.planner.availability import best_availability
 from spare_megatron.planner.facts import ClusterFacts, HoldingLimits, Policy
-from spare_megatron.planner.outlook import Outlook, outlook, outlook_with_rejoin
+from spare_megatron.planner.forecast import Outlook, outlook, outlook_with_rejoin
+from spare_megatron.stacking.golomb import check_redundancy
+
+_LEAST = 1e-300
+
+
+def availability(cadence_s: float, save_s: float, mean_time_to_failure_s: float, restart_s: float) -> float:
+    """A(T_c) = (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)).
+
+    Args:
+        cadence_s: T_c, seconds from the start of a save to the start of the next; above 0, and T_s or more.
+        save_s: T_s, seconds per save.
+        mean_time_to_failure_s: T_f, mean seconds of training and saving until a wipe-out; above 0.
+        restart_s: T_r, seconds from a wipe-out to training again.
+
+    Raises:
+        ValueError: A time is out of its range.
+
+    Notes:
+        J. T. Daly, Future Generation Computer Systems 22 (2006), for restarts that are not struck themselves: wipe-outs
+        are a Poisson process, so an interval of T_c is struck exp(T_c / T_f) - 1 times on average until it is through,
+        and each time costs T_f + T_r less what the next try takes. Exact in that model, however long T_c is.
+
+    >>> round(availability(3306.5, 60.0, 90000.0, 3600.0), 4)
+    0.9269
+    """
+    if not (0 <= save_s <= cadence_s and cadence_s > 0):
+        raise ValueError(f"cadence_s={cadence_s} has to be at least save_s={save_s} and above 0, and that 0 or more")
+    if not (mean_time_to_failure_s > 0 and restart_s >= 0):
+        raise ValueError(
+            f"mean_time_to_failure_s={mean_time_to_failure_s} has to be above 0 and restart_s={restart_s} 0 or more"
+        )
+    t = cadence_s / mean_time_to_failure_s
+    return (cadence_s - save_s) / (mean_time_to_failure_s + restart_s) * exp(-t) / -expm1(-t)
+
+
+def best_availability(save_s: float, mean_time_to_failure_s: float, restart_s: float) -> float:
+    """A at the best cadence T_c*: A* = T_f / (T_f + T_r) exp(-T_c* / T_f). Arguments and errors as for `availability`.
+
+    Returns:
+        At least 1e-300, so that a time to train that is over it stays finite.
+
+    Notes:
+        At the optimum T_c* - T_s = T_f (1 - exp(-T_c* / T_f)), by the equation in `core.cadence`.
+
+    >>> round(best_availability(60.0, 90000.0, 3600.0), 4)
+    0.9269
+    """
+    if not restart_s >= 0:
+        raise ValueError(f"restart_s={restart_s} has to be 0 or more")
+    share = exp(-optimal_cadence_s(save_s, mean_time_to_failure_s) / mean_time_to_failure_s)
+    return max(mean_time_to_failure_s / (mean_time_to_failure_s + restart_s) * share, _LEAST)
+
+
+def closed_form_redundancy(num_groups: int) -> int:
+    """r* = floor(log2 N + g / ln 2), g = 0.5772 Euler's constant, so floor(log2 N + 0.833); from 1 to N.
+
+    Notes:
+        arXiv 2603.00357; where it comes from is our derivation. c(k) jumps from 2 to 3 at k = N / 2, so r pays until
+        mu = N / 2. With x = 1 / r, mu / N = Gamma(1 + x) N^-x, and Gamma(1 + x) ~ exp(-g x) for small x: 1/2 is reached
+        at (g + ln N) / r = ln 2.
+
+    >>> [closed_form_redundancy(n) for n in (200, 600, 1000)]
+    [8, 10, 10]
+    """
+    return min(max(floor(log2(num_groups) + float(np.euler_gamma) / log(2)), 1), num_groups)
+
 
 TOLERANCE = 1e-3
 """A higher redundancy has to shorten the time to train by more than this share: holding shards is not free."""
 
+
 FRUGAL_TOLERANCE = 0.02
 """What a user who is short of memory may give up of the time to train for fewer shards."""
+
 
 MAX_CANDIDATE = 48
 """No higher redundancy is tried: the best one grows with log2 N."""
@@ -49,7 +118,7 @@ class Plan:
 def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
     """What to expect of one redundancy, at the best cadence for it.
 
-    T_f and the stretch from `planner.outlook`, T_c* and A* from `core.cadence` and `planner.availability`.
+    T_f and the stretch from `planner.forecast`, T_c* and A* from `core.cadence` and `planner.plan`.
 
     Args:
         facts: The cluster.
@@ -112,7 +181,7 @@ def optimize(
     Raises:
         ValueError: As for `candidates`.
 
-    >>> from spare_megatron.planner.optimum import CheckpointTimes
+    >>> from spare_megatron.planner.plan import CheckpointTimes
     >>> from spare_megatron.planner.overhead import StepTimes
     >>> times = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
     >>> facts = ClusterFacts(

@@ -12,8 +12,7 @@ import numpy as np
 from scipy.stats import binom
 
 from spare_megatron.core.survival import LONGEST_S, host_chain, shard_survival, spent_s
-from spare_megatron.planner.endurance import FloatArray
-from spare_megatron.planner.lost_counts import LostCounts, lost_counts
+from spare_megatron.planner.endurance import FloatArray, LostCounts, lost_counts
 from spare_megatron.planner.overhead import least_makespans
 
 _RARE = 1e3

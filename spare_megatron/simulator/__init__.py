@@ -1,1 +1,5 @@
-"""Training in virtual time: the controller itself, driven against a cost model and random losses."""
+"""Training in virtual time, on the controller that also drives real runs.
+
+Imports `stacking`, `core`, `config`, `journal` and `planner`.
+Start with `scenario`, then `spare_run`; `calibrate` reads costs off a real run.
+"""

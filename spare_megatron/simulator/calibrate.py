@@ -1,39 +1,87 @@
-"""What a real run's journal says about the costs that a simulation needs: a handful of constants for all its steps."""
+"""What single slow steps and recoveries add to a run. Medians leave them out, and the time of a whole run has them."""
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from math import inf
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.quantities import format_duration
 from spare_megatron.journal.records import RunRecord
-from spare_megatron.simulator.compute_fit import ComputeFit, FloatArray, fit_compute
-from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.compute_fit import ComputeFit, FloatArray, finish_times, fit_compute, stretch
 from spare_megatron.simulator.measured import (
     WARM_UP_STEPS,
     Disturbance,
+    JoinTime,
     RecoveryTimes,
     StepTimes,
+    read_joins,
     read_recoveries,
     read_steps,
 )
-from spare_megatron.simulator.measured_membership import JoinTime, read_joins
-from spare_megatron.simulator.scatter import Scatter, scatter_of
-from spare_megatron.simulator.sharing import finish_times, stretch
+from spare_megatron.simulator.scenario import CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scatter:
+    """Seconds beyond the typical ones, on average.
+
+    Attributes:
+        step_s: Of a step without a loss, from the end of the one before.
+        warm_up_s: Of a step of the warm-up after groups came back, from the end of the one before and beyond what
+            taking them in takes.
+        recovery_s: Of a recovery from a single loss in which the step was reduced again.
+    """
+
+    step_s: float = 0.0
+    warm_up_s: float = 0.0
+    recovery_s: float = 0.0
+
+
+def scatter_of(
+    committed: Sequence[StepTimes],
+    recoveries: Sequence[RecoveryTimes],
+    step_s: Callable[[StepTimes], float],
+    recovery_s: Callable[[RecoveryTimes], float],
+) -> Scatter:
+    """The scatter of a run.
+
+    Args:
+        committed: Its steps.
+        recoveries: Its recoveries.
+        step_s: What a step without a loss takes by the typical costs, with the taking in of groups before it.
+        recovery_s: What a recovery takes by them.
+    """
+    beyond_s: dict[Disturbance, list[float]] = defaultdict(list)
+    for before, after in pairwise(committed):
+        beyond_s[after.disturbance].append(after.ended_at_s - before.ended_at_s - step_s(after))
+    retried = [
+        times.recovery.total_s - recovery_s(times)
+        for times in recoveries
+        if times.is_retried and len(times.recovery.lost) == 1
+    ]
+    return Scatter(step_s=_mean(beyond_s[""]), warm_up_s=_mean(beyond_s["join"]), recovery_s=_mean(retried))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
+
 
 _LEAST_RECOVERIES, _LARGEST_MISFIT = 3, 0.5
 """A rebuild that was waited for is believed in from so many recoveries on, if it leaves this share of the misfit."""
+
 _DISTURBANCES: dict[Disturbance, str] = {
     "start": f"are the first {WARM_UP_STEPS} of the run",
     "join": f"are the first {WARM_UP_STEPS} after groups came back",
     "loss": "had a loss or a second attempt",
     "fault": "had a fault that cost no group",
 }
+
 _SIGMA_OF_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 

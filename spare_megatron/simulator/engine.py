@@ -1,10 +1,18 @@
 """One simulated run from a scenario and a seed."""
 
-from spare_megatron.simulator.chronicle import Chronicle, Sink
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from spare_megatron.core.actions import AttemptReduce
+from spare_megatron.core.entries import Commit, Entry, Fence, Restart
+from spare_megatron.journal.lines import Line
 from spare_megatron.simulator.replication import disjoint_sets, run_replication
 from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.simulated_journal import Chronicle, Sink
 from spare_megatron.simulator.spare_run import Clock, SpareRun
 from spare_megatron.simulator.world import Result, World
+from spare_megatron.stacking.layout import GroupId
 
 
 def simulate(scenario: Scenario, seed: int, journal: Sink | None = None, clock: Clock | None = None) -> Result:
@@ -29,3 +37,71 @@ def simulate(scenario: Scenario, seed: int, journal: Sink | None = None, clock: 
     run = SpareRun(world, Chronicle(scenario, world, journal) if journal else None, clock)
     run.run()
     return world.result(run.decision_s)
+
+
+What = Literal["commit", "save", "join", "loss", "restart"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """An entry of the decision log.
+
+    Attributes:
+        at_s: When it was folded.
+        what: A commit with a save or a join is named after that; a restart is told when training begins again.
+        num_alive: Groups that take part from then on, before a join.
+        num_steps: Steps committed by then and not thrown away.
+    """
+
+    at_s: float
+    what: What
+    num_alive: int
+    num_steps: int
+
+
+def timeline_of(scenario: Scenario, seed: int) -> tuple[Moment, ...]:
+    """The moments of one run, ascending; of the policy spare if the scenario has replication, which keeps no log.
+
+    Raises:
+        Stalled: The run makes next to no progress.
+    """
+    if scenario.policy == "replication":
+        scenario = replace(scenario, policy="spare")
+    world = World(scenario, seed)
+    recorder = _Recorder(scenario, world)
+    SpareRun(world, recorder, None).run()
+    return tuple(recorder.moments)
+
+
+class _Recorder(Chronicle):
+    """A chronicle that keeps entries alone: what groups brought into attempts is most of a journal."""
+
+    def __init__(self, scenario: Scenario, world: World) -> None:
+        self.moments: list[Moment] = []
+        super().__init__(scenario, world, _drop)
+        self._num_steps = 0
+
+    def read(self, index: int, entry: Entry) -> None:  # noqa: ARG002 - the chronicle's signature
+        match entry:
+            case Commit(step=step, save=save, admit=admit):
+                self._num_steps = step + 1
+                self._add("save" if save else "join" if admit else "commit")
+            case Restart(step=step):
+                self._num_steps = step
+                self._add("restart")
+            case Fence():
+                self._add("loss")
+
+    def _add(self, what: What) -> None:
+        alive = int(self._world.fleet.is_up.sum())
+        self.moments.append(Moment(at_s=self._world.now_s, what=what, num_alive=alive, num_steps=self._num_steps))
+
+    def attempted(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
+        pass
+
+    def updated(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
+        pass
+
+
+def _drop(line: Line) -> None:
+    pass

@@ -6,8 +6,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from spare_megatron.core.placement import BoolArray
-from spare_megatron.core.topology import GroupId
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import BoolArray
 
 FailureKind = Literal["system", "group", "node", "domain", "trace"]
 UNNAMED = "simulated"

@@ -6,9 +6,9 @@ from math import inf
 
 import numpy as np
 
-from spare_megatron.core.topology import GroupId
 from spare_megatron.simulator.failures import FailureProcess, Loss
 from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.stacking.layout import GroupId
 
 
 class Fleet:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spare_megatron.core.placement import BoolArray
+from spare_megatron.simulator.compute_fit import finish_times
 from spare_megatron.simulator.scenario import Scenario
-from spare_megatron.simulator.sharing import finish_times
 from spare_megatron.simulator.world import World
+from spare_megatron.stacking.placement import BoolArray
 
 IsWhole = Callable[[BoolArray], bool]
 """Whether every shard has a group that is up, by which groups are up."""

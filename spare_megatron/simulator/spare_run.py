@@ -1,57 +1,76 @@
-"""Drives the controller through a run in virtual time, as the runtime does through a real one.
+"""Copies of slices of the optimizer state that are under way in a simulated run."""
 
-One controller stands for those of all groups, which are equal after the same entries. What a step meets:
-
-- The survivors finish the compute they were assigned, then look for fences. A loss in the rest of an attempt, the
-  wait for a communicator or a reduction, stops it at once.
-- Detection, which runs from the loss, and agreement follow; losses meanwhile start them over. Then the patch, what is
-  left of the rebuild, which began with the fence, and the reduction.
-- A loss during an update, a save, or while groups are taken in is found in the step that follows.
-- After a wipe-out all restart.
-- Slices of the optimizer state are copied meanwhile. Gathering parameters is part of the update.
-"""
-
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
+    AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
-    Entry,
-    EntryRead,
-    Event,
-    Fence,
     FinishRun,
+    GatherParams,
+    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
-    Restart,
-    RunStarted,
+    SaveCheckpoint,
+    StartRepairs,
     StopWipeOut,
     UpdateModel,
-    VotesRead,
 )
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.saves import SaveCheckpoint, SaveEnd, SavePolicy
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
-from spare_megatron.core.slices import Slicing
-from spare_megatron.core.stepplan import NOBODY, StepPlan, Work
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Entry, Fence, Restart, SaveEnd
+from spare_megatron.core.events import EntryRead, Event, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
-from spare_megatron.simulator.chronicle import Chronicle
-from spare_megatron.simulator.copies import Copies
-from spare_megatron.simulator.sharing import stacks_of
+from spare_megatron.simulator.compute_fit import stacks_of
+from spare_megatron.simulator.simulated_journal import Chronicle
 from spare_megatron.simulator.world import World
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import NOBODY, StepPlan, Work
+from spare_megatron.stacking.state_partitions import Repair, Slicing
+
+
+class Copies:
+    """When which copy is whole. A receiver makes its copies one after another.
+
+    Args:
+        copy_s: Seconds that one takes; None if none is ever made.
+    """
+
+    def __init__(self, copy_s: float | None) -> None:
+        self._copy_s = inf if copy_s is None else copy_s
+        self._whole_at_s: dict[Repair, float] = {}
+
+    def start(self, copies: Sequence[Repair], now_s: float) -> None:
+        """These are to be made. What is under way goes on; a copy whose donor is lost starts over from another."""
+        under_way = {copy: self._whole_at_s[copy] for copy in copies if copy in self._whole_at_s}
+        free_at_s: dict[GroupId, float] = defaultdict(lambda: now_s)
+        for copy, at_s in under_way.items():
+            free_at_s[copy.receiver.group] = max(free_at_s[copy.receiver.group], at_s)
+        for copy in copies:
+            if copy not in under_way:
+                free_at_s[copy.receiver.group] += self._copy_s
+                under_way[copy] = free_at_s[copy.receiver.group]
+        self._whole_at_s = under_way
+
+    def whole(self, now_s: float) -> dict[GroupId, tuple[SliceId, ...]]:
+        """Receiver -> the slices of which it has a whole copy by now that the log does not know of."""
+        found: dict[GroupId, tuple[SliceId, ...]] = {}
+        for copy, at_s in self._whole_at_s.items():
+            if at_s <= now_s:
+                found[copy.receiver.group] = (*found.get(copy.receiver.group, ()), copy.slice)
+        return found
+
 
 Clock = Callable[[], float]
 

@@ -15,15 +15,15 @@ import numpy as np
 from scipy.special import stdtrit
 
 from spare_megatron.config.own_code import code_digest
-from spare_megatron.core.order import Granularity
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.scenario import Policy, Scenario
 from spare_megatron.simulator.world import Stalled
+from spare_megatron.stacking.order import Granularity
 
 Clock = Callable[[], float]
 
 _CONFIDENCE = 0.95
-_CODE = ("core", "planner", "simulator")
+_CODE = ("stacking", "core", "planner", "simulator")
 """The packages whose code decides what a simulation comes to."""
 
 

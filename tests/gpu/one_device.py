@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.stepplan import Microbatch
 from spare_megatron.mcore import host_copies
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.plans import Microbatch
 from tests.integration.mcore_group import Arrays, all_work, reduce_alone, staged
 
 GPU = "cuda:0"

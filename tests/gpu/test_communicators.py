@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from spare_megatron.comm import nccl
+from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.control.tcp_store import TcpControlStore, listen
-from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime.reduce import nccl
-from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.tcp_store import TcpControlStore, listen
 from tests.gpu.one_device import DEVICES, GPU, run_on
 from tests.integration.whole_run import tiny_config
 

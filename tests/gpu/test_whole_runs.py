@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, losses_of
 
 pytestmark = pytest.mark.timeout(900)

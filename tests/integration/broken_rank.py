@@ -8,16 +8,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.control.store import StoreLost
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId
 from spare_megatron.mcore import trainer
 from spare_megatron.mcore.data import Corpus
 from spare_megatron.mcore.pipeline import Pipeline
-from spare_megatron.runtime.process.reports import ExitCode, RankRaised
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank import rank
-from spare_megatron.runtime.rank.executor import GroupExecutor
+from spare_megatron.process.reports import ExitCode, RankRaised
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank import rank
+from spare_megatron.rank.executor import GroupExecutor
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.store.interface import StoreLost
 
 BROKEN_GROUP = 1
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.control.etcd_gateway import EtcdGateway
-from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.store.etcd_gateway import EtcdGateway
+from spare_megatron.store.spec import EtcdStoreSpec
 from tests.integration.debian import fetch_packages
 
 NUM_MEMBERS = 3

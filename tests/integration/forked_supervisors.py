@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from spare_megatron.runtime.driver.remote_node import look_after_node
-from spare_megatron.runtime.process.processes import die_with
+from spare_megatron.process.processes import die_with
+from spare_megatron.supervisor.node_process import look_after_node
 
 START_S = 60.0
 

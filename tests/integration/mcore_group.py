@@ -23,11 +23,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from spare_megatron.config.model_shape import padded_vocab_size
+from spare_megatron.config.implications import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import ShardId
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.data import Corpus
@@ -36,6 +34,8 @@ from spare_megatron.mcore.process_groups import build_process_groups
 from spare_megatron.mcore.rng import distinct_on_tensor_ranks
 from spare_megatron.mcore.trainer import GroupTrainer, IncompleteSum, UpdateResult
 from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.stacking.layout import ShardId
+from spare_megatron.stacking.plans import Microbatch
 from tests.integration.recording_probe import RecordingProbe
 
 CPU = torch.device("cpu")

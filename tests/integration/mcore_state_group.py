@@ -12,8 +12,8 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.pieces import Piece
 from spare_megatron.mcore import optimizer
 from spare_megatron.mcore.corruption import corrupt
+from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.state import ForeignState
-from spare_megatron.mcore.tensor_bytes import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
 from tests.integration.mcore_group import CPU, all_work, reduce_alone
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from spare_megatron.core.liveness import Operation
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.plans import Microbatch
 
 
 class RecordingProbe:

@@ -4,10 +4,9 @@ import numpy as np
 import torch
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.topology import SliceId
-from spare_megatron.mcore.flat import flat_parameters
-from spare_megatron.mcore.gradient_parts import needed_everywhere
+from spare_megatron.mcore.flat_gradients import flat_parameters, needed_everywhere
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.layout import SliceId
 from tests.integration.mcore_group import CPU, all_work
 from tests.integration.stacked_groups import stacked
 

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.store import ControlStore
-from spare_megatron.core.snapshots import Held, HeldSlice, TakeSnapshot
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.actions import TakeSnapshot
+from spare_megatron.core.snapshot_policy import Held, HeldSlice
 from spare_megatron.journal.records import SnapshotRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.process.probe import RankProbe
-from spare_megatron.runtime.snapshot.keeper_client import KeeperClient
-from spare_megatron.runtime.snapshot.snapshot_loader import SnapshotLoader
-from spare_megatron.runtime.snapshot.snapshots import Snapshotter
-from spare_megatron.runtime.vote.agreement import GroupAgreement
-from spare_megatron.runtime.wire.keeper_wire import HeldTold
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.snapshot_wire import HeldTold
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.state.snapshot.snapshot_client import KeeperClient
+from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.state.snapshot.snapshotter import Snapshotter
+from spare_megatron.store.interface import ControlStore
+from spare_megatron.voting.agreement import GroupAgreement
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import CPU
 from tests.integration.stacked_checkpoint_groups import digest

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.topology import GroupId, SliceId
 from spare_megatron.mcore.checkpoint import join_slices
 from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.stacking.layout import GroupId, SliceId
 from tests.integration import stacked_groups as groups
 from tests.integration.checkpoint_group import Curve
 from tests.integration.mcore_group import CPU

@@ -11,17 +11,17 @@ import torch
 from megatron.core import parallel_state
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.placement import Placement, make_placement
-from spare_megatron.core.topology import GroupId, ShardId, SliceId
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore import trainer as trainer_module
 from spare_megatron.mcore.corruption import flip_bit
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.parameters import named_parameters
+from spare_megatron.mcore.partitions import Slices
 from spare_megatron.mcore.plain_megatron import build_rank, train_steps
-from spare_megatron.mcore.slices import Slices
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.mcore.trainer import GroupTrainer, UpdateResult
+from spare_megatron.stacking.layout import GroupId, ShardId, SliceId
+from spare_megatron.stacking.placement import Placement, make_placement
 from tests.integration.mcore_group import CPU, Arrays, all_work, put_all, staged
 from tests.integration.mcore_state_group import hand_over
 

@@ -13,13 +13,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from spare_megatron.bench import throughput
-from spare_megatron.bench.throughput import NUM_WARMUP, training_alone
+from spare_megatron.cli import bench_throughput
+from spare_megatron.cli.bench_throughput import NUM_WARMUP, training_alone
 from spare_megatron.cli.main import app
+from spare_megatron.config.implications import flops_per_token
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.config.model_shape import flops_per_token
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.summary import Summary
 
 pytestmark = pytest.mark.timeout(180)
@@ -92,7 +92,7 @@ def test_what_is_left_out_keeps_nothing_from_being_measured(text_corpus: Path, m
         measured.append(config)
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(throughput, "measure", stop)
+    monkeypatch.setattr(bench_throughput, "measure", stop)
     absent = ["checkpoint.interval_steps=0", "snapshot.every_steps=1", "train.max_minutes=-1"]
     for preset in ("wipeout_cpu", "campaign_cpu"):
         words = words_of([f"data.corpus={text_corpus}", *absent])
@@ -111,14 +111,14 @@ def test_restarts_stay_as_they_fit_the_waits_of_the_run() -> None:
 
 def test_a_run_that_has_lost_a_group_is_no_figure(text_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is valid, and its steps are not those of a run in which nothing fails."""
-    start_run, summaries = throughput.start_run, []
+    start_run, summaries = bench_throughput.start_run, []
 
     def with_a_loss(config: RunConfig, *arguments: Any) -> Summary:
         faults = FaultsConfig(trace=(FaultConfig(phase=Phase.FORWARD, step=NUM_WARMUP, group=1),))
         summaries.append(start_run(dataclasses.replace(config, faults=faults), *arguments))
         return summaries[-1]
 
-    monkeypatch.setattr(throughput, "start_run", with_a_loss)
+    monkeypatch.setattr(bench_throughput, "start_run", with_a_loss)
     words = words_of([*SMALL, f"data.corpus={text_corpus}"])
     code, shown, told = run(FOR_GPUS, *words, "--steps", str(STEPS), "--pairs", "1", "--alone")
     assert [(summary.verdict, summary.groups_lost) for summary in summaries] == [("valid", 1)]

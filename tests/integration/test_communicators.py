@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spare_megatron.core.topology import GroupId
+from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
+from spare_megatron.stacking.layout import GroupId
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,16 +17,16 @@ import psutil
 import pytest
 import torch
 
+from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
-from spare_megatron.control.store import ControlStore, StoreLost, StoreTimeout
-from spare_megatron.core.messages import Commit, Fence, encode_entry
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.process.processes import Child, end_child, fork_server, start_embedded_store
-from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
-from spare_megatron.runtime.vote.detect import fence
+from spare_megatron.core.entries import Commit, Fence, encode_entry
+from spare_megatron.process.processes import Child, end_child, fork_server, start_embedded_store
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.interface import ControlStore, StoreLost, StoreTimeout
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec, TcpStoreSpec
+from spare_megatron.voting.fencing import fence
 from tests.integration.etcd_cluster import EtcdCluster
 
 pytestmark = pytest.mark.timeout(120)
@@ -309,7 +309,7 @@ def test_the_server_ends_with_the_process_that_started_it() -> None:
 
 
 DRIVER = """
-from spare_megatron.runtime.process.processes import fork_server, start_embedded_store
+from spare_megatron.process.processes import fork_server, start_embedded_store
 store, _ = start_embedded_store(fork_server(), "127.0.0.1")
 print(store.pid, flush=True)
 store.process.join()

@@ -10,11 +10,11 @@ import pytest
 import trustme
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.control.etcd_store import EtcdControlStore
-from spare_megatron.control.open_store import etcd_spec
-from spare_megatron.control.spec import EtcdStoreSpec
-from spare_megatron.control.store import StoreLost
-from spare_megatron.slurm import etcd
+from spare_megatron.driver.slurm import etcd
+from spare_megatron.store.etcd_store import EtcdControlStore
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.open_store import etcd_spec
+from spare_megatron.store.spec import EtcdStoreSpec
 from tests.integration.etcd_cluster import ports_for_members
 from tests.integration.test_etcd_security import write_certificate
 

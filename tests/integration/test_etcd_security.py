@@ -10,11 +10,11 @@ import pytest
 import trustme
 
 from spare_megatron.config.schema import ControlConfig, LayoutConfig
-from spare_megatron.control.etcd_gateway import EtcdGateway, StoreRefused, encoded
-from spare_megatron.control.etcd_store import EtcdControlStore
-from spare_megatron.control.open_store import etcd_spec
-from spare_megatron.control.spec import Credentials, EtcdStoreSpec
-from spare_megatron.control.store import StoreLost
+from spare_megatron.store.etcd_gateway import EtcdGateway, StoreRefused, encoded
+from spare_megatron.store.etcd_store import EtcdControlStore
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.open_store import etcd_spec
+from spare_megatron.store.spec import Credentials, EtcdStoreSpec
 from tests.integration.etcd_cluster import EtcdCluster, ServerTls, ask, running_cluster
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config
 

@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.control.etcd_gateway import StoreFull, encoded
-from spare_megatron.control.etcd_space import etcd_space
-from spare_megatron.control.etcd_store import EtcdControlStore
-from spare_megatron.control.spec import EtcdStoreSpec
-from spare_megatron.runtime.checkpoint.loading import resumed
-from spare_megatron.runtime.driver import driver
-from spare_megatron.runtime.process.reports import RunEvent, StepCommitted, StoreMeasured
+from spare_megatron.driver import driver
+from spare_megatron.process.reports import RunEvent, StepCommitted, StoreMeasured
+from spare_megatron.state.checkpoint.loading import resumed
+from spare_megatron.store.etcd_gateway import StoreFull, encoded, etcd_space
+from spare_megatron.store.etcd_store import EtcdControlStore
+from spare_megatron.store.spec import EtcdStoreSpec
 from tests.integration.etcd_cluster import EtcdCluster, ask, running_cluster
 from tests.integration.whole_run import REPLICATED, alert_config, complete_run
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.etcd_gateway import EtcdGateway, Message
-from spare_megatron.control.etcd_store import EtcdControlStore
-from spare_megatron.control.etcd_watch import EtcdWatch
-from spare_megatron.control.spec import EtcdStoreSpec
-from spare_megatron.control.store import StoreLost
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.etcd_gateway import EtcdGateway, Message
+from spare_megatron.store.etcd_store import EtcdControlStore
+from spare_megatron.store.etcd_watch import EtcdWatch
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.spec import EtcdStoreSpec
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spare_megatron.control.store import StoreLost
-from spare_megatron.core.buckets import MAX_STAGED
-from spare_megatron.core.slice_actions import GatherParams
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.comm.bucket_sums import Staging
+from spare_megatron.core.actions import GatherParams
+from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime.reduce.gather import ParamsGather
-from spare_megatron.runtime.reduce.staging import Staging
+from spare_megatron.rank.gather import ParamsGather
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.store.interface import StoreLost
 
 LENGTHS = (40, 40, 23)
 OWNERS = (Member(GroupId(0)), Member(GroupId(3)), Member(GroupId(3)))

@@ -19,15 +19,15 @@ import psutil
 import pytest
 
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.snapshots import Held, HeldSlice
-from spare_megatron.core.topology import SliceId
-from spare_megatron.runtime.process.spec import NodeSpec
-from spare_megatron.runtime.snapshot import keeper as keeper_module
-from spare_megatron.runtime.snapshot.keeper_client import KeeperClient, KeeperGone
-from spare_megatron.runtime.snapshot.node_keeper import NodeKeeper
-from spare_megatron.runtime.state.piece_client import PieceClient
-from spare_megatron.runtime.wire.keeper_wire import CopyWanted, KeeperAddress, Part
-from spare_megatron.runtime.wire.piece_wire import Address, NotOffered
+from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.process.piece_wire import Address, NotOffered
+from spare_megatron.process.snapshot_wire import CopyWanted, KeeperAddress, Part
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.stacking.layout import SliceId
+from spare_megatron.state.snapshot import snapshot_server as keeper_module
+from spare_megatron.state.snapshot.snapshot_client import KeeperClient, KeeperGone
+from spare_megatron.state.snapshot.snapshot_server import NodeKeeper
+from spare_megatron.state.transfer.piece_client import PieceClient
 from tests.integration.kept_snapshots import memory_files
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,19 +13,18 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from spare_megatron.config.model_shape import padded_vocab_size
+from spare_megatron.config.implications import padded_vocab_size
 from spare_megatron.config.schema import LayoutConfig, ModelConfig, ReduceConfig, RunConfig
 from spare_megatron.config.terms import FUNCTION_IN_MEGATRON
-from spare_megatron.config.validate_megatron import COUNTED_WITH
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import ShardId
+from spare_megatron.config.validate_training import COUNTED_WITH
 from spare_megatron.mcore import rng
 from spare_megatron.mcore.attention import TorchCoreAttention
-from spare_megatron.mcore.field_types import fits
 from spare_megatron.mcore.gradients import fixed_point
 from spare_megatron.mcore.model import layer_spec
-from spare_megatron.mcore.transformer import transformer_config
+from spare_megatron.mcore.transformer import fits, transformer_config
 from spare_megatron.mcore.versions import SUPPORTED, check_version
+from spare_megatron.stacking.layout import ShardId
+from spare_megatron.stacking.plans import Microbatch
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import mcore_group as group

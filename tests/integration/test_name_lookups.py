@@ -55,7 +55,7 @@ def _serve(port: int) -> None:
     """The server's process: neither its own connection nor any that it accepts is looked up, also by other threads."""
     import torch.distributed as dist
 
-    from spare_megatron.control.tcp_store import listen
+    from spare_megatron.store.tcp_store import listen
 
     state = _ask_stand_in(port)
     store = listen("127.0.0.1", TIMEOUT)
@@ -65,7 +65,7 @@ def _serve(port: int) -> None:
 
 def _meet(port: int) -> None:
     """A rank's: each recovery is a rendezvous on a connection of its own."""
-    from spare_megatron.control.tcp_store import TcpControlStore, serve
+    from spare_megatron.store.tcp_store import TcpControlStore, serve
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from spare_megatron.core.buckets import MAX_STAGED, WINDOW, BucketWindow, cut
-from spare_megatron.core.guard import Finding, UnsoundGradient
-from spare_megatron.core.messages import AttemptReduce
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId, Member, ShardId
+from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
+from spare_megatron.core.actions import AttemptReduce
+from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.gradient_guard import Finding, UnsoundGradient
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime.reduce.bucket_sums import AllReducedBuckets
-from spare_megatron.runtime.reduce.reduction import Reduction
-from spare_megatron.runtime.reduce.staging import Staging
-from spare_megatron.runtime.vote.agreement import GroupOpinion
+from spare_megatron.rank.reduction import Reduction
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.voting.agreement import GroupOpinion
 
 NUM_BUCKETS = 12
 MEMBERS = (GroupId(0), GroupId(1))

@@ -17,11 +17,10 @@ from spare_megatron.cli.main import app
 from spare_megatron.cli.serve import open_server
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EntryRecord, LossRecord
-from spare_megatron.report import page as report_page
-from spare_megatron.simulator.costs import CostModel
+from spare_megatron.observe import page as report_page
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 from tests.integration.debian import fetch_with_dependencies, with_libraries
 from tests.unit.long_run import long_history
 from tests.unit.measured_run import BEGAN_S, measured_lines, write_journal

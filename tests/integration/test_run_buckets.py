@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.buckets import MAX_STAGED
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.bucket_window import MAX_STAGED
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.records import ContributionRecord, VoteRecord
 from tests.integration.reference import assert_exact
 from tests.integration.test_run_corruption import wrong

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.simulator.calibrate import calibrate
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.measured import WARM_UP_STEPS
 from spare_megatron.simulator.replay import replay
+from spare_megatron.simulator.scenario import CostModel
+from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill
 

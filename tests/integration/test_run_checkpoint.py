@@ -13,16 +13,16 @@ import pytest
 
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord, RunRecord
-from spare_megatron.runtime.checkpoint.checkpoints import aside_path, checkpoint_path, visible_steps
-from spare_megatron.runtime.checkpoint.verification import newest_valid, verify
-from spare_megatron.runtime.driver.run import rank_main, start_run
-from spare_megatron.runtime.process.lock import Locked
-from spare_megatron.runtime.process.reports import RanksReady, RunEvent
-from spare_megatron.runtime.process.spec import RankMain, RankSpec
+from spare_megatron.process.lock import Locked
+from spare_megatron.process.reports import RanksReady, RunEvent
+from spare_megatron.process.specs import RankMain, RankSpec
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.checkpoint.checkpoint_folder import aside_path, checkpoint_path, visible_steps
+from spare_megatron.state.checkpoint.verification import newest_valid, verify
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
 from tests.unit.tiny_corpus import write_tiny_corpus
 

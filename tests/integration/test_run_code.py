@@ -14,12 +14,12 @@ import pytest
 from spare_megatron.config.own_code import PACKAGE, code_digest
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.control.spec import TcpStoreSpec
-from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import RankRecord, RunRecord, UpdateRecord
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank.rank import run_rank
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank.rank import run_rank
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.spec import TcpStoreSpec
 from tests.integration.whole_run import tiny_config
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,7 +92,7 @@ UNGUARDED = """
 import sys
 from pathlib import Path
 from spare_megatron.config.loader import load_run_config
-from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.driver.run import start_run
 
 start_run(load_run_config(Path(sys.argv[1])).config, Path(sys.argv[2]), print)
 """

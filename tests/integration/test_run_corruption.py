@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.guard import LEAST_STEPS
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.gradient_guard import LEAST_STEPS
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch

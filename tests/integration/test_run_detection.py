@@ -14,7 +14,8 @@ import pytest
 from torch import Tensor
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import AppendingFile
 from spare_megatron.journal.follow import read_standing
 from spare_megatron.journal.paces import find_slowest
@@ -23,13 +24,12 @@ from spare_megatron.journal.spans import read_spans_of
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.pipeline import Item, LossFunction
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.report.history import history_of
-from spare_megatron.runtime.checkpoint.checkpoints import all_checkpoints
-from spare_megatron.runtime.checkpoint.verification import verify
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import RunEvent, StoreAway, StoreBack
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank.rank import run_rank
+from spare_megatron.observe.history import history_of
+from spare_megatron.process.reports import RunEvent, StoreAway, StoreBack
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank.rank import run_rank
+from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
+from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (

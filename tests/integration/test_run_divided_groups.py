@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.records import LossRecord, StartRecord, UpdateRecord
-from spare_megatron.runtime.process.reports import GroupRejoined
+from spare_megatron.process.reports import GroupRejoined
+from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.forked_supervisors import Forks
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, kill, tiny_config

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.control.etcd_gateway import EtcdGateway
-from spare_megatron.control.spec import EtcdStoreSpec
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.process.reports import RunEvent, StepCommitted, StoreAway
+from spare_megatron.process.reports import RunEvent, StepCommitted, StoreAway
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.etcd_gateway import EtcdGateway
+from spare_megatron.store.spec import EtcdStoreSpec
 from tests.integration.etcd_cluster import EtcdCluster, running_cluster
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.records import LossRecord, StartRecord, UpdateRecord
-from spare_megatron.runtime.process.reports import GroupLost, GroupRejoined
+from spare_megatron.process.reports import GroupLost, GroupRejoined
+from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.forked_supervisors import Forked, Forks
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, entries_of, tiny_config

@@ -20,15 +20,15 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig
-from spare_megatron.core.liveness import Operation
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.driver.run import start_run
+from spare_megatron.driver.telemetry import split_of_step
 from spare_megatron.faults.trace import PHASES_OF_EVERY_STEP
 from spare_megatron.journal.records import LOST_A_PEER, LossRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, read_spans_of
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.driver.telemetry import split_of_step
-from spare_megatron.runtime.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
-from spare_megatron.runtime.process.spans import BACKWARD, FORWARD
+from spare_megatron.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
+from spare_megatron.process.span_ring import BACKWARD, FORWARD
+from spare_megatron.stacking.layout import GroupId
 from tests.integration.perfetto import loaded_in_perfetto
 from tests.integration.reference import assert_exact
 from tests.integration.test_report_browser import browser

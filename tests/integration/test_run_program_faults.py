@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import EndRecord, EntryRecord
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import GroupLost
+from spare_megatron.process.reports import GroupLost
 from tests.integration.broken_rank import BROKEN_GROUP, diverging, forgetful, outlived, unconnected, unreadable
 from tests.integration.whole_run import assert_masked, complete_run, entries_of, kill, retries_of, tiny_config
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.records import ContributionRecord, LossRecord, RecoveryRecord, UpdateRecord
-from spare_megatron.runtime.process.reports import GroupLost
+from spare_megatron.process.reports import GroupLost
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.follow import read_standing
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, StartRecord, UpdateRecord
-from spare_megatron.runtime.process.reports import GroupRejoined, RanksStarted
+from spare_megatron.process.reports import GroupRejoined, RanksStarted
+from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord, UpdateRecord
-from spare_megatron.runtime.process.reports import GroupLost, GroupRejoined
+from spare_megatron.process.reports import GroupLost, GroupRejoined
+from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (

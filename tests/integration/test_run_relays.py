@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.control.decision_log import DecisionLog, Voter
-from spare_megatron.control.store import ControlStore
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import LossRecord
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import RunEvent
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank import rank
+from spare_megatron.process.reports import RunEvent
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank import rank
+from spare_megatron.store.decision_log import DecisionLog, Voter
+from spare_megatron.store.interface import ControlStore
 from tests.integration.whole_run import assert_masked, kill, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.slices import Ownership, SliceCopy, Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.records import ParamsRecord, RedundancyRecord, RepairRecord, UpdateRecord
-from spare_megatron.runtime.process.reports import GroupRejoined
+from spare_megatron.process.reports import GroupRejoined
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.state_partitions import Ownership, SliceCopy, Slicing, first_ownership
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, entries_of, kill, tiny_config
 

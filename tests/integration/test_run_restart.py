@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
-from spare_megatron.runtime.checkpoint import checkpoint_reader
-from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path
-from spare_megatron.runtime.driver.run import rank_main, start_run
-from spare_megatron.runtime.process.reports import GroupRestarted, RanksReady, RunEvent, RunStopped
-from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.process.reports import GroupRestarted, RanksReady, RunEvent, RunStopped
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.checkpoint import checkpoint_reader
+from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(180)

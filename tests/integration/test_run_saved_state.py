@@ -12,21 +12,20 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.core.messages import Event
-from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.events import Event
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
-from spare_megatron.runtime.checkpoint.refusals import refusal_of
-from spare_megatron.runtime.checkpoint.verification import newest_valid
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import RunEvent
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank import rank
-from spare_megatron.runtime.rank.executor import GroupExecutor
-from spare_megatron.runtime.state import saver
-from spare_megatron.runtime.vote.agreement import Fenced
+from spare_megatron.process.reports import RunEvent
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank import rank
+from spare_megatron.rank.executor import GroupExecutor
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.state.checkpoint import saver
+from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
+from spare_megatron.state.checkpoint.verification import newest_valid, refusal_of
+from spare_megatron.voting.agreement import Fenced
 from tests.integration.whole_run import Run, entries_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

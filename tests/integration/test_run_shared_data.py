@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import ContributionRecord, UpdateRecord
-from spare_megatron.runtime.driver.run import start_run
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
 from tests.integration.broken_rank import elsewhere, unreadable
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, losses_of, params_of, tiny_config

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig, RunConfig, SnapshotConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.records import RestartRecord, SnapshotRecord
-from spare_megatron.runtime.driver.run import rank_main, start_run
-from spare_megatron.runtime.process.reports import GroupRestarted, RunEvent
-from spare_megatron.runtime.process.spec import RankSpec
+from spare_megatron.process.reports import GroupRestarted, RunEvent
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.stacking.layout import GroupId, Member
 from tests.integration.kept_snapshots import memory_files
 from tests.integration.test_run_restart import assert_restarted, same_bits
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, read_run, tiny_config

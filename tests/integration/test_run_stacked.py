@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.records import ParamsRecord, VoteRecord
-from spare_megatron.runtime.checkpoint.checkpoints import all_checkpoints
+from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
 from tests.integration.whole_run import (
     REPLICATED,
     Run,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord, RestartRecord
-from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
-from spare_megatron.runtime.checkpoint.verification import verify
+from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
+from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.whole_run import Run, complete_run, kill, losses_of, tiny_config
 
 pytestmark = pytest.mark.timeout(180)

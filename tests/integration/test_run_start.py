@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import GroupLost, RunEvent
-from spare_megatron.runtime.process.spec import RankMain, RankSpec
-from spare_megatron.runtime.rank import rank
+from spare_megatron.process.reports import GroupLost, RunEvent
+from spare_megatron.process.specs import RankMain, RankSpec
+from spare_megatron.rank import rank
 from tests.integration.whole_run import Run, alert_config, complete_run, fenced_groups, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,18 +13,18 @@ import pytest
 
 from spare_megatron.cli.train import exit_code, unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import start_run
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.journal.check import check
-from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.journal_index import FiledEvidence
 from spare_megatron.journal.records import CheckpointRecord, RestartRecord, StorageRecord
-from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
-from spare_megatron.runtime.checkpoint.verification import verify
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.process.reports import RecordsHeld, RecordsLost, RunEvent, StepCommitted
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank import rank
+from spare_megatron.process.reports import RecordsHeld, RecordsLost, RunEvent, StepCommitted
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank import rank
+from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
+from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.whole_run import Run, kill, losses_of, read_run, tiny_config
 
 pytestmark = pytest.mark.timeout(120)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.records import RunRecord
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import make_placement
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch, read_census
 from tests.integration.whole_run import assert_masked, complete_run, kill, patched_in, tiny_config

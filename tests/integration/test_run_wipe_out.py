@@ -15,8 +15,8 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import UpdateRecord
-from spare_megatron.runtime.process import end_signal
-from spare_megatron.runtime.process.reports import GroupLost, RunEvent, RunStopped
+from spare_megatron.process import end_signal
+from spare_megatron.process.reports import GroupLost, RunEvent, RunStopped
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import assert_masked, complete_run, fenced_groups, kill, tiny_config

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from spare_megatron.runtime.reduce.transfers import Exchange, Share, Transfer
+from spare_megatron.comm.transfers import Exchange, Share, Transfer
 
 TIMEOUT = timedelta(seconds=60)
 LENGTHS = (5, 1, 4000, 17)

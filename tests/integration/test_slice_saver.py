@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.control.decision_log import entry_key
-from spare_megatron.core.messages import Fence, encode_entry
-from spare_megatron.core.topology import Member, SliceId
+from spare_megatron.core.entries import Fence, encode_entry
 from spare_megatron.mcore.checkpoint import METADATA_FNAME
-from spare_megatron.runtime.checkpoint.checkpoints import StoredFile
-from spare_megatron.runtime.checkpoint.save_board import SaveBoard, SaveFailed
-from spare_megatron.runtime.checkpoint.slice_saver import SliceSaver
+from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
+from spare_megatron.state.checkpoint.partition_saver import SaveBoard, SaveFailed, SliceSaver
+from spare_megatron.store.decision_log import entry_key
 from tests.unit.memory_store import MemoryStore
 from tests.unit.test_slice_saves import HEAD, save_of
 

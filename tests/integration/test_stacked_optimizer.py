@@ -19,10 +19,10 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.core.topology import SliceId
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
-from spare_megatron.mcore.slices import Slices
+from spare_megatron.mcore.partitions import Slices
+from spare_megatron.stacking.layout import SliceId
 from tests.integration import plain_parity
 from tests.integration import stacked_groups as groups
 from tests.integration.mcore_group import Arrays, run_group, run_ranks

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.control.decision_log import DecisionLog, entry_key
-from spare_megatron.control.store import StoreTimeout
-from spare_megatron.core.messages import Commit, Entry, Fence, encode_entry
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.entries import Commit, Entry, Fence, encode_entry
 from spare_megatron.core.votes import Vote
-from spare_megatron.runtime.vote.agreement import GroupAgreement
-from spare_megatron.runtime.vote.relay_link import RelayLink
-from spare_megatron.runtime.vote.vote_relay import VoteRelay
-from spare_megatron.runtime.vote.voting import RelayParts, Voting
-from spare_megatron.runtime.wire.piece_wire import Address
+from spare_megatron.process.piece_wire import Address
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.store.interface import StoreTimeout
+from spare_megatron.voting.agreement import GroupAgreement
+from spare_megatron.voting.relay_link import RelayLink
+from spare_megatron.voting.vote_relay import VoteRelay
+from spare_megatron.voting.voting import RelayParts, Voting
 
 pytestmark = pytest.mark.timeout(120)
 

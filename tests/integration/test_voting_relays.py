@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from spare_megatron.core.relays import BlockVotes
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.vote.relay_link import RETRY_ATTEMPTS, RelayLink
-from spare_megatron.runtime.vote.vote_relay import VoteRelay
-from spare_megatron.runtime.wire.vote_wire import Kind, Message, pack
+from spare_megatron.process.vote_wire import Kind, Message, pack
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.voting.relay_link import RETRY_ATTEMPTS, RelayLink
+from spare_megatron.voting.vote_relay import VoteRelay
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 import psutil
 
+from spare_megatron.comm.bucket_sums import ScatteredBuckets
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.control.open_store import open_store
-from spare_megatron.control.store import ControlStore
-from spare_megatron.core.liveness import Operation
-from spare_megatron.core.messages import AttemptReduce, Commit, Entry, Event, decode_entry
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.actions import AttemptReduce
+from spare_megatron.core.entries import Commit, Entry, decode_entry
+from spare_megatron.core.events import Event
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.topology import Member, SliceId
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.spans import spans_file
@@ -33,15 +32,18 @@ from spare_megatron.mcore import trainer
 from spare_megatron.mcore.optimizer import Optimizer
 from spare_megatron.mcore.parameters import named_parameters
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
-from spare_megatron.runtime.process.spec import RankSpec
-from spare_megatron.runtime.rank import rank
-from spare_megatron.runtime.rank.bootstrap import wait_for_all_groups
-from spare_megatron.runtime.rank.executor import GroupExecutor
-from spare_megatron.runtime.reduce.bucket_sums import ScatteredBuckets
-from spare_megatron.runtime.state.group_repairs import GroupRepairs
-from spare_megatron.runtime.state.slice_content import SliceContent
-from spare_megatron.runtime.vote.agreement import GroupAgreement
-from spare_megatron.runtime.wire.piece_wire import NotOffered
+from spare_megatron.process.piece_wire import NotOffered
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank import rank
+from spare_megatron.rank.bootstrap import wait_for_all_groups
+from spare_megatron.rank.executor import GroupExecutor
+from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.state.transfer.partition_copier import GroupRepairs
+from spare_megatron.state.transfer.state_source import SliceContent
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.open_store import open_store
+from spare_megatron.voting.agreement import GroupAgreement
 
 _TIMEOUT_S = 20.0
 _RESTART_TIMEOUT_S = 60.0

@@ -24,7 +24,8 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.validate import problems
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.faults.trace import groups_hit, resolve_trace
 from spare_megatron.journal.files import Journal, read_journal
 from spare_megatron.journal.records import (
@@ -36,9 +37,8 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.journal.summary import Summary, summarize
-from spare_megatron.runtime.driver.run import look_at_machine, start_run
-from spare_megatron.runtime.driver.stand_in import Launcher
-from spare_megatron.runtime.process.reports import RunEvent
+from spare_megatron.process.reports import RunEvent
+from spare_megatron.supervisor.remote_supervisor import Launcher
 from tests.integration.watched_rank import Watch, watched_rank
 
 HEARTBEAT_S, CALM_HEARTBEAT_S = 0.5, 3.0

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from spare_megatron.runtime.process.processes import fork_server
+from spare_megatron.process.processes import fork_server
 from tests.integration.text_corpus import write_text_corpus
 from tests.integration.whole_run import Run
 from tests.matrix.cells import CELLS, KINDS, Cell

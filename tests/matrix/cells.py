@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind
-from spare_megatron.core.phases import PHASES_WITH_SLICES, Phase
-from spare_megatron.core.slices import Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import PHASES_WITH_SLICES, Phase
 from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS, PHASES_OF_EVERY_STEP
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.state_partitions import Slicing, first_ownership
 
 NUM_GROUPS = 4
 NUM_STAGES = 2

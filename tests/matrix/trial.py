@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
-from spare_megatron.runtime.driver.run import look_at_machine
-from spare_megatron.runtime.supervisor.causes import INJECTED
+from spare_megatron.supervisor.rank_processes import INJECTED
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import (
     HEARTBEAT_S,

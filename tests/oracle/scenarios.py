@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from spare_megatron.core.topology import GroupId
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.presets import load_scenario
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId
 
 WAYS: dict[str, dict[str, Any]] = {
     "checkpoint_only": {"policy": "checkpoint_only", "save_interval_s": 300.0, "num_steps": 40},

@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from spare_megatron.core.order import Order, initial_order
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.stepplan import Work
-from spare_megatron.core.topology import GroupId
 from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.order import Order, initial_order
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import Work
 
 SPEED = 10**9
 """Operations per second of a host and bytes per second of a link."""

@@ -1,14 +1,14 @@
 """The gradients of one process: of each bucket its local sum, or the sum over groups in its place.
 
-It holds what `mcore.gradients` and `runtime.reduce.reduction` hold, and notices when one is taken for the other.
+It holds what `mcore.gradients` and `rank.reduction` hold, and notices when one is taken for the other.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 
-from spare_megatron.core.buckets import BucketWindow
-from spare_megatron.core.messages import AttemptReduce
-from spare_megatron.core.scatter import recipients
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.core.actions import AttemptReduce
+from spare_megatron.core.bucket_window import BucketWindow
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.state_partitions import recipients
 from tests.protocol.communicators import Sums
 from tests.protocol.violation import Violation
 

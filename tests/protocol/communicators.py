@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spare_megatron.core.stepplan import Microbatch
+from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.violation import Violation
 
 Sums = Mapping[str, tuple[Microbatch, ...]]

@@ -1,6 +1,6 @@
 """One group as a state machine: the real controller and the real votes, with a simulated model and network.
 
-It does what `runtime.rank.executor` does, in the same order. Every `yield` is a moment at which anything may happen
+It does what `rank.executor` does, in the same order. Every `yield` is a moment at which anything may happen
 elsewhere, or the process may die.
 """
 
@@ -9,34 +9,36 @@ from collections import deque
 from collections.abc import Sequence
 from random import Random
 
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
+    AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
     ComputePatch,
     ComputeStep,
-    EntryRead,
-    Event,
-    Fence,
     FinishRun,
+    GatherParams,
+    LoadCheckpoint,
+    Offer,
     ReadEntry,
     ReadVotes,
-    RunStarted,
+    RefuseCheckpoint,
+    SaveCheckpoint,
+    StartRepairs,
     StopHalted,
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.restart_messages import LoadCheckpoint, Offer, Waiting, WaitingRead
-from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
-from spare_megatron.core.slices import Repair
-from spare_megatron.core.stepplan import StepPlan
-from spare_megatron.core.topology import Member
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.entries import Fence
+from spare_megatron.core.events import EntryRead, Event, RunStarted, Waiting, WaitingRead
 from spare_megatron.core.votes import Vote
-from spare_megatron.runtime.vote.detect import fence
+from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.plans import StepPlan
+from spare_megatron.stacking.state_partitions import Repair
+from spare_megatron.voting.fencing import fence
 from tests.protocol.buckets import Buckets, recipients_of
 from tests.protocol.communicators import Reduction
 from tests.protocol.links import Fenced, Links

@@ -22,26 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from spare_megatron.core.messages import (
-    AttemptReduce,
-    Commit,
-    Entry,
-    Fence,
-    Finish,
-    FinishRun,
-    Halt,
-    Restart,
-    Retry,
-    StopHalted,
-    StopWipeOut,
-    decode_entry,
-)
-from spare_megatron.core.placement import Placement
-from spare_megatron.core.restart_messages import GiveUp
-from spare_megatron.core.slice_actions import AttemptFinish
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import Member
+from spare_megatron.core.actions import AttemptFinish, AttemptReduce, FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.entries import Commit, Entry, Fence, Finish, GiveUp, Halt, Restart, Retry, decode_entry
 from spare_megatron.core.votes import Vote
+from spare_megatron.stacking.layout import Member
+from spare_megatron.stacking.placement import Placement
+from spare_megatron.stacking.plans import Microbatch
 from tests.protocol.communicators import Sums
 from tests.protocol.confirming import has_majority, is_unconfirmed
 from tests.protocol.saved import Saved

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from spare_megatron.control.decision_log import DecisionLog
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import EntryRead, Fence, VotesRead, decode_entry
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.core.entries import Fence, decode_entry
+from spare_megatron.core.events import EntryRead, VotesRead
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.communicators import Communicator, Reduction
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until

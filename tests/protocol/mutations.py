@@ -3,34 +3,29 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spare_megatron.control.decision_log import DecisionLog, Voter
-from spare_megatron.core.buckets import BucketWindow
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.doubts import Doubts
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
     Action,
     AppendEntry,
+    AttemptFinish,
     BuildCommunicator,
-    Commit,
-    Entry,
-    Event,
-    Fence,
     FinishRun,
-    Retry,
-    VotesRead,
+    SaveCheckpoint,
+    StartRepairs,
 )
+from spare_megatron.core.bucket_window import BucketWindow
+from spare_megatron.core.checkpoint_policy import superseded
+from spare_megatron.core.checkpoint_validity import Doubts
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Commit, Entry, Fence, Retry
+from spare_megatron.core.events import Event, VotesRead, WaitingRead
 from spare_megatron.core.relays import BlockVotes, Reliance
 from spare_megatron.core.restart import Restarts
-from spare_megatron.core.restart_messages import WaitingRead
-from spare_megatron.core.retention import superseded
-from spare_megatron.core.saves import SaveCheckpoint
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slice_actions import AttemptFinish, StartRepairs
-from spare_megatron.core.slices import Ownership, Repair, SliceCopy
-from spare_megatron.core.stepplan import StepPlan
-from spare_megatron.core.topology import Member, SliceId
-from spare_megatron.runtime.checkpoint.refusals import refusal_in_log
-from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.plans import StepPlan
+from spare_megatron.stacking.state_partitions import Ownership, Repair, SliceCopy
+from spare_megatron.state.checkpoint.verification import refusal_in_log
+from spare_megatron.store.decision_log import DecisionLog, Voter
+from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.slices import SliceStates
 
 

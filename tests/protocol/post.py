@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from random import Random
 
-from spare_megatron.core.topology import Member
+from spare_megatron.stacking.layout import Member
 
 _GIVES_UP = (0.2, 0.01)
 """Chances of doing so, at every moment of a wait, of which a history has one."""

@@ -1,4 +1,4 @@
-"""Votes by way of relays, as in `runtime.vote.voting`, over connections that delay, repeat and lose what they carry.
+"""Votes by way of relays, as in `voting.voting`, over connections that delay, repeat and lose what they carry.
 
 Nobody's patience is simulated: at any moment a relay may cast the votes that it has, and whoever waits for a relay may
 go on without it.
@@ -6,11 +6,10 @@ go on without it.
 
 from collections.abc import Callable, Collection
 
-from spare_megatron.core.messages import AttemptReduce, ReadVotes
+from spare_megatron.core.actions import AttemptFinish, AttemptReduce, ReadVotes
 from spare_megatron.core.relays import Blocks
-from spare_megatron.core.slice_actions import AttemptFinish
-from spare_megatron.core.topology import Member
 from spare_megatron.core.votes import Vote, encode_vote
+from spare_megatron.stacking.layout import Member
 from tests.protocol.links import Links
 from tests.protocol.surroundings import Steps, Surroundings
 

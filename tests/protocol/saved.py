@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from spare_megatron.core.topology import Member
+from spare_megatron.stacking.layout import Member
 from tests.protocol.slices import WRONG
 from tests.protocol.violation import Violation
 

@@ -1,7 +1,7 @@
 """How a simulated group writes checkpoints, beside everything else that it does."""
 
-from spare_megatron.core.saves import SaveCheckpoint
-from spare_megatron.core.topology import Member
+from spare_megatron.core.actions import SaveCheckpoint
+from spare_megatron.stacking.layout import Member
 from tests.protocol.saved import Content
 from tests.protocol.store import conversation
 from tests.protocol.surroundings import Steps, Surroundings, Until

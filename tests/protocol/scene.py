@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from spare_megatron.core.order import Granularity
+from spare_megatron.stacking.order import Granularity
 
 MAX_BREAKS = 4
 """Reductions that break between living groups; the controller halts a run at more than five in a row."""

@@ -1,6 +1,6 @@
 """Optimizer state in slices: what one simulated group holds of it, and what an observer of the log knows of all.
 
-The observer shares no code with `core.slices`. What must hold beyond the invariants of every run:
+The observer shares no code with `stacking.state_partitions`. What must hold beyond the invariants of every run:
 
 1. Whoever the log names as a host of a slice has all of its state, after every update that of the present step.
 2. Nobody lets go of a copy before r_o others are known to be right, the one that takes its place included.
@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from random import Random
 
-from spare_megatron.core.slice_actions import StartRepairs
-from spare_megatron.core.slices import Repair, SliceCopy, Slicing, first_ownership
-from spare_megatron.core.topology import Member, SliceId
+from spare_megatron.core.actions import StartRepairs
 from spare_megatron.core.votes import SliceDigest, Vote
+from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.state_partitions import Repair, SliceCopy, Slicing, first_ownership
 from tests.protocol.violation import Violation
 
 NUM_PIECES = 2
@@ -167,7 +167,7 @@ class SliceObserver:
             row -= set(lives)
 
     def restarted(self, step: int, members: Iterable[tuple[int, int]]) -> None:
-        """Training goes on from a checkpoint with these members. Who then hosts what is up to `core.slices`."""
+        """Training goes on from a checkpoint with these members. `state_partitions` says who hosts what."""
         if not self.exist:
             return
         self._was_wiped_out = self.was_wiped_out

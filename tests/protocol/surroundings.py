@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.core.buckets import BucketWindow
+from spare_megatron.core.actions import SaveCheckpoint
+from spare_megatron.core.bucket_window import BucketWindow
 from spare_megatron.core.relays import BlockVotes, Reliance
-from spare_megatron.core.saves import SaveCheckpoint
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.vote.agreement import GroupAgreement
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.voting.agreement import GroupAgreement
 from tests.protocol.communicators import Communicators
 from tests.protocol.invariants import Invariants
 from tests.protocol.post import Post

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member
 from tests.protocol.saved import Content
 
 

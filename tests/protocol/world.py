@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from spare_megatron.control.decision_log import DecisionLog, entry_key
-from spare_megatron.core.messages import Fence, encode_entry
-from spare_megatron.core.placement import make_placement
+from spare_megatron.core.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller import ControllerSetup
+from spare_megatron.core.entries import Fence, encode_entry
 from spare_megatron.core.restart import RestartLimits
-from spare_megatron.core.saves import SavePolicy
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slices import Slicing
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.vote.detect import fence
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import Slicing
+from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.voting.fencing import fence
 from tests.protocol.communicators import Communicators
 from tests.protocol.group import Group
 from tests.protocol.invariants import Invariants

@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from spare_megatron.runtime.process.processes import fork_server
+from spare_megatron.process.processes import fork_server
 from tests.integration.text_corpus import write_text_corpus
 from tests.integration.whole_run import Run
 from tests.stages.cells import CELLS, Cell

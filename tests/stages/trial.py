@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.records import FaultRecord
-from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, visible_steps
-from spare_megatron.runtime.checkpoint.verification import verify
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
+from spare_megatron.state.checkpoint.verification import verify
 from tests.integration.watched_rank import Watch
 from tests.integration.whole_run import Run, complete_run, losses_of, tiny_config
 from tests.stages.cells import AWAITED, NUM_GROUPS, NUM_STAGES, NUM_STEPS, RETURNING, SAVE_EVERY, Cell, draw_faults

@@ -6,8 +6,8 @@ import numpy as np
 
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord, RunRecord
-from spare_megatron.journal.standing import Standing
-from spare_megatron.report.history import History, Loss, Steps, history_of
+from spare_megatron.journal.run_state import Standing
+from spare_megatron.observe.history import History, Loss, Steps, history_of
 
 HIGHEST_LOSS = 99.0
 

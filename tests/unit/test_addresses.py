@@ -4,10 +4,10 @@ import socket
 
 import pytest
 
-from spare_megatron.control import addresses
-from spare_megatron.control.addresses import address_towards, hosts_of, refuse_loopback
-from spare_megatron.control.etcd_gateway import EtcdGateway
-from spare_megatron.control.spec import EtcdStoreSpec
+from spare_megatron.store import addresses
+from spare_megatron.store.addresses import address_towards, hosts_of, refuse_loopback
+from spare_megatron.store.etcd_gateway import EtcdGateway
+from spare_megatron.store.spec import EtcdStoreSpec
 
 LOOPBACK, ELSEWHERE = "127.0.0.1", "10.0.0.1"
 

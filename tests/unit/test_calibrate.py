@@ -6,7 +6,6 @@ from statistics import median
 import numpy as np
 import pytest
 
-from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
@@ -20,11 +19,11 @@ from spare_megatron.journal.records import (
     UpdateRecord,
 )
 from spare_megatron.simulator.calibrate import calibrate, fit_rebuild
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
 from spare_megatron.simulator.measured import WARM_UP_STEPS, in_order
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId
 
 STEP_S = 10.0
 FIRST = WARM_UP_STEPS

@@ -17,17 +17,9 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.topology import GroupId
-from spare_megatron.journal.campaign import CampaignFigures, FaultCount, campaign_figures
-from spare_megatron.journal.check import fold_journal
-from spare_megatron.journal.files import Journal
-from spare_megatron.journal.goodput import Goodput, find_goodput
-from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, RunRecord
-from spare_megatron.journal.summary import Summary, summarize
-from spare_megatron.runtime.driver import process_watch
-from spare_megatron.runtime.driver.process_watch import (
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.driver import process_watch
+from spare_megatron.driver.process_watch import (
     MOST_GROWTH,
     Holdings,
     ProcessReport,
@@ -35,7 +27,15 @@ from spare_megatron.runtime.driver.process_watch import (
     growth_of,
     process_problems,
 )
-from spare_megatron.runtime.process.reports import RanksStarted, StepCommitted
+from spare_megatron.journal.campaign import CampaignFigures, FaultCount, campaign_figures
+from spare_megatron.journal.check import fold_journal
+from spare_megatron.journal.files import Journal
+from spare_megatron.journal.goodput import Goodput, find_goodput
+from spare_megatron.journal.lines import Line, encode_line
+from spare_megatron.journal.records import EndRecord, EntryRecord, FaultRecord, Record, RunRecord
+from spare_megatron.journal.summary import Summary, summarize
+from spare_megatron.process.reports import RanksStarted, StepCommitted
+from spare_megatron.stacking.layout import GroupId
 
 WAIT_S = 60.0
 NOTHING = Holdings(memory_bytes=0, threads=0, file_descriptors=0)

@@ -9,24 +9,17 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import (
-    AppendEntry,
-    Commit,
-    Entry,
-    Fence,
-    Restart,
-    VotesRead,
-)
-from spare_megatron.core.placement import make_placement
+from spare_megatron.core.actions import AppendEntry, LoadCheckpoint
+from spare_megatron.core.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Commit, Entry, Fence, Restart
+from spare_megatron.core.events import VotesRead
 from spare_megatron.core.restart import RestartLimits
-from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.saves import SavePolicy
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
-from spare_megatron.runtime.rank.bootstrap import longest_wait_s
-from spare_megatron.runtime.rank.catch_up import CatchUp
+from spare_megatron.rank.bootstrap import longest_wait_s
+from spare_megatron.rank.rejoin import CatchUp
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
 
 GROUPS = (GroupId(0), GroupId(1))
 RESTART_S = 1000.0

@@ -2,8 +2,8 @@
 
 import pytest
 
-from spare_megatron.runtime.process.reports import ExitCode
-from spare_megatron.runtime.supervisor.causes import INJECTED, cause_of_end
+from spare_megatron.process.reports import ExitCode
+from spare_megatron.supervisor.rank_processes import INJECTED, cause_of_end
 
 _ADVICE = """CUDA kernel errors might be asynchronously reported at some other API call.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1

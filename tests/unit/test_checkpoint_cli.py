@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.runtime.checkpoint.refusals import refuse
-from spare_megatron.runtime.process.lock import locked
+from spare_megatron.process.lock import locked
+from spare_megatron.state.checkpoint.verification import refuse
 from tests.unit.test_checkpoints import MEMBERS, REFUSED, STACKED, WRONG, cut_short, save
 
 
@@ -49,7 +49,7 @@ def test_an_interrupted_verification_has_found_no_damage(tmp_path: Path, monkeyp
         raise KeyboardInterrupt
 
     save(tmp_path, 10)
-    monkeypatch.setattr("spare_megatron.runtime.checkpoint.verification.verify", interrupt)
+    monkeypatch.setattr("spare_megatron.state.checkpoint.verification.verify", interrupt)
     assert invoke("verify", tmp_path) == (130, "spare checkpoint verify: interrupted\n")
 
 
@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_read_is_told_in_a_line(
     def refuse_all(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr("spare_megatron.runtime.checkpoint.checkpoints.os.listdir", refuse_all)
+    monkeypatch.setattr("spare_megatron.state.checkpoint.checkpoint_folder.os.listdir", refuse_all)
     code, output = invoke(command, tmp_path)
     assert (code, output) == (2, f"spare checkpoint {command}: [Errno 13] Permission denied: '{tmp_path}'\n")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.core.restart_messages import Reading
-from spare_megatron.runtime.checkpoint import checkpoint_reader
-from spare_megatron.runtime.checkpoint.checkpoint_reader import CheckpointReader
-from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, glance, offer_of
+from spare_megatron.core.actions import Reading
+from spare_megatron.state.checkpoint import checkpoint_reader
+from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
+from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, glance, offer_of
 from tests.unit.test_checkpoints import cut_short, flip_a_bit, save
 
 TIMEOUT_S = 30.0

@@ -11,13 +11,13 @@ from unittest.mock import Mock
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.terms import differences, other_corpus, terms_of
-from spare_megatron.control.decision_log import DecisionLog
-from spare_megatron.core.messages import Fence, Retry, encode_entry
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.checkpoint.checkpoints import (
+from spare_megatron.config.terms import differences, other_corpus, step_of, terms_of
+from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.entries import Fence, Retry, encode_entry
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.process.lock import locked
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.checkpoint.checkpoint_folder import (
     MANIFEST,
     StoredFile,
     aside_path,
@@ -27,13 +27,20 @@ from spare_megatron.runtime.checkpoint.checkpoints import (
     manifest_of,
     publish,
     require_folder,
-    step_of,
     visible_steps,
 )
-from spare_megatron.runtime.checkpoint.loading import last_checkpoint, resolve_load, resumed
-from spare_megatron.runtime.checkpoint.refusals import REFUSAL, refusal_in_log, refusal_of, refuse
-from spare_megatron.runtime.checkpoint.verification import DamagedCheckpoint, newest_valid, read_manifest, verify
-from spare_megatron.runtime.process.lock import locked
+from spare_megatron.state.checkpoint.loading import last_checkpoint, resolve_load, resumed
+from spare_megatron.state.checkpoint.verification import (
+    REFUSAL,
+    DamagedCheckpoint,
+    newest_valid,
+    read_manifest,
+    refusal_in_log,
+    refusal_of,
+    refuse,
+    verify,
+)
+from spare_megatron.store.decision_log import DecisionLog
 from tests.unit.memory_store import MemoryStore
 
 CONFIG = RunConfig()
@@ -364,7 +371,7 @@ def test_a_checkpoint_of_an_earlier_version_does_not_say_of_which_corpus_it_is()
 
 def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_path: Path) -> None:
     """What an earlier run had left in checkpoint.folder counted for one of this run."""
-    from spare_megatron.runtime.rank.start_over import StartOver  # imports Megatron
+    from spare_megatron.rank.restart_loader import StartOver
 
     config = replace(reading("60303ae2, 300 tokens"), name="run")
     folder = tmp_path / "checkpoints"

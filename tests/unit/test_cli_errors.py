@@ -15,15 +15,14 @@ from spare_megatron.cli.errors import do_each
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.driver import run
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.runtime.checkpoint import loading
-from spare_megatron.runtime.driver import run
-from spare_megatron.runtime.process.lock import LOCK, is_held, locked
-from spare_megatron.runtime.process.reports import StoreAway, StoreBack
-from spare_megatron.simulator.costs import CostModel
+from spare_megatron.process.lock import LOCK, is_held, locked
+from spare_megatron.process.reports import StoreAway, StoreBack
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.state.checkpoint import loading
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")

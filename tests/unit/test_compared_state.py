@@ -2,11 +2,12 @@
 
 import pytest
 
+from spare_megatron.core.checkpoint_policy import SavePolicy
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import Commit, Entry, Fence, Finish, Retry, RunStarted
-from spare_megatron.core.saves import SavePolicy
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Retry
+from spare_megatron.core.events import RunStarted
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
+from spare_megatron.stacking.layout import GroupId
 from tests.unit.test_controller import fold, halted, make_controller
 from tests.unit.test_controller_params import decided
 

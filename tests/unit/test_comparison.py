@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 
 from spare_megatron.core.comparison import objection
-from spare_megatron.core.messages import Fence, Halt, Retry
-from spare_megatron.core.slices import Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.entries import Fence, Halt, Retry
 from spare_megatron.core.votes import Attempted, SliceDigest, Vote, decode_vote, encode_vote
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import Slicing, first_ownership
 
 
 def attempted(num_groups: int, *, lost: str = "", is_discarded: bool = False, num_hosts: int = 0) -> Attempted:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.cli.train import STEPS_LEFT, exit_code
-from spare_megatron.journal import conclusion
-from spare_megatron.journal.conclusion import conclude
+from spare_megatron.journal import summary
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import EndRecord, RunRecord
-from spare_megatron.simulator.costs import CostModel
+from spare_megatron.journal.summary import conclude
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 
 NUM_STEPS = 40
 
@@ -54,7 +53,7 @@ def test_a_long_journal_tells_how_the_run_ended_and_what_is_left(
     driver.write_text(driver.read_text().replace(f'"num_steps":{NUM_STEPS}', f'"num_steps":{num_wanted}', 1))
     proven = conclude(run_dir)
     assert proven.restarts, "the run made steps again"
-    monkeypatch.setattr(conclusion, "PROOF_S", -1.0)
+    monkeypatch.setattr(summary, "PROOF_S", -1.0)
     told = conclude(run_dir)
     assert (told.outcome, told.steps_committed, told.steps_left) == ("finished", NUM_STEPS, num_wanted - NUM_STEPS)
     assert (told.steps_committed, told.steps_left) == (proven.steps_committed, proven.steps_left)
@@ -67,8 +66,8 @@ def test_a_long_journal_tells_how_the_run_ended_and_what_is_left(
 
 
 def test_a_torn_end_of_a_file_is_no_harm(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conclusion, "PROOF_S", -1.0)
-    monkeypatch.setattr(conclusion, "_TAIL_BYTES", 5000)
+    monkeypatch.setattr(summary, "PROOF_S", -1.0)
+    monkeypatch.setattr(summary, "_TAIL_BYTES", 5000)
     for path in (run_dir / "journal").glob("group-*"):
         with path.open("a") as file:
             file.write('{"record":"entry","source":"gr')

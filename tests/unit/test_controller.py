@@ -2,41 +2,32 @@
 
 import pytest
 
-from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
     AdmitGroups,
     AppendEntry,
     AttemptReduce,
     BuildCommunicator,
-    Commit,
     ComputePatch,
     ComputeStep,
-    Entry,
-    EntryRead,
-    Fence,
     FinishRun,
-    Halt,
+    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
-    Restart,
-    Retry,
-    RunStarted,
+    SaveCheckpoint,
     StopHalted,
     StopWipeOut,
     UpdateModel,
-    VotesRead,
-    decode_entry,
-    encode_entry,
 )
-from spare_megatron.core.order import Granularity
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slices import SliceCopy, Slicing
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller import MAX_RETRIES_WITHOUT_LOSS, Controller, ControllerSetup
+from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry, decode_entry, encode_entry
+from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.order import Granularity
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.state_partitions import SliceCopy, Slicing
 
 
 def make_controller(

@@ -2,26 +2,22 @@
 
 import pytest
 
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
     AppendEntry,
     AttemptReduce,
     BuildCommunicator,
-    Commit,
     ComputeStep,
-    Entry,
-    Fence,
     ReadEntry,
     ReadVotes,
-    Restart,
-    Retry,
-    RunStarted,
-    VotesRead,
+    SaveCheckpoint,
 )
-from spare_megatron.core.saves import SaveCheckpoint, SavePolicy
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.entries import Commit, Entry, Fence, Restart, Retry
+from spare_megatron.core.events import RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.plans import Microbatch
 from tests.unit.test_controller import fence, fold, halted, make_controller, members
 
 AGAIN = Retry(step=0, attempt=0, recompute=True)

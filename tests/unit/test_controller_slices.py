@@ -2,40 +2,32 @@
 
 import pytest
 
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
     Action,
     AdmitGroups,
     AppendEntry,
+    AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
-    Commit,
     ComputePatch,
     ComputeStep,
-    Entry,
-    EntryRead,
-    Fence,
-    Finish,
     FinishRun,
+    GatherParams,
+    LoadCheckpoint,
     ReadEntry,
     ReadVotes,
-    Restart,
-    Retry,
-    RunStarted,
+    SaveCheckpoint,
+    StartRepairs,
     StopWipeOut,
     UpdateModel,
-    VotesRead,
-    decode_entry,
-    encode_entry,
 )
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.restart_messages import LoadCheckpoint
-from spare_megatron.core.saves import SaveCheckpoint
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
-from spare_megatron.core.slices import SliceCopy, Slicing
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Restart, Retry, decode_entry, encode_entry
+from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import SliceCopy, Slicing
 
 
 def make_controller(redundancy: int = 2, steps: int = 3) -> Controller:

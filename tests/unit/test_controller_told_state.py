@@ -1,20 +1,19 @@
 """The controller where votes tell of the state of slices: who is put out, which copies count from then on."""
 
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
+    AttemptFinish,
     AttemptReduce,
-    Commit,
     ComputeStep,
-    Fence,
-    Finish,
+    GatherParams,
     ReadEntry,
-    Retry,
+    StartRepairs,
     StopWipeOut,
     UpdateModel,
 )
-from spare_megatron.core.slice_actions import AttemptFinish, GatherParams, StartRepairs
-from spare_megatron.core.slices import SliceCopy
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.entries import Commit, Fence, Finish, Retry
 from spare_megatron.core.votes import SliceDigest, Vote
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import SliceCopy
 from tests.unit.test_controller_slices import decided, fold, kinds, last_attempt, make_controller
 
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from spare_megatron.core.copying import Copying, WholeCopy
+from spare_megatron.core.actions import StartRepairs
+from spare_megatron.core.partition_copies import Copying, WholeCopy
 from spare_megatron.core.pieces import Piece, pieces_of
-from spare_megatron.core.slice_actions import StartRepairs
-from spare_megatron.core.slices import Repair, Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.mcore.tensor_bytes import TensorBytes
-from spare_megatron.runtime.state import repair as repair_module
-from spare_megatron.runtime.state.piece_server import PieceServer
-from spare_megatron.runtime.state.repair import SliceRepairs
-from spare_megatron.runtime.state.state_source import StateSource
-from spare_megatron.runtime.wire.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import Repair, Slicing, first_ownership
+from spare_megatron.state.transfer import partition_copier as repair_module
+from spare_megatron.state.transfer.partition_copier import SliceRepairs
+from spare_megatron.state.transfer.piece_server import PieceServer
+from spare_megatron.state.transfer.state_source import StateSource
 from tests.unit.silent_server import POINTS, Point, SilentServer
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from typing import Any
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord, RunRecord
-from spare_megatron.journal.standing import Standing
+from spare_megatron.journal.run_state import Standing
 from spare_megatron.journal.summary import summarize
 
 RUN = RunRecord(

@@ -22,7 +22,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.runtime.process.reports import Starting
+from spare_megatron.process.reports import Starting
 
 
 class ListView:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.runtime.doctor import node_facts
+from spare_megatron.driver import node_facts
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 DEMO = str(Path(__file__).parents[2] / "configs/run/demo_cpu.toml")
@@ -77,7 +77,7 @@ def in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     # A step is given this address to come to.
-    monkeypatch.setattr("spare_megatron.slurm.allocation.address_of", lambda name: "127.0.0.1")
+    monkeypatch.setattr("spare_megatron.driver.slurm.allocation.address_of", lambda name: "127.0.0.1")
     return folder
 
 

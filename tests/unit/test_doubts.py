@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.doubts import Doubts, why_refused
-from spare_megatron.core.messages import Commit, Entry, Fence, Halt, Restart, Retry
-from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.slices import Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.checkpoint_validity import Doubts, why_refused
+from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.state_partitions import Slicing, first_ownership
 
 MEMBERS = tuple(Member(GroupId(group)) for group in range(4))
 SAVE = SaveCheckpoint(step=8, member=MEMBERS[0], voters=MEMBERS, epoch=3)

@@ -7,10 +7,10 @@ from multiprocessing.connection import Pipe
 
 import pytest
 
-from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.process.reports import EndEarly, LastWordTaken, NodeEnded, RankRaised, StoreAway
-from spare_megatron.runtime.supervisor import driver_link
-from spare_megatron.runtime.supervisor.driver_link import DriverLink, Stopped
+from spare_megatron.process.reports import EndEarly, LastWordTaken, NodeEnded, RankRaised, StoreAway
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.supervisor import driver_link
+from spare_megatron.supervisor.driver_link import DriverLink, Stopped
 
 REPORT = StoreAway(node=1, limit_s=2.0)
 WAIT_S = 30.0

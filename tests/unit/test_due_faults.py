@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.journal.due import is_due
+from spare_megatron.journal.check import is_due
 from spare_megatron.journal.fold import Fold, fold_log
 from spare_megatron.journal.records import RunRecord
 

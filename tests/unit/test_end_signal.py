@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
-from spare_megatron.runtime.process import end_signal
-from spare_megatron.runtime.process.processes import end_child, start_child
+from spare_megatron.process import end_signal
+from spare_megatron.process.processes import end_child, start_child
 
 
 def _is_pending_of_itself(reports: Connection) -> None:

@@ -11,9 +11,9 @@ from spare_megatron.cli.main import app
 from spare_megatron.journal.follow import read_standing
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ParamsRecord
-from spare_megatron.report.equality import compare
-from spare_megatron.report.history import History, history_of
-from spare_megatron.report.page import curves_of
+from spare_megatron.observe.equality import compare
+from spare_megatron.observe.history import History, history_of
+from spare_megatron.observe.page import curves_of
 from tests.unit.measured_run import loss_at, measured_lines, redone_lines, run_record, write_journal
 
 SAME, OTHER = "ab" * 32, "cd" * 32

@@ -10,11 +10,10 @@ from rich.console import Console
 from spare_megatron.cli.progress import RunProgress
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import ControlConfig, DataConfig, RunConfig
-from spare_megatron.control import etcd_silence
-from spare_megatron.runtime.doctor import node_facts
-from spare_megatron.runtime.doctor.node_facts import look_at_node
-from spare_megatron.runtime.driver import run
-from spare_megatron.runtime.process.reports import RunEvent, Starting, StoreAwaited
+from spare_megatron.driver import node_facts, run
+from spare_megatron.driver.node_facts import look_at_node
+from spare_megatron.process.reports import RunEvent, Starting, StoreAwaited
+from spare_megatron.store import etcd_gateway
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,7 +31,7 @@ def test_an_etcd_that_does_not_answer_is_told_of_before_anything_is_started(
 
     write_tiny_corpus(tmp_path / "text")
     monkeypatch.setattr(run, "preflight", start)
-    monkeypatch.setattr(etcd_silence, "ANSWER_S", 0.0)
+    monkeypatch.setattr(etcd_gateway, "ANSWER_S", 0.0)
     with socket.socket() as deaf:  # has a port of its own, and listens to nobody
         deaf.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ControlConfig
-from spare_megatron.control.open_store import etcd_spec
-from spare_megatron.control.spec import Credentials
+from spare_megatron.store.open_store import etcd_spec
+from spare_megatron.store.spec import Credentials
 
 ETCD = ControlConfig(store="etcd", endpoints=("http://127.0.0.1:1",))
 VARIABLES = {"SPARE_ETCD_USER": "trainer", "SPARE_ETCD_PASSWORD": "from-the-environment"}

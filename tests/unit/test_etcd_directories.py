@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.control import etcd_directory
-from spare_megatron.control.decision_log import DecisionLog, entry_key
-from spare_megatron.control.etcd_gateway import StoreFull, decoded, encoded
-from spare_megatron.control.etcd_store import EtcdControlStore
-from spare_megatron.control.spec import EtcdStoreSpec
-from spare_megatron.control.store import StoreTimeout
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.runtime.checkpoint.save_board import SaveBoard
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.checkpoint.partition_saver import SaveBoard
+from spare_megatron.store import etcd_watch
+from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.store.etcd_gateway import StoreFull, decoded, encoded
+from spare_megatron.store.etcd_store import EtcdControlStore
+from spare_megatron.store.interface import StoreTimeout
+from spare_megatron.store.spec import EtcdStoreSpec
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -115,8 +115,8 @@ class Gateway:
 @pytest.fixture(autouse=True)
 def _nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a watch does not tell is not found by a later read, either, so that nothing depends on the time."""
-    monkeypatch.setattr(etcd_directory, "_RECHECK_S", 1e6)
-    monkeypatch.setattr(etcd_directory, "_LONGEST_RECHECK_S", 1e6)
+    monkeypatch.setattr(etcd_watch, "_RECHECK_S", 1e6)
+    monkeypatch.setattr(etcd_watch, "_LONGEST_RECHECK_S", 1e6)
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_what_was_written_last_before_it_was_full_is_found_and_nothing_after_it(
 ) -> None:
     """Groups have to agree on the last entry of the log, or what they save does not belong together."""
     for name in ("_RECHECK_S", "_RECHECK_READS"):
-        monkeypatch.setattr(etcd_directory, name, 0.0)  # what the watch does not tell is read each time
+        monkeypatch.setattr(etcd_watch, name, 0.0)  # what the watch does not tell is read each time
     log = DecisionLog(store)
     assert not log.has(0)
     etcd.last_key = entry_key(0)

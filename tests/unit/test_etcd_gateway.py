@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.control import etcd_gateway
-from spare_megatron.control.etcd_gateway import EtcdGateway, StoreFull, StoreRefused
-from spare_megatron.control.etcd_silence import ANSWER_S, silence_of
-from spare_megatron.control.etcd_store import EtcdControlStore
-from spare_megatron.control.spec import EtcdStoreSpec
-from spare_megatron.control.store import StoreLost
+from spare_megatron.store import etcd_gateway
+from spare_megatron.store.etcd_gateway import ANSWER_S, EtcdGateway, StoreFull, StoreRefused, silence_of
+from spare_megatron.store.etcd_store import EtcdControlStore
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.spec import EtcdStoreSpec
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from spare_megatron.journal.check import check
-from spare_megatron.journal.evidence import Evidence, HeldEvidence
-from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.journal_index import FiledEvidence
+from spare_megatron.journal.journal_view import Evidence, HeldEvidence
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.journal.summary import sum_up
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 
 SCENARIO = Scenario(
     name="in parts",
@@ -93,7 +92,7 @@ def write(lines: Lines, run_dir: Path, random: Random) -> None:
 def test_parts_of_any_size_give_the_same_findings_in_the_same_order(
     scenario: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spare_megatron.journal.filed._BLOCK_BYTES", 400)
+    monkeypatch.setattr("spare_megatron.journal.journal_index._BLOCK_BYTES", 400)
     num_invalid = 0
     for seed, stretch_bytes in enumerate((3000, 1, 700, 2000, 700, 300)):
         random, run_dir = Random(seed), tmp_path / str(seed)
@@ -115,7 +114,7 @@ def test_parts_of_any_size_give_the_same_findings_in_the_same_order(
 def test_the_memory_that_a_proof_takes_hardly_grows_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spare_megatron.journal.filed._BLOCK_BYTES", 4000)
+    monkeypatch.setattr("spare_megatron.journal.journal_index._BLOCK_BYTES", 4000)
     quiet = dataclasses.replace(SCENARIO, failures=FailureSpec(mean_s=1e4), repair_s=100.0)
     whole_bytes, parts_bytes = [], []
     for num_steps in (40, 120):

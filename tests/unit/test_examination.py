@@ -9,11 +9,10 @@ import pytest
 
 from spare_megatron.config.node_facts import NodeReport, Rate
 from spare_megatron.config.schema import ClusterConfig, ControlConfig, DataConfig, LayoutConfig, RunConfig
-from spare_megatron.runtime.doctor import link_speed, node_facts
-from spare_megatron.runtime.doctor.examination import examine, serve_examination
-from spare_megatron.runtime.doctor.link_speed import Sink, send_speed
-from spare_megatron.runtime.doctor.node_facts import look_at_node, write_speed
-from spare_megatron.runtime.driver.node_connection import connect
+from spare_megatron.driver import node_facts
+from spare_megatron.driver.examination import examine, serve_examination
+from spare_megatron.driver.node_facts import Sink, look_at_node, send_speed, write_speed
+from spare_megatron.process.node_connection import connect
 
 LOOPBACK = "127.0.0.1"
 WAIT_S = 60.0
@@ -23,7 +22,7 @@ WAIT_S = 60.0
 def _few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests need the disk, too."""
     monkeypatch.setattr(node_facts, "_PIECE_BYTES", 1 << 16)
-    monkeypatch.setattr(link_speed, "_MOST_PIECES", 2)
+    monkeypatch.setattr(node_facts, "_MOST_PIECES", 2)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import simpy
 
-from spare_megatron.core.topology import GroupId
 from spare_megatron.simulator.failures import FailureSpec, Loss, make_process
+from spare_megatron.stacking.layout import GroupId
 
 Process = Generator[Any, Any, Any]
 

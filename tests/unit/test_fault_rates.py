@@ -14,14 +14,13 @@ from scipy import stats
 import spare_megatron
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.config.validate_rates import rate_problems
-from spare_megatron.core.interruptions import LLAMA3_INTERRUPTIONS
-from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import GroupId
-from spare_megatron.faults.mix import kind_weights, survivable_kinds
+from spare_megatron.config.validate_faults import rate_problems
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
+from spare_megatron.faults.mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
 from spare_megatron.faults.rates import FIRST_STEP, draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import make_placement
 
 EVER = 10**6
 HARMLESS = "faults.kinds=['slow', 'disk_full', 'clock_jump', 'stop_store']"

@@ -8,11 +8,11 @@ import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import GroupId
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.faults.injection import InjectedFault, Injector
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import make_placement
 
 SEEDS = range(200)
 

@@ -9,20 +9,14 @@ from multiprocessing.connection import Connection
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.control.decision_log import DecisionLog, entry_key
-from spare_megatron.core.messages import Commit, Entry, Fence, Retry, StopWipeOut, encode_entry
-from spare_megatron.core.topology import GroupId, Layout, Member
-from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY
-from spare_megatron.runtime.supervisor.store_link import (
-    FenceWanted,
-    FenceWritten,
-    LinkEvent,
-    LinkLost,
-    LogStopped,
-    StoreLink,
-)
-from spare_megatron.runtime.vote.detect import fence
-from spare_megatron.runtime.vote.fold import controller_setup
+from spare_megatron.core.actions import StopWipeOut
+from spare_megatron.core.entries import Commit, Entry, Fence, Retry, encode_entry
+from spare_megatron.process.readiness import ALL_GROUPS_READY
+from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.supervisor.store_link import FenceWanted, FenceWritten, LinkEvent, LinkLost, LogStopped, StoreLink
+from spare_megatron.voting.fencing import fence
+from spare_megatron.voting.log_follower import controller_setup
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,20 +14,13 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress, print_summary
 from spare_megatron.config.schema import RunConfig
+from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
 from spare_megatron.journal import files
-from spare_megatron.journal.conclusion import conclude
 from spare_megatron.journal.files import AppendingFile, BytesLost, JournalWriter, read_journal
 from spare_megatron.journal.lines import FORMAT
-from spare_megatron.journal.records import (
-    EndRecord,
-    EntryRecord,
-    RunRecord,
-    StorageRecord,
-    UpdateRecord,
-    VoteRecord,
-)
-from spare_megatron.runtime.driver.storage_watch import RESERVED_BYTES, StorageWatch
-from spare_megatron.runtime.process.reports import RecordsHeld, RecordsLost
+from spare_megatron.journal.records import EndRecord, EntryRecord, RunRecord, StorageRecord, UpdateRecord, VoteRecord
+from spare_megatron.journal.summary import conclude
+from spare_megatron.process.reports import RecordsHeld, RecordsLost
 
 NUM_STEPS = 150
 RUN = RunRecord(

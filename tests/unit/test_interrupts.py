@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.runtime.driver.preflight import preflight
-from spare_megatron.runtime.process import processes
-from spare_megatron.runtime.process.interrupts import INTERRUPTED, deferred, raising
-from spare_megatron.runtime.process.processes import end_child, fork_server, start_child
+from spare_megatron.driver.preflight import preflight
+from spare_megatron.process import processes
+from spare_megatron.process.interrupts import INTERRUPTED, deferred, raising
+from spare_megatron.process.processes import end_child, fork_server, start_child
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,20 +11,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import (
-    Commit,
-    Entry,
-    EntryRead,
-    Fence,
-    Restart,
-    RunStarted,
-    decode_entry,
-    encode_entry,
-)
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Commit, Entry, Fence, Restart, decode_entry, encode_entry
+from spare_megatron.core.events import EntryRead, RunStarted
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import AppendingFile, Journal, JournalWriter, read_journal
 from spare_megatron.journal.fold import fold_log
@@ -41,6 +30,8 @@ from spare_megatron.journal.records import (
 )
 from spare_megatron.journal.recoveries import find_recoveries
 from spare_megatron.journal.summary import summarize
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
 
 RUN = RunRecord(
     name="test",

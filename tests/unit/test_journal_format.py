@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.journal.check import check
-from spare_megatron.journal.filed import FiledEvidence
 from spare_megatron.journal.files import JournalWriter, read_journal
+from spare_megatron.journal.journal_index import FiledEvidence
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.records import CadenceRecord, EndRecord, ParamsRecord, RunRecord, VoteRecord
 

@@ -12,10 +12,9 @@ from spare_megatron.journal.check import Verdict, check_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, EndRecord, EntryRecord, ParamsRecord, RunRecord
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 
 Lines = list[Line]
 

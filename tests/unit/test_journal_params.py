@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spare_megatron.journal.check_params import check_compared, check_last_params, check_params
-from spare_megatron.journal.evidence import HeldEvidence, steps_of
+from spare_megatron.journal.check_state import check_compared, check_last_params, check_params
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
+from spare_megatron.journal.journal_view import HeldEvidence, steps_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record, RunRecord
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.check import Verdict, check_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EndRecord, EntryRecord, RunRecord, VoteRecord
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import make_placement
 
 SCENARIO = Scenario(
     name="slices",

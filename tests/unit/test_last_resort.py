@@ -5,11 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spare_megatron.core.order import initial_order
-from spare_megatron.core.placement import WipeOut, make_placement
-from spare_megatron.core.reorder import least_load, lend
-from spare_megatron.core.stepplan import NOBODY, Microbatch
-from spare_megatron.core.topology import GroupId, ShardId
+from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.order import initial_order
+from spare_megatron.stacking.placement import WipeOut, make_placement
+from spare_megatron.stacking.plans import NOBODY, Microbatch
+from spare_megatron.stacking.reorder import least_load, lend
 
 
 def groups(*ids: int) -> frozenset[GroupId]:

@@ -2,33 +2,26 @@
 
 import pytest
 
-from spare_megatron.core.controller import Controller
-from spare_megatron.core.messages import (
+from spare_megatron.core.actions import (
     Action,
     AppendEntry,
-    Commit,
-    Entry,
-    EntryRead,
-    Fence,
-    Finish,
+    AttemptFinish,
     FinishRun,
-    Halt,
     ReadEntry,
-    Restart,
-    Retry,
-    RunStarted,
+    RefuseCheckpoint,
+    SaveCheckpoint,
     StopHalted,
     UpdateModel,
-    VotesRead,
 )
-from spare_megatron.core.placement import make_placement
+from spare_megatron.core.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Commit, Entry, Fence, Finish, Halt, Restart, Retry
+from spare_megatron.core.events import EntryRead, RunStarted, VotesRead
 from spare_megatron.core.restart import RestartLimits
-from spare_megatron.core.saves import RefuseCheckpoint, SaveCheckpoint, SavePolicy
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slice_actions import AttemptFinish
-from spare_megatron.core.slices import Slicing
-from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import Slicing
 
 LAST = Commit(step=0, attempt=0, save=True, is_last=True)
 

@@ -9,16 +9,23 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.messages import Commit, Restart, entry_fields
-from spare_megatron.core.saves import SaveCheckpoint
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.config.terms import step_of
+from spare_megatron.core.actions import SaveCheckpoint
+from spare_megatron.core.entries import Commit, Restart, entry_fields
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, RunRecord
-from spare_megatron.runtime.checkpoint.checkpoints import checkpoint_path, manifest_of, step_of
-from spare_megatron.runtime.checkpoint.last_state import SavedRank, describe, file_of, files_for, last_state_path
-from spare_megatron.runtime.checkpoint.loading import resolve_load, resumed
-from spare_megatron.runtime.checkpoint.verification import newest_valid, verify
-from spare_megatron.runtime.process.lock import locked
+from spare_megatron.process.lock import locked
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, manifest_of
+from spare_megatron.state.checkpoint.emergency_checkpoint import (
+    SavedRank,
+    describe,
+    file_of,
+    files_for,
+    last_state_path,
+)
+from spare_megatron.state.checkpoint.loading import resolve_load, resumed
+from spare_megatron.state.checkpoint.verification import newest_valid, verify
 from tests.unit.test_checkpoint_cli import invoke
 from tests.unit.test_checkpoints import CONFIG, STACKED, flip_a_bit, load_config, save
 

@@ -1,6 +1,7 @@
 """The layers of the package: imports point down the table and never back."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,58 +10,42 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "spare_megatron"
+DOCS = PACKAGE.parent / "docs"
 
-MAY_IMPORT: dict[str, set[str]] = {
-    "core": set(),
-    "journal": {"core"},
-    "config": {"core"},
-    "planner": {"core"},
-    "report": {"core", "journal"},
-    "metrics": {"journal"},
-    "faults": {"core", "config"},
-    "simulator": {"core", "journal", "config", "faults", "planner"},
-    "slurm": {"config", "control"},
-    "control": {"config"},
-    "mcore": {"core", "config"},
-    "runtime": {"core", "journal", "config", "metrics", "faults", "control", "mcore"},
-    "bench": {"core", "journal", "config", "control", "mcore", "runtime"},
-    "cli": {
-        "bench",
-        "core",
-        "journal",
-        "config",
-        "planner",
-        "report",
-        "metrics",
-        "faults",
-        "simulator",
-        "slurm",
-        "control",
-        "mcore",
-        "runtime",
+ROOMS: dict[str, set[str]] = {
+    "stacking": set(),
+    "core": {"stacking"},
+    "config": {"stacking", "core"},
+    "faults": {"stacking", "core", "config"},
+    "journal": {"stacking"},
+    "planner": {"stacking", "core"},
+    "observe": {"journal"},
+    "simulator": {"stacking", "core", "config", "journal", "planner"},
+    "store": {"config"},
+    "process": {"stacking", "core", "config", "faults", "journal", "store"},
+    "mcore": {"stacking", "core", "config"},
+    "comm": {"stacking", "core", "store", "mcore"},
+    "voting": {"stacking", "core", "config", "journal", "store", "process"},
+    "state": {"stacking", "core", "config", "journal", "store", "process", "mcore", "voting"},
+    "rank": {
+        "stacking", "core", "config", "faults", "journal", "store", "process", "mcore", "comm", "voting", "state",
     },
-}
-"""For each package those of our packages that it may import beside itself, as the design's table has them."""
+    "supervisor": {"stacking", "core", "config", "faults", "journal", "store", "process", "voting", "state"},
+    "driver": {
+        "stacking", "core", "config", "faults", "journal", "observe", "store", "process", "mcore", "comm", "voting",
+        "state", "rank", "supervisor",
+    },
+    "cli": {
+        "config", "faults", "journal", "planner", "observe", "simulator", "store", "process", "mcore", "comm", "state",
+        "supervisor", "driver",
+    },
+}  # fmt: skip
+"""For each room, from the top of the table down, the rooms that it may import beside itself."""
 
-RUNTIME = (
-    "wire",
-    "process",
-    "checkpoint",
-    "vote",
-    "state",
-    "snapshot",
-    "reduce",
-    "rank",
-    "supervisor",
-    "driver",
-    "doctor",
-)
-"""The packages within `runtime`: each may import those before it."""
+FREE_OF_TORCH = ("stacking", "core", "config", "faults", "journal", "planner", "observe", "simulator", "store")
+"""Rooms whose modules load where torch and megatron are missing."""
 
-FREE_OF_TORCH = ("core", "journal", "config", "planner", "report", "metrics", "faults", "simulator", "slurm", "control")
-"""Packages above mcore: their modules load where torch and megatron are missing."""
-
-TORCH_ALLOWED = {"control", "mcore", "runtime", "bench", "cli"}
+TORCH_ALLOWED = {"store", "process", "mcore", "comm", "voting", "state", "rank", "supervisor", "driver", "cli"}
 MEGATRON_ALLOWED = {"mcore"}
 
 LOADING_WITHOUT_TORCH = """
@@ -78,8 +63,8 @@ print(len(sys.argv) - 1)
 """
 
 
-def modules_of(package: str) -> list[Path]:
-    return sorted((PACKAGE / package).rglob("*.py"))
+def modules_of(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
@@ -98,41 +83,53 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def violations() -> Iterator[str]:
-    for package, allowed in MAY_IMPORT.items():
-        for path in modules_of(package):
+    for room, allowed in ROOMS.items():
+        for path in modules_of(room):
             for name in imports_of(path):
                 top, *rest = name.split(".")
                 target = rest[0] if rest else ""
                 where = f"{path.relative_to(PACKAGE)} imports {name}"
-                if top == "spare_megatron" and target not in allowed | {package, "__version__"}:
-                    yield f"{where}; {package} may import {sorted(allowed)}"
-                if top == "megatron" and package not in MEGATRON_ALLOWED:
+                if top == "spare_megatron" and target not in allowed | {room, "__version__"}:
+                    yield f"{where}; {room} may import {sorted(allowed)}"
+                if top == "megatron" and room not in MEGATRON_ALLOWED:
                     yield f"{where}; only mcore imports megatron"
-                if top == "torch" and package not in TORCH_ALLOWED:
-                    yield f"{where}; {package} is free of torch"
+                if top == "torch" and room not in TORCH_ALLOWED:
+                    yield f"{where}; {room} is free of torch"
 
 
-def test_every_package_has_a_row_in_the_table() -> None:
-    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert packages <= set(MAY_IMPORT)
-    assert {"core", "config", "faults", "cli"} <= packages
+def test_every_room_has_a_row_in_the_table() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert rooms == set(ROOMS)
+
+
+def test_the_table_has_no_cycle() -> None:
+    names = list(ROOMS)
+    assert [(room, name) for room in names for name in ROOMS[room] if names.index(name) > names.index(room)] == []
 
 
 def test_imports_point_down_the_table() -> None:
     assert list(violations()) == []
 
 
-def test_imports_within_the_runtime_point_down_its_own_table() -> None:
-    assert {path.name for path in (PACKAGE / "runtime").iterdir() if any(path.glob("*.py"))} == set(RUNTIME)
-    assert [path.name for path in (PACKAGE / "runtime").glob("*.py")] == ["__init__.py"]
-    up = [
-        f"{package}/{path.name} imports {name}"
-        for level, package in enumerate(RUNTIME)
-        for path in (PACKAGE / "runtime" / package).glob("*.py")
-        for name in imports_of(path)
-        if name.startswith("spare_megatron.runtime.") and RUNTIME.index(name.split(".")[2]) > level
-    ]
-    assert up == []
+def test_folders_are_at_most_two_levels_deep() -> None:
+    depths = {len(path.relative_to(PACKAGE).parts) - 1 for path in PACKAGE.rglob("*.py")}
+    assert max(depths) == 2
+
+
+def table_of_rooms() -> str:
+    """The table of the documentation: each room, the first sentence of its docstring, and what it may import."""
+    rows = ["| room | holds | may import |", "| --- | --- | --- |"]
+    for room, allowed in ROOMS.items():
+        docstring = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
+        first = re.match(r"(.*?)\.(?=\s|$)", docstring, re.DOTALL)
+        assert first is not None, f"{room}/__init__.py says what the room holds, in its first sentence"
+        imports = ", ".join(name for name in ROOMS if name in allowed) or "nothing of ours"
+        rows.append(f"| `{room}` | {' '.join(first[1].split())} | {imports} |")
+    return "\n".join(rows)
+
+
+def test_the_documentation_has_the_table_of_rooms() -> None:
+    assert table_of_rooms() in (DOCS / "how_it_works.md").read_text()
 
 
 def test_an_import_inside_a_function_is_seen(tmp_path: Path) -> None:
@@ -141,9 +138,9 @@ def test_an_import_inside_a_function_is_seen(tmp_path: Path) -> None:
     assert list(imports_of(module)) == ["numpy", "torch.nn", "megatron.core"]
 
 
-@pytest.mark.parametrize("package", [package for package in FREE_OF_TORCH if modules_of(package)])
-def test_package_loads_where_torch_and_megatron_are_missing(package: str) -> None:
-    names = [module_name(path) for path in modules_of(package)]
+@pytest.mark.parametrize("room", FREE_OF_TORCH)
+def test_room_loads_where_torch_and_megatron_are_missing(room: str) -> None:
+    names = [module_name(path) for path in modules_of(room)]
     done = subprocess.run(
         [sys.executable, "-c", LOADING_WITHOUT_TORCH, *names],
         cwd=PACKAGE.parent,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.liveness import Absence, Liveness, Operation, Pulse, first_to_stop
+from spare_megatron.core.failure_detector import Absence, Liveness, Operation, Pulse, first_to_stop
 
 INTERVAL_S = 1.0
 LOOK_S = 0.25

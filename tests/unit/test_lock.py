@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.runtime.process.lock import LOCK, Locked, locked
+from spare_megatron.process.lock import LOCK, Locked, locked
 
 
 def hold(folder: Path, pipe: Connection) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.control.decision_log import DecisionLog, entry_key
-from spare_megatron.core.messages import Commit, FinishRun, encode_entry
-from spare_megatron.runtime.vote.fold import LogFollower, controller_setup
+from spare_megatron.core.actions import FinishRun
+from spare_megatron.core.entries import Commit, encode_entry
+from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 NUM_STEPS = 4000
 

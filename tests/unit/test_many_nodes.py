@@ -9,9 +9,9 @@ import pytest
 
 from spare_megatron.config.node_facts import Rate
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig
-from spare_megatron.runtime.doctor import examination
-from spare_megatron.runtime.process import processes
-from spare_megatron.runtime.process.processes import Child, stop_children
+from spare_megatron.driver import examination
+from spare_megatron.process import processes
+from spare_megatron.process.processes import Child, stop_children
 
 
 class FakeProcess:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ortools.graph.python import min_cost_flow
 
-from spare_megatron.core.matching import (
+from spare_megatron.stacking.matching import (
     Bottleneck,
     Spread,
     SpreadProblem,
@@ -13,7 +13,7 @@ from spare_megatron.core.matching import (
     is_certified,
     least_spread,
 )
-from spare_megatron.core.placement import Placement, make_placement
+from spare_megatron.stacking.placement import Placement, make_placement
 
 
 def oracle_cost(problem: SpreadProblem, capacity: int) -> int | None:

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from spare_megatron.core.phases import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
-from spare_megatron.core.slices import Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.state_partitions import Slicing, first_ownership
 from tests.matrix.cells import (
     CELLS,
     KINDS,

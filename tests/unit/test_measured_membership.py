@@ -5,8 +5,7 @@ import pytest
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord, Record, RunRecord, UpdateRecord
-from spare_megatron.simulator.measured import StepTimes, in_order
-from spare_megatron.simulator.measured_membership import JoinTime, LossTime, read_joins, read_losses
+from spare_megatron.simulator.measured import JoinTime, LossTime, StepTimes, in_order, read_joins, read_losses
 
 RUN = RunRecord(
     name="hand-made",

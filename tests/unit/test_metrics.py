@@ -17,19 +17,16 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from spare_megatron.config.model_shape import flops_per_token
+from spare_megatron.config.implications import flops_per_token
 from spare_megatron.config.schema import LayoutConfig, MetricsConfig, RunConfig, SpareConfig
 from spare_megatron.config.store_space import StoreSpace
-from spare_megatron.config.validate_metrics import metrics_problems
-from spare_megatron.core.liveness import Operation
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.config.validate_training import metrics_problems
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.driver.run import run_record
+from spare_megatron.driver.telemetry import Telemetry, open_sinks
 from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord
-from spare_megatron.metrics.jsonl import JsonlSink
-from spare_megatron.metrics.sink import DetachedSink, Sink, Value
-from spare_megatron.metrics.wandb import WandbSink
-from spare_megatron.runtime.driver.run import run_record
-from spare_megatron.runtime.driver.telemetry import Telemetry, open_sinks
-from spare_megatron.runtime.process.reports import (
+from spare_megatron.observe.metrics import DetachedSink, JsonlSink, Sink, Value, WandbSink
+from spare_megatron.process.reports import (
     CheckpointTold,
     GroupLost,
     GroupRejoined,
@@ -38,6 +35,7 @@ from spare_megatron.runtime.process.reports import (
     StepCommitted,
     StoreMeasured,
 )
+from spare_megatron.stacking.layout import GroupId, Member
 
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=4), spare=SpareConfig(redundancy=3, microbatches_per_shard=4))
 
@@ -104,9 +102,7 @@ def test_each_step_is_told_once_and_again_after_a_restart() -> None:
 def test_steps_that_a_restart_throws_away_have_been_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `spare status` counts it: 100 steps of a second, 90 of which are made again."""
     clock = itertools.count()
-    monkeypatch.setattr(
-        "spare_megatron.runtime.driver.telemetry.time", SimpleNamespace(monotonic=lambda: float(next(clock)))
-    )
+    monkeypatch.setattr("spare_megatron.driver.telemetry.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     restart = GroupRestarted(member=Member(GroupId(0), 1), step=10)
     steps = [committed(step, step_s=1.0) for step in (*range(100), *range(10, 100))]
     found = told(*steps[:100], restart, *steps[100:])
@@ -127,7 +123,7 @@ def test_losses_and_returns_show_in_the_hosts_that_are_left() -> None:
 def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a second that begin when the one before has ended, but where something takes longer."""
     now_s = 0.0
-    monkeypatch.setattr("spare_megatron.runtime.driver.telemetry.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("spare_megatron.driver.telemetry.time", SimpleNamespace(monotonic=lambda: now_s))
     sink = ListSink()
     telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": ""}), [sink])
 
@@ -228,7 +224,7 @@ def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Pat
 
 
 def test_a_sink_that_rests_has_everything_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spare_megatron.metrics.sink.REST_S", 3600.0)
+    monkeypatch.setattr("spare_megatron.observe.metrics.REST_S", 3600.0)
     kept = ListSink()
     sink = DetachedSink("whole", lambda: kept, pytest.fail)
     for step in range(100):
@@ -239,7 +235,7 @@ def test_a_sink_that_rests_has_everything_when_it_is_closed(monkeypatch: pytest.
 
 
 def test_a_sink_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spare_megatron.metrics.sink.CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("spare_megatron.observe.metrics.CLOSE_TIMEOUT_S", 0.01)
     goes_on = threading.Event()
     reasons: list[str] = []
 

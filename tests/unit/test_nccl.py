@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spare_megatron.core.topology import GroupId
+from spare_megatron.comm import nccl, sum_watch
+from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.comm.sum_watch import SumWatch
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.runtime.reduce import nccl, sum_watch
-from spare_megatron.runtime.reduce.communicators import CrossGroupCommunicator
-from spare_megatron.runtime.reduce.sum_watch import SumWatch
+from spare_megatron.stacking.layout import GroupId
 
 PATIENCE = timedelta(seconds=30)
 GPU = torch.device("cuda", 0)

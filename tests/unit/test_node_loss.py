@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.control.decision_log import entry_key
-from spare_megatron.core.messages import Fence, decode_entry
-from spare_megatron.core.topology import GroupId, Layout
-from spare_megatron.runtime.driver.node_loss import fence_node
-from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY, note_ready
-from spare_megatron.runtime.supervisor.store_link import NUM_WATCHED, NodeSilent, StoreLink
+from spare_megatron.core.entries import Fence, decode_entry
+from spare_megatron.process.readiness import ALL_GROUPS_READY, note_ready
+from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.store.decision_log import entry_key
+from spare_megatron.supervisor.group_rendezvous import fence_node
+from spare_megatron.supervisor.store_link import NUM_WATCHED, NodeSilent, StoreLink
 from tests.unit.memory_store import MemoryStore
 
 CAUSE = "node 1: its supervisor has not come"

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import CheckpointConfig, DataConfig, RunConfig
+from spare_megatron.driver import run
+from spare_megatron.driver.run import start_run
 from spare_megatron.journal import output
 from spare_megatron.journal.output import NotWritten, named_errors, whole_file
-from spare_megatron.runtime.driver import run
-from spare_megatron.runtime.driver.run import start_run
-from spare_megatron.runtime.state.saver import with_folder
+from spare_megatron.state.checkpoint.saver import with_folder
 
 FULL = "[Errno 28] No space left on device"
 

@@ -13,7 +13,7 @@ import pytest
 import spare_megatron
 from spare_megatron.config import own_code
 from spare_megatron.config.own_code import UNKNOWN, code_digest, code_mismatch, commit, start_in_safe_path_mode
-from spare_megatron.runtime.doctor import node_facts
+from spare_megatron.driver import node_facts
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -22,7 +22,7 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not i
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package of ours with two others in it."""
     folder = tmp_path / "checkout" / "ours"
-    for name in ("", "core", "runtime/doctor"):
+    for name in ("", "core", "state/transfer"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "__init__.py").write_text(f"# {name}\n")
     monkeypatch.setattr(own_code, "PACKAGE", folder)
@@ -43,7 +43,7 @@ def git(folder: Path, *words: str) -> None:
 
 def test_a_change_anywhere_in_the_code_changes_its_digest(package: Path) -> None:
     seen = {digest()}
-    for name in ("__init__.py", "core/__init__.py", "runtime/doctor/__init__.py"):
+    for name in ("__init__.py", "core/__init__.py", "state/transfer/__init__.py"):
         (package / name).write_text("changed\n")
         seen.add(digest())
     assert len(seen) == 4
@@ -79,7 +79,7 @@ def test_what_multiprocessing_starts_does_not_look_in_the_working_directory(monk
 
 def test_a_digest_of_some_packages_does_not_see_the_others(package: Path) -> None:
     before = digest("core")
-    (package / "runtime/doctor/__init__.py").write_text("changed\n")
+    (package / "state/transfer/__init__.py").write_text("changed\n")
     assert digest("core") == before
     (package / "core/__init__.py").write_text("changed\n")
     assert digest("core") != before

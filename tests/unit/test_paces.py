@@ -8,11 +8,11 @@ import pytest
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.paces import MOST_SAMPLES, RankPaces, find_slowest, over_others
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, RunRecord, UpdateRecord
-from spare_megatron.journal.standing import Standing
-from spare_megatron.report.figures import LEAST_PACE, MOST_PACE, MOST_PACE_COLUMNS, rank_map
-from spare_megatron.report.history import History, history_of
-from spare_megatron.report.page import plots_of
-from spare_megatron.runtime.process.pass_times import PassTimes
+from spare_megatron.journal.run_state import Standing
+from spare_megatron.observe.figures import LEAST_PACE, MOST_PACE, MOST_PACE_COLUMNS, rank_map
+from spare_megatron.observe.history import History, history_of
+from spare_megatron.observe.page import plots_of
+from spare_megatron.process.span_ring import PassTimes
 
 NUM_GROUPS, NUM_RANKS, LOAD = 6, 2, 4
 SLOW_GROUP, SLOW_RANK = 2, 1

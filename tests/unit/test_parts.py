@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from spare_megatron.core.liveness import BEATS_PER_INTERVAL, ENDED
+from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED
 from spare_megatron.core.rejoin import Gathering
-from spare_megatron.core.topology import GroupId, Layout, Member
-from spare_megatron.runtime.process import agenda
-from spare_megatron.runtime.process.agenda import Agenda
-from spare_megatron.runtime.supervisor import parts, restarts
-from spare_megatron.runtime.supervisor.parts import PartLost, Parts, PartsThere, incarnation_key
-from spare_megatron.runtime.supervisor.restarts import Restarts
+from spare_megatron.process import timers
+from spare_megatron.process.timers import Agenda
+from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.supervisor import group_rendezvous, restarts
+from spare_megatron.supervisor.group_rendezvous import PartLost, Parts, PartsThere, incarnation_key
+from spare_megatron.supervisor.restarts import Restarts
 from tests.unit.memory_store import MemoryStore
 
 GROUP = GroupId(0)
@@ -58,7 +58,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (agenda, parts, restarts):
+    for module in (timers, group_rendezvous, restarts):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     return clock
 

@@ -11,16 +11,16 @@ from benchmarks.peers.compare import FAULTS, HIT_STEP, OURS, configure, summariz
 from benchmarks.peers.fault_free import steps_of
 from benchmarks.peers.fault_free import summarize as summarize_fault_free
 from benchmarks.peers.history import Event, cost_of, events_of_journal, read_events
-from spare_megatron.bench import throughput
-from spare_megatron.bench.throughput import NUM_WARMUP, training_alone
+from spare_megatron.cli import bench_throughput
+from spare_megatron.cli.bench_throughput import NUM_WARMUP, training_alone
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.topology import GroupId
 from spare_megatron.faults.trace import resolve_trace
 from spare_megatron.journal.files import JournalWriter, read_journal
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, FaultRecord, Record, UpdateRecord
 from spare_megatron.journal.summary import Summary
-from spare_megatron.runtime.process.reports import GroupLost, RunEvent
+from spare_megatron.process.reports import GroupLost, RunEvent
+from spare_megatron.stacking.layout import GroupId
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,7 +204,7 @@ def test_steps_of_a_run_that_masked_a_loss_are_no_fault_free_ones(
             groups_lost=groups_lost,
         )
 
-    monkeypatch.setattr(throughput, "start_run", train)
+    monkeypatch.setattr(bench_throughput, "start_run", train)
     settings = ["layout.num_groups=2", "spare.redundancy=2", "spare.microbatches_per_shard=4"]
     config = training_alone(load_run_config(ROOT / "configs/run/demo_cpu.toml", settings).config)
     if not groups_lost:

@@ -7,9 +7,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from spare_megatron.core.golomb import _SHORTEST_RULERS, difference_counts, golomb_offsets
-from spare_megatron.core.placement import Placement, PlacementKind, WipeOut, make_placement
-from spare_megatron.core.topology import GroupId
+from spare_megatron.stacking.golomb import _SHORTEST_RULERS, difference_counts, golomb_offsets
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import Placement, PlacementKind, WipeOut, make_placement
 
 
 def brute_shared_hosts(placement: Placement) -> int:

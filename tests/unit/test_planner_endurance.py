@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from spare_megatron.core.placement import make_placement
 from spare_megatron.planner.endurance import (
     asymptotic_endured_losses,
     coverage_probabilities,
@@ -12,6 +11,7 @@ from spare_megatron.planner.endurance import (
 )
 from spare_megatron.planner.enumeration import covered_shares
 from spare_megatron.planner.montecarlo import endured_samples
+from spare_megatron.stacking.placement import make_placement
 
 GRID = [(n, r) for n in (200, 600, 1000) for r in range(2, 21)]
 

@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 
-from spare_megatron.planner import lost_counts as module
-from spare_megatron.planner.endurance import coverage_probabilities, endured_losses
-from spare_megatron.planner.facts import ClusterFacts
-from spare_megatron.planner.lost_counts import lost_counts
-from spare_megatron.planner.optimum import CheckpointTimes
-from spare_megatron.planner.outlook import Outlook, outlook, outlook_with_rejoin
+from spare_megatron.planner import endurance as module
+from spare_megatron.planner.endurance import coverage_probabilities, endured_losses, lost_counts
+from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
+from spare_megatron.planner.forecast import Outlook, outlook, outlook_with_rejoin
 from spare_megatron.planner.overhead import StepTimes
-from spare_megatron.planner.rejoin import RejoinTimes
-from spare_megatron.planner.slices import state_time_to_wipe_out_s
+from spare_megatron.planner.partition_redundancy import state_time_to_wipe_out_s
+from spare_megatron.planner.readmission import RejoinTimes
 
 MANY = 12_000
 

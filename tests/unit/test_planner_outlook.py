@@ -5,19 +5,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.core.placement import make_placement
-from spare_megatron.planner.domain_repair import (
+from spare_megatron.planner.domains import (
+    LossIntervals,
+    consecutive_domains,
     domain_down_probabilities,
     equivalent_domain_repair,
+    hosts_per_domain,
     num_down_in_domains,
 )
-from spare_megatron.planner.domains import LossIntervals, consecutive_domains, hosts_per_domain
-from spare_megatron.planner.facts import ClusterFacts
+from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.planner.montecarlo import domain_repair_samples_s, domain_samples_s, spares_samples_s
-from spare_megatron.planner.optimum import CheckpointTimes
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.plan import predict
-from spare_megatron.planner.rejoin import (
+from spare_megatron.planner.readmission import (
     RejoinTimes,
     absence,
     equivalent_repair,
@@ -25,10 +25,10 @@ from spare_megatron.planner.rejoin import (
     num_down_with_spares,
 )
 from spare_megatron.planner.repair import RepairTimes, num_down_probabilities, survival
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.placement import make_placement
 
 NEVER_S = 1e15
 

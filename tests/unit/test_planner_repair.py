@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from spare_megatron.core.placement import make_placement
 from spare_megatron.planner.domains import (
     LossIntervals,
     domain_coverage_probabilities,
@@ -14,17 +13,16 @@ from spare_megatron.planner.domains import (
 )
 from spare_megatron.planner.endurance import coverage_probabilities, endured_losses
 from spare_megatron.planner.enumeration import covered_domain_shares
-from spare_megatron.planner.facts import ClusterFacts
+from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.planner.montecarlo import (
     domain_samples_s,
     domain_wipe_out_samples,
     endured_samples,
     repair_samples_s,
 )
-from spare_megatron.planner.optimum import CheckpointTimes
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.plan import predict
-from spare_megatron.planner.rejoin import RejoinTimes
+from spare_megatron.planner.readmission import RejoinTimes
 from spare_megatron.planner.repair import (
     RepairTimes,
     num_down_probabilities,
@@ -32,6 +30,7 @@ from spare_megatron.planner.repair import (
     steady_makespan,
     survival,
 )
+from spare_megatron.stacking.placement import make_placement
 
 
 def repair_of(down_share: float) -> RepairTimes:

@@ -1,4 +1,6 @@
-"""State wipe-outs: closed forms against random losses of `core.slices`, of plain hosts, and against simulated runs."""
+"""State wipe-outs: closed forms against random losses of the partitions,
+of plain hosts, and against simulated runs.
+"""
 
 import heapq
 from dataclasses import replace
@@ -6,18 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.slices import SliceCopy, Slicing, StateWipeOut, first_ownership
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.planner.facts import ClusterFacts
-from spare_megatron.planner.optimum import CheckpointTimes
+from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
 from spare_megatron.planner.overhead import StepTimes
+from spare_megatron.planner.partition_redundancy import plan_slices, state_time_to_wipe_out_s
 from spare_megatron.planner.plan import TOLERANCE, predict
-from spare_megatron.planner.slices import plan_slices, state_time_to_wipe_out_s
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import SliceCopy, Slicing, StateWipeOut, first_ownership
 
 INTERVAL_S = 100.0  # of one group
 

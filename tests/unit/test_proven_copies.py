@@ -7,10 +7,11 @@ from itertools import chain, combinations
 import pytest
 
 from spare_megatron.core.decision import decide
-from spare_megatron.core.messages import Commit, Entry, Fence, VotesRead
-from spare_megatron.core.slices import SliceCopy, Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.entries import Commit, Entry, Fence
+from spare_megatron.core.events import VotesRead
 from spare_megatron.core.votes import Attempted, SliceDigest, Vote
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import SliceCopy, Slicing, first_ownership
 
 NUM_GROUPS = 4
 GROUPS = tuple(GroupId(group) for group in range(NUM_GROUPS))

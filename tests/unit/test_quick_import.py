@@ -11,7 +11,7 @@ from spare_megatron.mcore.quick_import import compile_when_called
 LOOK = """
 import json, sys, torch
 before = torch.compile
-import spare_megatron.runtime.rank.rank
+import spare_megatron.rank.rank
 names = ["megatron.core", "torch._dynamo", "torch._inductor.compile_fx", "wandb", "tensorboard"]
 print(json.dumps([[name in sys.modules for name in names], torch.compile is before]))
 """

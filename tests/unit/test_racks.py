@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, RunConfig, SpareConfig
-from spare_megatron.core.placement import make_placement
-from spare_megatron.slurm.racks import find_racks, nodes_per_domain, order_by_rack, shared_racks, spread
+from spare_megatron.driver.slurm.racks import find_racks, nodes_per_domain, order_by_rack, shared_racks, spread
+from spare_megatron.stacking.placement import make_placement
 
 TREE = """
 SwitchName=rack1 Level=0 LinkSpeed=1 Nodes=n1,n4

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from spare_megatron.core.liveness import Operation, Pulse
-from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.process import starvation
-from spare_megatron.runtime.process.reports import RankKey
-from spare_megatron.runtime.process.starvation import Starvation
-from spare_megatron.runtime.supervisor.rank_watch import RankWatch
+from spare_megatron.core.failure_detector import Operation, Pulse
+from spare_megatron.process import starvation
+from spare_megatron.process.reports import RankKey
+from spare_megatron.process.starvation import Starvation
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.supervisor.rank_watch import RankWatch
 
 pytestmark = pytest.mark.timeout(60)
 

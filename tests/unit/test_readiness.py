@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.control.store import StoreTimeout
-from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.process.readiness import ALL_GROUPS_READY, GroupsMissing, note_ready, wait_until_ready
+from spare_megatron.process.readiness import ALL_GROUPS_READY, GroupsMissing, note_ready, wait_until_ready
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.interface import StoreTimeout
 
 NUM_GROUPS = 2
 TOLD = [(GroupId(0), "itself"), (GroupId(1), "itself"), (GroupId(1), "node 0"), (GroupId(1), "node 1")]

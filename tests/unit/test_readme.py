@@ -12,8 +12,8 @@ import pytest
 import spare_megatron.config.schema as schema
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.validate import Machine, problems
-from spare_megatron.core.messages import Entry
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.entries import Entry
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.journal.lines import KINDS
 
 ROOT = Path(__file__).parents[2]

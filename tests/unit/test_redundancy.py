@@ -3,9 +3,9 @@
 import pytest
 
 from spare_megatron.journal.files import Journal
+from spare_megatron.journal.goodput import full_redundancy_s
 from spare_megatron.journal.lines import Line, decode_line, encode_line
 from spare_megatron.journal.records import RedundancyRecord, RepairRecord
-from spare_megatron.journal.redundancy import full_redundancy_s
 from spare_megatron.journal.summary import summarize
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spare_megatron.core.messages import Fence, Retry
+from spare_megatron.core.entries import Fence, Retry
 from spare_megatron.core.relays import Blocks, BlockVotes
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member
 
 
 def members(*groups: int) -> tuple[Member, ...]:

@@ -14,20 +14,20 @@ import pytest
 
 from spare_megatron.cli.train import exit_code
 from spare_megatron.config.schema import RunConfig, SlurmConfig
-from spare_megatron.control.spec import TcpStoreSpec
-from spare_megatron.core.liveness import ENDED
-from spare_megatron.core.topology import GroupId, Layout, Member
+from spare_megatron.core.failure_detector import ENDED
+from spare_megatron.driver.slurm.allocation import Claims
+from spare_megatron.driver.slurm.steps import SrunLauncher, node_step, step_command
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.summary import Summary
-from spare_megatron.runtime.driver import remote_node
-from spare_megatron.runtime.driver.node_connection import Door, connect
-from spare_megatron.runtime.process.reports import ExitCode, StoreAway
-from spare_megatron.runtime.process.spec import NodeSpec
-from spare_megatron.runtime.supervisor.orphans import end_without_driver, outcome_of, wait_for_others, write_end
-from spare_megatron.runtime.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
-from spare_megatron.slurm.allocation import Claims
-from spare_megatron.slurm.steps import SrunLauncher, node_step, step_command
+from spare_megatron.process.node_connection import Door, connect
+from spare_megatron.process.reports import ExitCode, StoreAway
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor import node_process
+from spare_megatron.supervisor.run_end import end_without_driver, outcome_of, wait_for_others, write_end
+from spare_megatron.supervisor.store_link import FenceWanted, NodeReplaced, StoreLink
 
 REPORT = StoreAway(node=1, limit_s=2.0)
 WAIT_S = 30.0
@@ -151,14 +151,14 @@ def test_a_supervisor_with_other_code_than_the_driver_does_not_begin(
 ) -> None:
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     driver, ours = Pipe()
-    monkeypatch.setattr(remote_node, "connect", lambda *_: ours)
+    monkeypatch.setattr(node_process, "connect", lambda *_: ours)
     monkeypatch.setattr("importlib.import_module", lambda _: None)  # Megatron
     store = TcpStoreSpec(host="127.0.0.1", port=1)
     driver.send(
         NodeSpec(config=RunConfig(), run_dir=tmp_path, node=1, store=store, faults=(), rank_main=no_main, code="0" * 64)
     )
     with pytest.raises(ValueError, match=r"the driver of the run has 0{12}: install the same on all nodes"):
-        remote_node.look_after_node(tmp_path, 1, 0.0)
+        node_process.look_after_node(tmp_path, 1, 0.0)
 
 
 def test_the_end_is_journaled_also_where_the_file_has_been_closed(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_supervisors_start_on_the_nodes_in_their_order_and_again_on_a_spare_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     present = ["n1", "n2", "n3"]
-    monkeypatch.setattr("spare_megatron.slurm.steps.nodes_of", lambda job_id: tuple(present))
+    monkeypatch.setattr("spare_megatron.driver.slurm.steps.nodes_of", lambda job_id: tuple(present))
     started: list[tuple[str, ...]] = []
     monkeypatch.setattr("subprocess.Popen", lambda command, **_: started.append(tuple(command)))
     launchers = [SrunLauncher(job_id=1, slurm=SlurmConfig(), nodes=("n1", "n2")) for _ in range(2)]

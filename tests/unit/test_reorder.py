@@ -6,11 +6,18 @@ from itertools import product
 import numpy as np
 import pytest
 
-from spare_megatron.core.matching import SpreadProblem, capacity_bound, cheapest_spread, is_certified, least_spread
-from spare_megatron.core.placement import Placement, WipeOut, make_placement
-from spare_megatron.core.reorder import Owners, Reorder, initial_owners, least_load, patch_work, reorder_microbatches
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.matching import SpreadProblem, capacity_bound, cheapest_spread, is_certified, least_spread
+from spare_megatron.stacking.placement import Placement, WipeOut, make_placement
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.stacking.reorder import (
+    Owners,
+    Reorder,
+    initial_owners,
+    least_load,
+    patch_work,
+    reorder_microbatches,
+)
 
 Alive = frozenset[GroupId]
 RING = Placement(hosts=((0, 3), (1, 0), (2, 1), (3, 2)))

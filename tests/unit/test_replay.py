@@ -5,20 +5,18 @@ from collections.abc import Callable
 
 import pytest
 
-from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, RecoveryRecord, RunRecord, UpdateRecord
 from spare_megatron.journal.recoveries import find_recoveries
 from spare_megatron.simulator.calibrate import calibrate
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.measured import WARM_UP_STEPS, in_order, read_steps
-from spare_megatron.simulator.measured_membership import read_joins
+from spare_megatron.simulator.measured import WARM_UP_STEPS, in_order, read_joins, read_steps
 from spare_megatron.simulator.replay import Replay, replay
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.simulator.world import World
+from spare_megatron.stacking.layout import GroupId
 
 COSTS = CostModel(
     compute_s=40.0,

@@ -14,18 +14,17 @@ from plotly.offline import get_plotlyjs_version
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import RunRecord
-from spare_megatron.journal.standing import Standing
-from spare_megatron.report import figures
-from spare_megatron.report.figures import MOST_COLUMNS, MOST_ROWS, Unit, extremes, group_map, presence_map, shrink
-from spare_megatron.report.history import History, history_of, presence
-from spare_megatron.report.page import plots_of, report
-from spare_megatron.simulator.costs import CostModel
+from spare_megatron.journal.run_state import Standing
+from spare_megatron.observe import figures
+from spare_megatron.observe.figures import MOST_COLUMNS, MOST_ROWS, Unit, extremes, group_map, presence_map, shrink
+from spare_megatron.observe.history import History, history_of, presence
+from spare_megatron.observe.page import plots_of, report
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId
 from tests.unit.long_run import HIGHEST_LOSS, long_history
 
 LOSSES = (Loss(at_s=90.0, groups=(GroupId(1),)), Loss(at_s=260.0, groups=(GroupId(3),)))

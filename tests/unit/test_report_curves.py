@@ -10,8 +10,8 @@ import pytest
 from spare_megatron.journal.follow import read_standing
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord
-from spare_megatron.report.history import History, history_of
-from spare_megatron.report.page import Plot, live_content, plots_of, report
+from spare_megatron.observe.history import History, history_of
+from spare_megatron.observe.page import Plot, live_content, plots_of, report
 from tests.unit.measured_run import (
     BEGAN_S,
     FLOPS,

@@ -5,11 +5,12 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.messages import AppendEntry, Restart, StopWipeOut
-from spare_megatron.core.placement import make_placement
+from spare_megatron.core.actions import AppendEntry, Offer, ReadFiles, Reading, StopWipeOut, WithdrawOffers
+from spare_megatron.core.entries import GiveUp, Restart
+from spare_megatron.core.events import Waiting, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
-from spare_megatron.core.restart_messages import GiveUp, Offer, ReadFiles, Reading, Waiting, WaitingRead, WithdrawOffers
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
 
 RING = make_placement("golomb", 3, 2)
 LIMITS = RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)

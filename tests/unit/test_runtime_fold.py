@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig, TrainConfig
-from spare_megatron.control.decision_log import DecisionLog, entry_key
-from spare_megatron.core.messages import Commit, Entry, Fence, FinishRun, StopHalted, StopWipeOut, encode_entry
-from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.vote.fold import LogFollower, Stop, controller_setup
+from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.entries import Commit, Entry, Fence, encode_entry
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.decision_log import DecisionLog, entry_key
+from spare_megatron.voting.log_follower import LogFollower, Stop, controller_setup
 
 CONFIG = RunConfig(layout=LayoutConfig(num_groups=3), spare=SpareConfig(redundancy=2), train=TrainConfig(steps=2))
 NAN = "the gradient of step 0 is not finite"

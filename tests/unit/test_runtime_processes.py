@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig
-from spare_megatron.control.spec import TcpStoreSpec
-from spare_megatron.core.topology import GroupId, Layout, Member
+from spare_megatron.driver import driver as driver_module
+from spare_megatron.driver.driver import Driver
+from spare_megatron.driver.preflight import _why_ended
 from spare_megatron.journal.files import JournalWriter
-from spare_megatron.runtime.driver import driver as driver_module
-from spare_megatron.runtime.driver.driver import Driver
-from spare_megatron.runtime.driver.preflight import _why_ended
-from spare_megatron.runtime.process.reports import ExitCode, GroupLost, RanksReady, next_report
-from spare_megatron.runtime.process.spec import NodeSpec, RankSpec
-from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
-from spare_megatron.runtime.supervisor.store_link import NodeSilent, StoreLink
+from spare_megatron.process.reports import ExitCode, GroupLost, RanksReady, next_report
+from spare_megatron.process.specs import NodeSpec, RankSpec
+from spare_megatron.stacking.layout import GroupId, Layout, Member
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor.rank_processes import RankProcesses
+from spare_megatron.supervisor.store_link import NodeSilent, StoreLink
 from tests.unit.memory_store import MemoryStore
 
 

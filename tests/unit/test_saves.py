@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.core.experience import PRIOR_SAVE_S, Experience
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.saves import SaveCheckpoint, SaveEnd, SavePolicy, Saves
+from spare_megatron.core.checkpoint_policy import PRIOR_SAVE_S, Experience, SavePolicy, Saves
+from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.survival import time_to_wipe_out_s
-from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.core.votes import Vote, decode_vote, encode_vote
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
 
 RING = make_placement("golomb", 4, 2)
 EVERYBODY = tuple(Member(GroupId(group)) for group in range(4))

@@ -4,10 +4,17 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.copying import Copying
-from spare_megatron.core.scatter import recipients
-from spare_megatron.core.slices import Ownership, Repair, SliceCopy, Slicing, StateWipeOut, first_ownership
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.partition_copies import Copying
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import (
+    Ownership,
+    Repair,
+    SliceCopy,
+    Slicing,
+    StateWipeOut,
+    first_ownership,
+    recipients,
+)
 
 
 @pytest.mark.parametrize("seed", range(20))

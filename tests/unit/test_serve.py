@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.cli.serve import open_server
 from spare_megatron.journal.lines import Line, encode_line
-from spare_megatron.report.server import Content, ReportServer, Updated
-from spare_megatron.simulator.costs import CostModel
+from spare_megatron.observe.server import Content, ReportServer, Updated
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 from tests.unit.measured_run import BEGAN_S, measured_lines, write_journal
 
 TIMEOUT_S = 30.0

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from spare_megatron.runtime.driver.shutdown import end_processes, kill
-from spare_megatron.runtime.process import processes
-from spare_megatron.runtime.process.interrupts import deferred
-from spare_megatron.runtime.process.processes import Child, fork_server, start_child
+from spare_megatron.driver.shutdown import end_processes, kill
+from spare_megatron.process import processes
+from spare_megatron.process.interrupts import deferred
+from spare_megatron.process.processes import Child, fork_server, start_child
 
 pytestmark = pytest.mark.timeout(60)
 

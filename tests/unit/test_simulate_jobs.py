@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from spare_megatron.cli import simulate_jobs
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.simulator.sweep import cases_of
 
 SMALL = Scenario(

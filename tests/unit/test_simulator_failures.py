@@ -6,12 +6,11 @@ from math import inf
 import numpy as np
 import pytest
 
-from spare_megatron.core.topology import GroupId
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss, make_process
 from spare_megatron.simulator.fleet import Fleet
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId
 
 
 def intervals(spec: FailureSpec, is_up: np.ndarray, num: int = 4000) -> np.ndarray:

@@ -5,16 +5,15 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.core.topology import GroupId
 from spare_megatron.journal.check import Verdict, check_journal
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, LossRecord, ParamsRecord, VoteRecord
 from spare_megatron.journal.summary import summarize
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId
 
 SCENARIO = Scenario(
     name="journaled",

@@ -1,7 +1,7 @@
 """The simulator's virtual time against a model of processes and interrupts in SimPy, for the same losses.
 
 The model knows neither controller nor log: a process loses groups at the times of the trace and interrupts training,
-training restarts what was interrupted. Only the plans are those of `core.order`.
+training restarts what was interrupted. Only the plans are those of `stacking.order`.
 """
 
 from collections.abc import Generator
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import simpy
 
-from spare_megatron.core.order import initial_order
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.topology import GroupId
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.order import initial_order
+from spare_megatron.stacking.placement import make_placement
 from tests.oracle.scenarios import WAYS, jitter_factors, random_scenario
 
 Process = Generator[Any, Any, Any]

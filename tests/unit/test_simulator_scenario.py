@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from spare_megatron.core.cadence import optimal_cadence_s
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec
 from spare_megatron.simulator.presets import ScenarioError, load_scenario, preset_names
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 
 
 @pytest.mark.parametrize(

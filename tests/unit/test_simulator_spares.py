@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import simpy
 
-from spare_megatron.core.topology import GroupId
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss, make_process
 from spare_megatron.simulator.fleet import Fleet
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId
 
 Process = Generator[Any, Any, Any]
 NUM_GROUPS, TRANSFER_S = 60, 0.25

@@ -4,12 +4,11 @@ import dataclasses
 
 import pytest
 
-from spare_megatron.core.topology import GroupId
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.simulator.world import Result, Stalled
+from spare_megatron.stacking.layout import GroupId
 
 COSTS = CostModel(
     compute_s=40.0,

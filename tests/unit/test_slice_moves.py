@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spare_megatron.core.slices import Ownership, Repair, SliceCopy, Slicing, StateWipeOut, first_ownership
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import (
+    Ownership,
+    Repair,
+    SliceCopy,
+    Slicing,
+    StateWipeOut,
+    first_ownership,
+)
 
 
 def members(*groups: int) -> tuple[Member, ...]:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from spare_megatron.control.decision_log import entry_key
-from spare_megatron.core.messages import Commit, Fence, encode_entry
-from spare_megatron.core.saves import SaveCheckpoint
-from spare_megatron.core.slice_saves import Abandon, Publish, Share, WriteSlices, next_move
-from spare_megatron.core.slices import Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member, SliceId
-from spare_megatron.runtime.checkpoint.checkpoints import StoredFile
-from spare_megatron.runtime.checkpoint.save_board import SaveBoard, SaveFailed, WrittenShare
+from spare_megatron.core.actions import SaveCheckpoint
+from spare_megatron.core.entries import Commit, Fence, encode_entry
+from spare_megatron.core.partition_saves import Abandon, Publish, Share, WriteSlices, next_move
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import Slicing, first_ownership
+from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
+from spare_megatron.state.checkpoint.partition_saver import SaveBoard, SaveFailed, WrittenShare
+from spare_megatron.store.decision_log import entry_key
 from tests.unit.memory_store import MemoryStore
 
 HEAD = 5

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.slices import (
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import (
     Hosts,
     Ownership,
     Repair,
@@ -19,7 +20,6 @@ from spare_megatron.core.slices import (
     StateWipeOut,
     first_ownership,
 )
-from spare_megatron.core.topology import GroupId, Member, SliceId
 
 
 def members(*groups: int) -> tuple[Member, ...]:

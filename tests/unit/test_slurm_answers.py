@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.slurm import commands
-from spare_megatron.slurm.commands import Unanswered, call, submit, wait_for
+from spare_megatron.driver.slurm import commands
+from spare_megatron.driver.slurm.commands import Unanswered, call, submit, wait_for
 from tests.unit.tiny_corpus import write_tiny_corpus
 
 ROOT = Path(__file__).parents[2]

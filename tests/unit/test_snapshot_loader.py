@@ -13,24 +13,23 @@ from typing import cast
 import pytest
 import torch
 
-from spare_megatron.control.store import ControlStore
+from spare_megatron.core.events import Waiting
 from spare_megatron.core.pieces import Piece
-from spare_megatron.core.restart_messages import Waiting
-from spare_megatron.core.snapshots import Held
-from spare_megatron.core.topology import GroupId, Member
-from spare_megatron.mcore.tensor_bytes import TensorBytes
+from spare_megatron.core.snapshot_policy import Held
+from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.snapshot import snapshot_loader
-from spare_megatron.runtime.snapshot.keeper_client import KeeperClient
-from spare_megatron.runtime.snapshot.snapshot_loader import SnapshotLoader
-from spare_megatron.runtime.state import piece_server
-from spare_megatron.runtime.state.join import JoinFailed
-from spare_megatron.runtime.state.piece_client import PieceClient
-from spare_megatron.runtime.state.piece_server import PieceServer
-from spare_megatron.runtime.state.state_transfer import LengthFirst
-from spare_megatron.runtime.vote.agreement import GroupAgreement
-from spare_megatron.runtime.wire.keeper_wire import Part
-from spare_megatron.runtime.wire.piece_wire import Address, NotOffered, TurnedAway
+from spare_megatron.process.piece_wire import Address, NotOffered, TurnedAway
+from spare_megatron.process.snapshot_wire import Part
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.snapshot import snapshot_loader
+from spare_megatron.state.snapshot.snapshot_client import KeeperClient
+from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.state.transfer import piece_server
+from spare_megatron.state.transfer.piece_client import PieceClient
+from spare_megatron.state.transfer.piece_server import PieceServer
+from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
+from spare_megatron.store.interface import ControlStore
+from spare_megatron.voting.agreement import GroupAgreement
 from tests.unit.silent_server import SilentServer
 
 pytestmark = pytest.mark.timeout(60)

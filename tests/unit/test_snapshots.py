@@ -7,23 +7,22 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.messages import AppendEntry, StopWipeOut
-from spare_megatron.core.placement import make_placement
+from spare_megatron.core.actions import AppendEntry, Offer, StopWipeOut, TakeSnapshot
+from spare_megatron.core.events import Waiting, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
-from spare_megatron.core.restart_messages import Offer, Waiting, WaitingRead
-from spare_megatron.core.slices import Slicing, first_ownership
-from spare_megatron.core.snapshots import (
+from spare_megatron.core.snapshot_policy import (
     Held,
     HeldSlice,
     SnapshotPolicy,
     Snapshots,
-    TakeSnapshot,
     WholeSnapshot,
     held_by_group,
     holders_of_slices,
     holders_of_snapshot,
 )
-from spare_megatron.core.topology import GroupId, Layout, Member, SliceId
+from spare_megatron.stacking.layout import GroupId, Layout, Member, SliceId
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import Slicing, first_ownership
 
 LIMITS = RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
 

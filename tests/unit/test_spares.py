@@ -15,16 +15,15 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
-from spare_megatron.control.spec import TcpStoreSpec
-from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.process import agenda
-from spare_megatron.runtime.process.agenda import Agenda
-from spare_megatron.runtime.process.processes import end_child, rank_context
-from spare_megatron.runtime.process.spec import NodeSpec, RankSpec
-from spare_megatron.runtime.supervisor import restarts
-from spare_megatron.runtime.supervisor.rank_processes import RankProcesses
-from spare_megatron.runtime.supervisor.restarts import Restarts
-from spare_megatron.runtime.supervisor.spares import Spares
+from spare_megatron.process import timers
+from spare_megatron.process.processes import end_child, rank_context
+from spare_megatron.process.specs import NodeSpec, RankSpec
+from spare_megatron.process.timers import Agenda
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor import restarts
+from spare_megatron.supervisor.rank_processes import RankProcesses, Spares
+from spare_megatron.supervisor.restarts import Restarts
 
 TIMEOUT_S = 60.0
 INTERVAL_S = 1.0
@@ -68,7 +67,7 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
         made[0].restarts.up(GroupId(0))
         return made[0]
 
-    for module in (agenda, restarts):
+    for module in (timers, restarts):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made[0].now_s if made else 0.0))
     return make
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.phases import Phase
-from spare_megatron.core.slices import Ownership, SliceCopy, Slicing, first_ownership
-from spare_megatron.core.topology import GroupId, Member, SliceId
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.faults.rates import draw_faults
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.stacking.state_partitions import Ownership, SliceCopy, Slicing, first_ownership
 from tests.unit.test_fault_rates import EVER, at_risk, configured
 
 STACKED = ("optimizer.sharding=stacked", "layout.num_groups=8", "spare.redundancy=6", "faults.mean_steps=6")

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.control.spec import TcpStoreSpec
-from spare_megatron.core.topology import GroupId
-from spare_megatron.runtime.driver import stand_in as module
-from spare_megatron.runtime.driver.node_connection import connect
-from spare_megatron.runtime.process.reports import LastWordTaken, NodeEnded, NodeMissing, RanksReady
-from spare_megatron.runtime.process.spec import NodeSpec
+from spare_megatron.process.node_connection import connect
+from spare_megatron.process.reports import LastWordTaken, NodeEnded, NodeMissing, RanksReady
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.spec import TcpStoreSpec
+from spare_megatron.supervisor import remote_supervisor as module
 
 WAIT_S = 60.0
 READY, ENDED = RanksReady(group=GroupId(1)), NodeEnded(node=1, exits={})

@@ -19,10 +19,9 @@ from spare_megatron.cli import status
 from spare_megatron.cli.detached_view import RunConsole
 from spare_megatron.cli.main import app
 from spare_megatron.cli.progress import RunProgress
-from spare_megatron.cli.standing_view import NewLines, step_line, view_of
+from spare_megatron.cli.run_view import NewLines, step_line, view_of
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import StoreSpace, shortage
-from spare_megatron.core.topology import GroupId, Member
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.follow import Follower, read_standing
@@ -41,9 +40,9 @@ from spare_megatron.journal.records import (
     RunRecord,
     UpdateRecord,
 )
-from spare_megatron.journal.standing import SavePlan, Standing
+from spare_megatron.journal.run_state import SavePlan, Standing
 from spare_megatron.journal.summary import summarize
-from spare_megatron.runtime.process.reports import (
+from spare_megatron.process.reports import (
     GroupLost,
     GroupRejoined,
     GroupRestarted,
@@ -53,10 +52,10 @@ from spare_megatron.runtime.process.reports import (
     StepCommitted,
     StoreMeasured,
 )
-from spare_megatron.simulator.costs import CostModel
 from spare_megatron.simulator.engine import simulate
 from spare_megatron.simulator.failures import FailureSpec, Loss
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
+from spare_megatron.stacking.layout import GroupId, Member
 
 COSTS = CostModel(compute_s=60.0, reduce_s=6.0, jitter=0.1, detect_s=2.0, join_s=4.0, restart_s=120.0, save_s=5.0)
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "

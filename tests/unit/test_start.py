@@ -2,11 +2,11 @@
 
 import pytest
 
-from spare_megatron.core.placement import make_placement
-from spare_megatron.core.setup import ControllerSetup
-from spare_megatron.core.slices import Slicing
+from spare_megatron.core.controller import ControllerSetup
 from spare_megatron.core.start import EarlyLoss, Start
-from spare_megatron.core.topology import GroupId, Layout
+from spare_megatron.stacking.layout import GroupId, Layout
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import Slicing
 
 NUM_GROUPS = 8
 ERROR = "ImportError: libcudart.so.12: cannot open shared object file"

@@ -10,20 +10,19 @@ from typing import Any, cast
 import pytest
 import torch
 
-from spare_megatron.core.messages import AdmitGroups
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.actions import AdmitGroups
+from spare_megatron.core.fault_points import Phase
 from spare_megatron.core.pieces import PIECE_BYTES
-from spare_megatron.core.topology import GroupId, Member
+from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.probe import SilentProbe
-from spare_megatron.mcore.tensor_bytes import TensorBytes
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.runtime.process.probe import RankProbe
-from spare_megatron.runtime.state.join import JoinFailed
-from spare_megatron.runtime.state.piece_server import PieceServer
-from spare_megatron.runtime.state.state_source import StateSource
-from spare_megatron.runtime.state.state_transfer import StateTransfer
-from spare_megatron.runtime.vote.agreement import GroupAgreement
-from spare_megatron.runtime.wire.piece_wire import Address
+from spare_megatron.process.piece_wire import Address
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.state.transfer.piece_server import PieceServer
+from spare_megatron.state.transfer.state_source import StateSource
+from spare_megatron.state.transfer.state_transfer import JoinFailed, StateTransfer
+from spare_megatron.voting.agreement import GroupAgreement
 from tests.unit.silent_server import POINTS, Point, SilentServer
 
 pytestmark = pytest.mark.timeout(60)

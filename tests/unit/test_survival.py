@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spare_megatron.core.placement import Placement, make_placement
 from spare_megatron.core.survival import time_to_wipe_out_s
-from spare_megatron.core.topology import GroupId
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.placement import Placement, make_placement
 
 F_S = 1000.0
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from spare_megatron.simulator.costs import CostModel
+from spare_megatron.simulator.engine import timeline_of
 from spare_megatron.simulator.failures import FailureSpec
-from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.scenario import CostModel, Scenario
 from spare_megatron.simulator.sweep import (
     VARIANTS,
     Case,
@@ -25,7 +25,6 @@ from spare_megatron.simulator.sweep import (
     run_case,
     summarize,
 )
-from spare_megatron.simulator.timeline import timeline_of
 
 BASE = Scenario(
     name="small",

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.liveness import OPERATIONS, Operation
-from spare_megatron.core.stepplan import Microbatch
-from spare_megatron.core.topology import GroupId, Member, ShardId
+from spare_megatron.core.failure_detector import OPERATIONS, Operation
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import LOST_A_PEER, EntryRecord, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
-from spare_megatron.report.timeline import clock_offsets, trace_of
-from spare_megatron.runtime.process.beacon import Beacon, Page, new_page
-from spare_megatron.runtime.process.pass_times import PassTimes
-from spare_megatron.runtime.process.reports import GroupRejoined, RankKey, StepCommitted, StoreAway
-from spare_megatron.runtime.process.spans import NUM_SPANS, Ring, SpanRecorder, read_spans
-from spare_megatron.runtime.supervisor.timeline import Timeline
+from spare_megatron.observe.trace import clock_offsets, trace_of
+from spare_megatron.process.heartbeats import Beacon, Page, new_page
+from spare_megatron.process.reports import GroupRejoined, RankKey, StepCommitted, StoreAway
+from spare_megatron.process.span_ring import NUM_SPANS, PassTimes, Ring, SpanRecorder, read_spans
+from spare_megatron.stacking.layout import GroupId, Member, ShardId
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.supervisor.span_files import Timeline
 from tests.unit.test_metrics import committed
 
 
@@ -40,7 +39,7 @@ class Clock:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> tuple[Ring, SpanRecorder]:
-    monkeypatch.setattr("spare_megatron.runtime.process.spans.time", SimpleNamespace(monotonic=Clock()))
+    monkeypatch.setattr("spare_megatron.process.span_ring.time", SimpleNamespace(monotonic=Clock()))
     ring = Ring()
     return ring, SpanRecorder(ring, PassTimes(Clock(), lambda began_s, ended_s: ended_s - began_s))
 
@@ -76,9 +75,9 @@ def test_what_raises_inside_leaves_its_span(recorder: tuple[Ring, SpanRecorder])
 
 def test_spans_add_up_to_what_a_step_is_spent_on(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, now_s, expected = random.Random(1), [0.0], dict.fromkeys(OPERATIONS, 0.0)
-    for module in ("beacon", "spans"):
+    for module in ("heartbeats", "span_ring"):
         clock = SimpleNamespace(monotonic=lambda: now_s[0])
-        monkeypatch.setattr(f"spare_megatron.runtime.process.{module}.time", clock)
+        monkeypatch.setattr(f"spare_megatron.process.{module}.time", clock)
     page = new_page(multiprocessing.get_context("fork"))
     beacon = Beacon(page, PassTimes(lambda: now_s[0], lambda began_s, ended_s: ended_s - began_s))
 

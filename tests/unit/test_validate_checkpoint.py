@@ -7,7 +7,7 @@ import pytest
 
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
-from spare_megatron.core.phases import Phase
+from spare_megatron.core.fault_points import Phase
 
 
 def only_problem(fault: FaultConfig | None = None, **settings: Any) -> str:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.resolved import dump_run_config
-from spare_megatron.slurm.orphans import end_orphaned_job
+from spare_megatron.driver.slurm.steps import end_orphaned_job
 from tests.unit.test_remote_nodes import summary
 
 
@@ -41,7 +41,7 @@ def test_a_node_ends_the_job_only_if_the_job_has_started_it(
     config = load_run_config(None, [f"cluster.launcher={launcher}"]).config
     (tmp_path / "config.toml").write_text(dump_run_config(config))
     monkeypatch.setattr(
-        "spare_megatron.runtime.driver.remote_node.look_after_node",
+        "spare_megatron.supervisor.node_process.look_after_node",
         lambda run_dir, node, wait_s: summary(outcome="finished"),
     )
 

@@ -1,1 +1,0 @@
-"""Measures training on this machine, beside plain Megatron."""

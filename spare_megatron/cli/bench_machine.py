@@ -1,0 +1,58 @@
+"""What a figure was measured on."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def describe_machine() -> str:
+    """Processor, its cores, and GPUs if there are any."""
+    import torch
+
+    parts = [_processor(), f"{len(os.sched_getaffinity(0))} cores"]
+    if num_gpus := torch.cuda.device_count():
+        parts.append(f"{num_gpus} x {torch.cuda.get_device_name(0)}")
+    return ", ".join([*parts, f"Python {platform.python_version()}"])
+
+
+def _processor() -> str:
+    """The processor's name where the kernel tells it."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+_QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes.
+
+    Attributes:
+        host_bytes: The most that any of the processes has ever held of the host's memory (VmHWM, proc(5)).
+        device_bytes: What is taken of the fullest GPU of the machine, allocators' reserves included; 0 without GPUs.
+    """
+
+    host_bytes: int
+    device_bytes: int
+
+
+def memory_of(pids: Iterable[int], *, is_gpu: bool) -> Memory:
+    """What these processes of this machine hold now; those that have ended count for nothing."""
+    device_bytes = 0
+    if is_gpu:
+        answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True).stdout
+        device_bytes = max(int(line) for line in answer.split()) * 2**20
+    return Memory(host_bytes=max(map(_most_ever, pids), default=0), device_bytes=device_bytes)
+
+
+def _most_ever(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0  # it has ended
+    return max((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), default=0)

@@ -1,0 +1,82 @@
+"""Plain Megatron in processes of this machine."""
+
+import contextlib
+import signal
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from spare_megatron.cli.bench_machine import Memory, memory_of
+from spare_megatron.comm import nccl
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.driver.preflight import preflight
+from spare_megatron.driver.shutdown import kill
+from spare_megatron.mcore.plain_megatron import TIMEOUT, join_world, train_steps
+from spare_megatron.process.interrupts import Deferral, deferred
+from spare_megatron.process.processes import (
+    Child,
+    end_child,
+    fork_server,
+    start_child,
+    start_embedded_store,
+    stop_children,
+)
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import StoreSpec
+
+
+def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
+    """Trains all steps; returns when each of them ended at rank 0, and the memory of the fullest rank.
+
+    Args:
+        config: A configuration without problems, with the device that is used, on one node.
+
+    Raises:
+        RuntimeError: A rank has ended early; its traceback is on stderr.
+    """
+    preflight(config)
+    with deferred() as interrupts:
+        context = fork_server()
+        store, spec = start_embedded_store(context, config.control.listen_address, wait=interrupts.wait)
+        ranks = [
+            start_child(context, f"plain-{rank}", train_plain, config, rank, spec)
+            for rank in range(config.parallel.num_ranks)
+        ]
+        try:
+            ends = [_hear(rank, interrupts) for rank in ranks]
+            pids = [child.process.pid for child in ranks if child.process.pid is not None]
+            memory = memory_of(pids, is_gpu=config.cluster.device == "gpu")
+            stop_children(ranks)
+            return ends[0], memory
+        finally:
+            kill(ranks)  # all at once: one that lost a peer would print a traceback
+            for child in [*ranks, store]:
+                end_child(child)
+
+
+def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connection) -> None:
+    """Trains as one rank of plain Megatron, sends the wall-clock time of the end of every step, and waits to leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's to end this process
+    device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
+    if device.type == "cuda":
+        nccl.prepare_process()  # as ours has it
+        torch.cuda.set_device(device)
+    join_world(config, rank, open_store(spec).rendezvous("plain", rank, TIMEOUT.total_seconds()), device)
+    ends = []
+    for _ in train_steps(config, device, is_sharded=config.optimizer.sharding == "stacked"):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        ends.append(time.time())
+    parent.send(ends)
+    with contextlib.suppress(EOFError):
+        parent.recv()
+
+
+def _hear(child: Child, interrupts: Deferral) -> list[float]:
+    interrupts.wait([child.reports])
+    try:
+        ends: list[float] = child.reports.recv()
+    except EOFError:
+        raise RuntimeError(f"{child.process.name} of plain Megatron has ended early; see above") from None
+    return ends

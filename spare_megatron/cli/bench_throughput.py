@@ -1,0 +1,247 @@
+"""How fast a configuration trains while nothing fails, beside plain Megatron in turn."""
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spare_megatron.cli.bench_machine import Memory, memory_of
+from spare_megatron.config.implications import flops_per_token, implications
+from spare_megatron.config.schema import FaultsConfig, MetricsConfig, RunConfig, SnapshotConfig
+from spare_megatron.config.validate import resolve_device
+from spare_megatron.driver.run import look_at_machine, start_run
+from spare_megatron.driver.telemetry import split_of_step
+from spare_megatron.journal.files import read_journal
+from spare_megatron.journal.records import UpdateRecord
+from spare_megatron.process.reports import GroupLost, RanksStarted, RunEvent, StepCommitted
+
+NUM_WARMUP = 5
+"""Steps at the start of each run that are not measured."""
+_STEPS_TO_GO = 3
+"""Steps before the end at which memory is looked at: no rank has left then."""
+
+OURS, PLAIN = "ours", "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training, from its first measured step to its last.
+
+    Attributes:
+        step_s: Seconds between the ends of successive steps.
+        split_s: Medians of what a leader's main thread spent its time on in a step, by name; empty for plain Megatron.
+        memory: Near the end.
+    """
+
+    step_s: Sequence[float]
+    split_s: Mapping[str, float]
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What one way to train came to over all its runs.
+
+    Attributes:
+        step_s: Median.
+        tokens_per_s: Of the whole global batch.
+        tflops_per_rank: 10^12 operations of the model a second (`flops_per_token`: redundant and recomputed ones are
+            not counted).
+        mfu: That over `metrics.peak_tflops`; None where the setting is absent.
+        split_s: As in `Run`, the median over runs.
+        memory: Of the fullest run.
+        num_steps: Steps that were measured.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    tflops_per_rank: float
+    mfu: float | None
+    split_s: Mapping[str, float]
+    memory: Memory
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """What was measured.
+
+    Attributes:
+        speeds: By way to train.
+        ratio: Median step of ours over that of plain Megatron; None without it.
+        ratios: The same of each pair of runs.
+    """
+
+    speeds: Mapping[str, Speed]
+    ratio: float | None
+    ratios: Sequence[float]
+
+
+def training_alone(config: RunConfig) -> RunConfig:
+    """The configuration without faults, checkpoints, snapshots, metrics and an end by time: none of it is compared."""
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, max_minutes=None),
+        faults=FaultsConfig(),
+        # Those of restarts stay: others have been chosen to fit them.
+        checkpoint=dataclasses.replace(
+            config.checkpoint,
+            cadence="fixed",
+            interval_steps=None,
+            interval_s=None,
+            keep_every_steps=None,
+            folder="",
+            load="",
+        ),
+        snapshot=SnapshotConfig(),
+        metrics=MetricsConfig(peak_tflops=config.metrics.peak_tflops),
+    )
+
+
+def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
+    """Why this cannot be measured, beside what keeps it from being trained."""
+    if config.train.steps <= NUM_WARMUP + 1:
+        yield (
+            f"train.steps={config.train.steps}: the first {NUM_WARMUP} steps are not measured; set --steps to more "
+            f"than {NUM_WARMUP + 1}"
+        )
+    if config.cluster.num_nodes > 1 or config.cluster.launcher != "local":
+        yield (
+            f"cluster.num_nodes={config.cluster.num_nodes}, cluster.launcher={config.cluster.launcher}: this measures "
+            f"one machine; set 1 and local"
+        )
+    if has_plain and config.layout.virtual_pipeline > 1:
+        yield f"layout.virtual_pipeline={config.layout.virtual_pipeline}: plain Megatron is not interleaved here; set 1"
+    if has_plain and config.layout.context_parallel > 1:
+        yield f"layout.context_parallel={config.layout.context_parallel}: plain Megatron does without here; set 1"
+
+
+def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, tell: Callable[[str], None]) -> Throughput:
+    """Trains again and again; plain Megatron in turn with ours, the order changing from pair to pair.
+
+    Plain Megatron's optimizer is its DistributedOptimizer where ours is stacked, and its gradients are reduced during
+    the backward pass where ours are.
+
+    Args:
+        config: Without problems.
+        num_pairs: Runs of either kind.
+        has_plain: Whether plain Megatron is to be measured.
+        tell: Told of progress, for people.
+
+    Raises:
+        RuntimeError: A run did not end as it should.
+    """
+    device = resolve_device(config, look_at_machine(config))
+    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
+    ways: dict[str, Callable[[RunConfig], Run]] = {PLAIN: _plain, OURS: _ours} if has_plain else {OURS: _ours}
+    runs: dict[str, list[Run]] = {way: [] for way in ways}
+    ratios: list[float] = []
+    for pair in range(num_pairs):
+        for way in ways if pair % 2 == 0 else reversed(ways):
+            runs[way].append(ways[way](config))
+            tell(f"run {pair + 1} of {num_pairs}, {way}: {statistics.median(runs[way][-1].step_s) * 1e3:.1f} ms a step")
+        if has_plain:
+            ours_s, plain_s = (statistics.median(runs[way][-1].step_s) for way in (OURS, PLAIN))
+            ratios.append(ours_s / plain_s)
+    speeds = {way: _speed(config, some) for way, some in runs.items()}
+    ratio = speeds[OURS].step_s / speeds[PLAIN].step_s if has_plain else None
+    return Throughput(speeds=speeds, ratio=ratio, ratios=ratios)
+
+
+def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[RunEvent], None]) -> None:
+    """Trains as a run in which nothing fails does, and leaves its journal in the folder.
+
+    A group that is lost is masked: the run is valid to its end, and its steps are not those of a run without losses.
+
+    Args:
+        config: As `training_alone` gives it.
+        folder: One that does not exist yet.
+        on_event: Told of everything that happens.
+
+    Raises:
+        RuntimeError: The run did not end as it should, or lost a group.
+    """
+    losses: list[str] = []
+
+    def take(event: RunEvent) -> None:
+        if isinstance(event, GroupLost):
+            losses.append(f"group {event.group}: rank {event.rank}: {event.cause}")
+        on_event(event)
+
+    summary = start_run(config, folder, take)
+    if summary.outcome != "finished" or summary.verdict != "valid":
+        reasons = ", ".join(filter(None, (summary.outcome_reason, *summary.reasons)))
+        raise RuntimeError(f"the run {summary.outcome}, {summary.verdict}: {reasons}")
+    if summary.groups_lost:
+        raise RuntimeError(
+            f"groups were lost {summary.groups_lost} times, so that the run says nothing of steps while nothing "
+            f"fails: {'; '.join(losses)}"
+        )
+
+
+def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]:
+    """Which kernels were at work. For after `measure`: from here on no process with a GPU can be started."""
+    import torch
+
+    from spare_megatron.mcore.model import kernels_of
+
+    is_gpu = resolve_device(config, look_at_machine(config)) == "gpu"
+    found = kernels_of(config, torch.device("cuda" if is_gpu else "cpu"))
+    return {name: value for name, value in found.items() if has_plain or name != "adam_of_plain"}
+
+
+def _speed(config: RunConfig, runs: Sequence[Run]) -> Speed:
+    steps = [value for run in runs for value in run.step_s]
+    step_s = statistics.median(steps)
+    tokens = implications(config).tokens_per_step
+    tflops = flops_per_token(config) * tokens / step_s / config.parallel.num_ranks / 1e12
+    peak = config.metrics.peak_tflops
+    return Speed(
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        tflops_per_rank=tflops,
+        mfu=None if peak is None else tflops / peak,
+        split_s={name: statistics.median(run.split_s[name] for run in runs) for name in runs[0].split_s},
+        memory=Memory(
+            host_bytes=max(run.memory.host_bytes for run in runs),
+            device_bytes=max(run.memory.device_bytes for run in runs),
+        ),
+        num_steps=len(steps),
+    )
+
+
+def _plain(config: RunConfig) -> Run:
+    from spare_megatron.cli.bench_plain import run_plain
+
+    ends, memory = run_plain(config)
+    return Run(step_s=_intervals(ends), split_s={}, memory=memory)
+
+
+def _ours(config: RunConfig) -> Run:
+    pids: set[int] = set()
+    splits: list[Mapping[str, float]] = []
+    memories: list[Memory] = []
+
+    def take(event: RunEvent) -> None:
+        match event:
+            case RanksStarted():
+                pids.update(event.pids.values())
+            case StepCommitted(group=0):
+                if event.step >= NUM_WARMUP:
+                    splits.append(split_of_step(event.split_s))
+                if event.step == config.train.steps - _STEPS_TO_GO:
+                    memories.append(memory_of(pids, is_gpu=config.cluster.device == "gpu"))
+
+    with tempfile.TemporaryDirectory(prefix="spare-bench-") as scratch:
+        folder = Path(scratch) / "run"
+        train_without_losses(config, folder, take)
+        lines = [line for line in read_journal(folder).lines if line.source == "group-0000-rank-0"]
+    ends = [line.at_s for line in lines if isinstance(line.record, UpdateRecord)]
+    split_s = {name: statistics.median(split[name] for split in splits) for name in splits[0]}
+    return Run(step_s=_intervals(ends), split_s=split_s, memory=memories[0])
+
+
+def _intervals(ends: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in zip(ends[NUM_WARMUP:], ends[NUM_WARMUP + 1 :], strict=False)]

@@ -1,0 +1,192 @@
+"""How a run stands, for people: a view on a terminal, lines elsewhere. Letters say what colours say."""
+
+import datetime
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spare_megatron.journal.events import Event, describe_storage
+from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.quantities import format_duration, format_large
+from spare_megatron.journal.records import RunRecord, UpdateRecord
+from spare_megatron.journal.run_state import GroupState, SavePlan, Standing
+from spare_megatron.journal.speed import flops_utilization, tokens_per_second
+
+_LETTERS: dict[GroupState, tuple[str, str]] = {
+    "alive": ("A", "green"),
+    "slow": ("S", "bold yellow"),
+    "rejoining": ("R", "bold cyan"),
+    "lost": ("L", "bold red"),
+    "given up": ("X", "bold magenta"),
+}
+_IN_A_BLOCK, _IN_A_ROW = 10, 50
+_BAR_WIDTH = 50
+_EVENTS_SHOWN = 6
+_RECENT_COMMITS = 8
+"""Among which the newest step is that some group has applied."""
+STEP_LINE_INTERVAL_S = 2.0
+"""Without a terminal, seconds between lines about steps."""
+
+
+def view_of(
+    standing: Standing, plan: SavePlan, now_s: float, note: str = "", num_events: int = _EVENTS_SHOWN
+) -> RenderableType:
+    """The view of a run.
+
+    Args:
+        standing: How it stands.
+        plan: When it saves.
+        now_s: Seconds since the epoch.
+        note: What is to be said that no journal tells.
+        num_events: The last events to be listed, at most.
+    """
+    run = standing.run
+    if run is None:
+        return Text(note or "the journal has no run yet")
+    done = 0 if standing.folding is None else standing.folding.step
+    bar = ProgressBar(total=run.num_steps, completed=done, width=_BAR_WIDTH)
+    rows: list[RenderableType] = [bar]
+    rows += [Text(line) for line in _headlines(standing, plan, now_s)]
+    rows += [_grid(standing.groups())]
+    rows += [Text(line) for line in _events(standing, num_events)]
+    view = Table.grid()
+    for row in (*rows, *([Text(note)] if note else [])):
+        view.add_row(row)
+    return view
+
+
+def lines_of(standing: Standing, plan: SavePlan, now_s: float) -> Iterator[str]:
+    """The same as text."""
+    if standing.run is None:
+        yield "the journal has no run yet"
+        return
+    yield from _headlines(standing, plan, now_s)
+    yield from _grid(standing.groups()).plain.split("\n")
+    yield from _events(standing, _EVENTS_SHOWN)
+
+
+class NewLines:
+    """What a run's journal has to tell since the last time, as lines with their times: each event once.
+
+    Attributes:
+        unrecorded: Texts of events that were told before the journal had them.
+
+    Args:
+        has_steps: Has a line about the newest step, too, with events or when the last one is two seconds old.
+    """
+
+    def __init__(self, *, has_steps: bool) -> None:
+        self.unrecorded: set[str] = set()
+        self._has_steps = has_steps
+        self._num_events = 0
+        self._told = (-1, 0)  # the newest attempt, and restarts, as of the last line about a step
+        self._next_at_s = 0.0
+
+    def take(self, standing: Standing, now_s: float) -> list[str]:
+        """The new lines in the order of their times."""
+        if standing.num_events > self._num_events or standing.end is not None:
+            self._next_at_s = now_s  # a step that came before an event is told before it
+        found = [*standing.events_since(self._num_events), *self._step(standing, now_s)]
+        self._num_events = standing.num_events
+        new = [event for event in sorted(found, key=lambda event: event.at_s) if event.text not in self.unrecorded]
+        self.unrecorded -= {event.text for event in found}
+        return [self.stamped(event.text, event.at_s) for event in new]
+
+    def stamped(self, text: str, at_s: float) -> str:
+        """The text with the local time before each of its lines; with the date where lines are kept."""
+        time = f"{datetime.datetime.fromtimestamp(at_s):{'%Y-%m-%d %H:%M:%S' if self._has_steps else '%H:%M:%S'}}"
+        return "\n".join(f"{time} {line}" for line in text.split("\n"))
+
+    def _step(self, standing: Standing, now_s: float) -> Iterator[Event]:
+        folding, update = standing.folding, standing.newest
+        if not self._has_steps or folding is None or update is None:
+            return
+        newest = update.attempt, folding.num_restarts
+        if newest != self._told and now_s >= self._next_at_s:
+            self._told, self._next_at_s = newest, now_s + STEP_LINE_INTERVAL_S
+            yield Event(at_s=standing.committed_at_s, text=step_line(standing, now_s))
+
+
+def step_line(standing: Standing, now_s: float) -> str:
+    """The step that the run has come to, in a line."""
+    run, folding, update = standing.run, standing.folding, standing.newest
+    assert run is not None, "nothing is told of a run that is not there"
+    assert folding is not None, "a run has a log"
+    if not folding.commits:
+        return f"no step of {run.num_steps} committed yet"
+    if update is None or update.step >= folding.step:  # undone by a restart
+        parts = [f"step {folding.step}/{run.num_steps}", f"groups {len(folding.members)}/{run.num_groups}"]
+    else:
+        members = [commit.members for commit in folding.commits[-_RECENT_COMMITS:] if commit.attempt == update.attempt]
+        parts = [*figures_of(run, update, len(members[0] if members else folding.members))]
+    left_s = standing.left_s(now_s)
+    if left_s:
+        parts.append(f"left {format_duration(max(1, round(left_s)))}")
+    return "  ".join(parts)
+
+
+def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterator[str]:
+    """Those of a step that so many groups took part in."""
+    yield f"step {update.step + 1}/{run.num_steps}"
+    if update.loss:  # a simulated run has none
+        yield f"loss {update.loss:.4f}"
+        yield f"lr {update.learning_rate:.2e}"
+        yield f"grad norm {update.grad_norm:.3f}"
+    tokens = tokens_per_second(run, update.step_s)
+    if tokens is not None:
+        yield f"{format_large(tokens)} tokens/s"
+    utilization = flops_utilization(run, update.step_s, num_groups * run.ranks_per_group)
+    if utilization is not None:
+        yield f"MFU {utilization:.1%}"
+    yield f"groups {num_groups}/{run.num_groups}"
+    yield f"load {update.makespan}"
+    yield format_duration(update.step_s)
+
+
+def _headlines(standing: Standing, plan: SavePlan, now_s: float) -> Iterator[str]:
+    reason = "" if standing.end is None else standing.end.reason
+    outcome = f"{standing.outcome}: {reason}" if reason else standing.outcome
+    yield f"{step_line(standing, now_s)}  ({outcome})"
+    goodput = standing.goodput(now_s)
+    if goodput is not None:
+        yield _describe_goodput(goodput)
+    next_s = standing.next_save_s(plan, now_s)
+    if next_s is not None:
+        yield f"next save in {format_duration(round(next_s))}"
+    if standing.storage is not None:
+        stale = "lines stay in memory until there is room, and the figures here are as old as the last one written"
+        yield f"incomplete: {describe_storage(standing.storage)}" + ("" if standing.end else f"; {stale}")
+    for text in standing.damage[:1]:
+        yield f"damaged: {text}"
+
+
+def _describe_goodput(goodput: Goodput) -> str:
+    lost = sorted(((spent, name) for name, spent in goodput.lost_s.items() if spent >= 0.05), reverse=True)
+    told = ", ".join(f"{name.replace('_', ' ')} {format_duration(spent)}" for spent, name in lost)
+    return f"goodput {goodput.goodput:.1%} of {format_duration(goodput.wall_s)}" + (f"; lost: {told}" if told else "")
+
+
+def _grid(states: Sequence[GroupState]) -> Text:
+    """A letter for each group, by tens, and what the letters mean."""
+    grid = Text("groups ")
+    for group, state in enumerate(states):
+        if group and group % _IN_A_ROW == 0:
+            grid.append(f"\n{group:>6} ")
+        elif group and group % _IN_A_BLOCK == 0:
+            grid.append(" ")
+        letter, style = _LETTERS[state]
+        grid.append(letter, style=style)
+    counts = Counter(states)
+    grid.append(
+        "\n       " + ", ".join(f"{_LETTERS[state][0]} {state} {counts[state]}" for state in _LETTERS if counts[state])
+    )
+    return grid
+
+
+def _events(standing: Standing, most: int) -> Iterator[str]:
+    for event in standing.events(most):
+        yield f"{datetime.datetime.fromtimestamp(event.at_s):%H:%M:%S} {event.text}"

@@ -1,0 +1,233 @@
+"""What is wrong, or doubtful, with a run whose supervisors are started elsewhere than here."""
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from spare_megatron.config.schema import ControlConfig, RunConfig
+
+_NAME = re.compile(r"[A-Za-z0-9_.,-]+")
+
+_STRIKING_ONE_MACHINE = ("cut", "stop_node", "stop_store", "kill_store")
+"""Faults that the driver inflicts on processes of its own machine."""
+
+_ETCD_MEMBERS = 3
+
+_ETCD_PORTS = 2 * _ETCD_MEMBERS
+
+
+def num_etcd_members(num_nodes: int) -> int:
+    """Members of the etcd that a job brings up on its nodes: three stand the loss of one, two would not."""
+    return _ETCD_MEMBERS if num_nodes >= _ETCD_MEMBERS else 1
+
+
+def launcher_problems(config: RunConfig) -> Iterator[str]:
+    """Every reason why no supervisor could be started, or would be of no use, where `cluster.launcher` is not local."""
+    launcher = config.cluster.launcher
+    if launcher == "local":
+        return
+    if config.cluster.isolate_nodes:
+        yield (
+            f"cluster.isolate_nodes=true rehearses nodes on one machine, and cluster.launcher={launcher} has nodes; "
+            f"set one of them to false or local"
+        )
+    faults = config.faults
+    random = faults.kinds or _STRIKING_ONE_MACHINE if faults.mean_steps is not None else ()
+    for kind in sorted({*random, *(fault.kind for fault in faults.trace)} & set(_STRIKING_ONE_MACHINE)):
+        yield (
+            f"faults of kind {kind} strike processes of one machine and do not reach nodes of "
+            f"cluster.launcher={launcher}; leave {kind} out of faults.trace and faults.kinds"
+        )
+    if launcher == "srun":
+        yield from _layout_problems(config)
+        yield from _job_problems(config)
+
+
+def launcher_warnings(config: RunConfig) -> Iterator[str]:
+    """What may not be meant in a job of Slurm. Only for a configuration without problems."""
+    if config.cluster.launcher != "srun":
+        return
+    if config.slurm.max_requeues and not config.checkpoint.is_wanted:
+        yield (
+            f"slurm.max_requeues={config.slurm.max_requeues}, but no checkpoints are taken: the job would begin anew "
+            f"each time; set checkpoint.cadence or checkpoint.interval_steps, or slurm.max_requeues=0"
+        )
+
+
+def _layout_problems(config: RunConfig) -> Iterator[str]:
+    """Groups fill whole nodes, and tensor-parallel ranks stand on one."""
+    layout, gpus = config.parallel, config.slurm.gpus_per_node
+    if config.cluster.device == "auto":
+        yield "cluster.device=auto cannot be told before the job runs; set it to gpu or cpu"
+    if min(layout.num_ranks, layout.num_nodes) < 1 or layout.num_ranks % layout.num_nodes:
+        return  # told elsewhere
+    per_node, per_group = layout.ranks_per_node, layout.ranks_per_group
+    if config.cluster.device == "gpu" and per_node != gpus:
+        fits = gpus > 0 and layout.num_ranks % gpus == 0
+        yield (
+            f"each of cluster.num_nodes={layout.num_nodes} has {per_node} of {layout.num_ranks} ranks, which do not "
+            f"fill slurm.gpus_per_node={gpus}; change one of them or layout.num_groups"
+            + (f" (cluster.num_nodes={layout.num_ranks // gpus} fits)" if fits else "")
+        )
+    if per_node % per_group and per_group % per_node:
+        yield (
+            f"groups of {per_group} ranks do not fill whole nodes of {per_node}: one node would be a part of several; "
+            f"change cluster.num_nodes={layout.num_nodes} or the layout"
+        )
+    if per_node % layout.tensor_parallel:
+        yield (
+            f"layout.tensor_parallel={layout.tensor_parallel} does not divide the {per_node} ranks of a node, and "
+            f"tensor-parallel ranks are to stand on one; lower it or cluster.num_nodes={layout.num_nodes}"
+        )
+
+
+def _job_problems(config: RunConfig) -> Iterator[str]:
+    slurm, num_nodes = config.slurm, config.cluster.num_nodes
+    limit = slurm.time_limit_minutes
+    if config.control.store == "embedded" and num_nodes + slurm.num_spare_nodes > 1:
+        yield (
+            f"control.store=embedded serves one machine, and cluster.num_nodes + slurm.num_spare_nodes = "
+            f"{num_nodes + slurm.num_spare_nodes}; set control.store=etcd"
+        )
+    for key, value in (("partition", slurm.partition), ("account", slurm.account)):
+        if value and not _NAME.fullmatch(value):
+            yield f"slurm.{key}={value!r} is no name that Slurm knows: letters, digits and _.,- only; correct it"
+    for key, command, example, options in (
+        ("options", "sbatch", "--qos=high", slurm.options),
+        ("step_options", "srun", "--container-image=IMAGE", slurm.step_options),
+    ):
+        for option in options:
+            if not option.startswith("-") or "\n" in option:
+                yield f"slurm.{key}: {option!r} is no option of {command}, such as {example}; correct it"
+    if slurm.container and slurm.container[0].startswith("-"):
+        yield (
+            f"slurm.container begins with {slurm.container[0]!r}, and a command comes first, such as apptainer; "
+            f"options of srun go into slurm.step_options"
+        )
+    for key, number, least in (
+        ("end_before_limit_s", slurm.end_before_limit_s, 1),
+        ("max_requeues", slurm.max_requeues, 0),
+        ("gpus_per_node", slurm.gpus_per_node, 1),
+        ("num_spare_nodes", slurm.num_spare_nodes, 0),
+        ("etcd_port", slurm.etcd_port, 1),
+        ("time_limit_minutes", 1 if limit is None else limit, 1),
+    ):
+        if number < least:
+            yield f"slurm.{key}={number} must be at least {least}; raise it"
+    if slurm.etcd_port + _ETCD_PORTS - 1 > 65535:
+        yield f"slurm.etcd_port={slurm.etcd_port} leaves no {_ETCD_PORTS} ports up to 65535; lower it"
+    if limit is not None and 0 < 60 * limit <= slurm.end_before_limit_s:
+        yield (
+            f"slurm.end_before_limit_s={slurm.end_before_limit_s} leaves nothing of "
+            f"slurm.time_limit_minutes={limit}; lower the first or raise the second"
+        )
+
+
+def spare_problems(config: RunConfig) -> Iterator[str]:
+    """Why nobody would ever take the processes that wait."""
+    spare, layout = config.spare, config.parallel
+    if spare.spares <= 0 or layout.num_nodes < 1 or layout.num_ranks % layout.num_nodes:
+        return
+    groups_per_node = max(len(layout.groups_on(node)) for node in range(layout.num_nodes))
+    if spare.spares > groups_per_node:
+        yield (
+            f"spare.spares={spare.spares} exceeds the {groups_per_node} groups of a node: no more can be lost at a "
+            f"time; lower it"
+        )
+    if not (spare.rejoins or config.checkpoint.max_restarts):
+        yield (
+            f"spare.spares={spare.spares} is of no use where no group comes back: spare.rejoins={spare.rejoins}, "
+            f"checkpoint.max_restarts=0; raise one of them, or set spare.spares to 0"
+        )
+
+
+def store_problems(control: ControlConfig, *, brings_etcd: bool = False, can_listen: bool = True) -> Iterator[str]:
+    """Every reason why no control store can be reached with these settings.
+
+    Args:
+        control: The settings.
+        brings_etcd: The run starts an etcd of its own where no endpoint is named.
+        can_listen: `control.listen_address` is an address of this machine.
+    """
+    try:
+        if ipaddress.ip_address(control.listen_address).is_unspecified:
+            yield (
+                f"control.listen_address={control.listen_address} is no single address, and ranks could not connect "
+                f"to it; name one address of this machine"
+            )
+    except ValueError:
+        yield f"control.listen_address={control.listen_address} is no IP address; name one of this machine"
+    if control.vote_fan_in < 1:
+        yield f"control.vote_fan_in={control.vote_fan_in} must be at least 1, with which every group votes directly"
+    if control.store == "embedded":
+        if not can_listen:
+            yield (
+                f"control.listen_address={control.listen_address} is no address of this machine, or its network is "
+                f"down; name one that `ip address` shows"
+            )
+        for key in ("endpoints", "ca_file", "cert_file", "key_file", "credentials_file"):
+            if getattr(control, key):
+                yield f"control.{key} has no effect on control.store=embedded; remove it or set control.store=etcd"
+        return
+    if control.endpoints or not brings_etcd:
+        yield from _endpoint_problems(control.endpoints)
+    if bool(control.cert_file) != bool(control.key_file):
+        yield "control.cert_file and control.key_file go together; set both or neither"
+    if not _is_encrypted(control):
+        for key in ("ca_file", "cert_file"):
+            if getattr(control, key):
+                yield f"control.{key} has no effect on http endpoints; use https in control.endpoints"
+
+
+def store_warnings(control: ControlConfig) -> Iterator[str]:
+    """What leaves the control store open to others."""
+    if control.store == "embedded":
+        if not ipaddress.ip_address(control.listen_address).is_loopback:
+            yield (
+                f"control.listen_address={control.listen_address}: the embedded store has no authentication, and "
+                f"whoever reaches this address can end or falsify the run; keep the network closed, or use "
+                f"control.store=etcd with TLS"
+            )
+    elif (
+        control.endpoints
+        and not _is_encrypted(control)
+        and not all(_is_loopback(endpoint) for endpoint in control.endpoints)
+    ):
+        yield "control.endpoints are http: passwords and decisions travel in the clear; use https"
+
+
+def _endpoint_problems(endpoints: tuple[str, ...]) -> Iterator[str]:
+    if not endpoints:
+        yield 'control.store=etcd needs control.endpoints, such as ["https://etcd-0:2379"]'
+    for endpoint in endpoints:
+        if not _is_endpoint(endpoint):
+            yield f"control.endpoints: {_without_user(endpoint)!r} is not of the form https://host:port; correct it"
+    if len({urlsplit(endpoint).scheme for endpoint in endpoints if _is_endpoint(endpoint)}) > 1:
+        yield "control.endpoints mix http and https; use https for all"
+
+
+def _is_endpoint(endpoint: str) -> bool:
+    try:
+        url = urlsplit(endpoint)
+        is_whole = bool(url.hostname and url.port)
+    except ValueError:
+        return False
+    return url.scheme in ("http", "https") and is_whole and "@" not in url.netloc and url.path in ("", "/")
+
+
+def _without_user(endpoint: str) -> str:
+    """A password that was put here by mistake is not shown."""
+    return endpoint.rpartition("@")[2]
+
+
+def _is_encrypted(control: ControlConfig) -> bool:
+    return any(urlsplit(endpoint).scheme == "https" for endpoint in control.endpoints if _is_endpoint(endpoint))
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = urlsplit(endpoint).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,276 @@
+"""What is wrong with the corpus that a configuration names."""
+
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+
+from spare_megatron.config.building import describe_kind
+from spare_megatron.config.corpus import CorpusFacts, is_same_corpus
+from spare_megatron.config.diagnosis import ranks_per_machine
+from spare_megatron.config.implications import rank_memory
+from spare_megatron.config.schema import MetricsConfig, RunConfig
+from spare_megatron.config.store_space import gib
+from spare_megatron.config.terms import global_batch
+
+INDEX_BYTES_PER_SAMPLE = 12
+"""Of Megatron's sample index at the least: a document and an offset, and a place in the shuffled order."""
+
+MOST_SEED = 2**32 - 1
+"""Megatron shuffles with NumPy's RandomState, which takes no larger one."""
+
+
+def data_problems(
+    config: RunConfig,
+    *,
+    has_corpus: bool,
+    corpus_failure: str,
+    corpus: CorpusFacts | None,
+    memory_bytes: int | None,
+) -> Iterator[str]:
+    """Every reason why no samples could be read.
+
+    Args:
+        config: The configuration.
+        has_corpus: Both files of `data.corpus` exist.
+        corpus_failure: Why they cannot be used, empty if they can.
+        corpus: What is in them, where that is known.
+        memory_bytes: What the process that builds the sample index may take at the most, where that is known.
+    """
+    seed = config.train.seed
+    if seed > MOST_SEED:
+        yield f"train.seed={seed} exceeds {MOST_SEED}, beyond which no order of the samples can be drawn; lower it"
+    num_samples = config.train.steps * global_batch(config)
+    index_bytes = INDEX_BYTES_PER_SAMPLE * num_samples
+    if memory_bytes is not None and index_bytes > memory_bytes:
+        yield (
+            f"train.steps={config.train.steps} of {global_batch(config)} sequences each need a sample index of "
+            f"{gib(index_bytes)}, and this machine has {gib(memory_bytes)} of memory for it; lower it: where "
+            f"train.max_minutes ends the run, as many steps as it can come to are enough"
+        )
+    if not config.data.corpus:
+        yield "data.corpus is empty; set it to the path prefix that `spare preprocess` wrote"
+    elif corpus_failure:
+        yield corpus_failure
+    elif not has_corpus:
+        yield _missing(config.data.corpus)
+    elif corpus is not None:
+        yield from _unfit(config, corpus)
+
+
+def _missing(corpus: str) -> str:
+    prefix = corpus.removesuffix(".bin").removesuffix(".idx")
+    if prefix != corpus:
+        return f"data.corpus={corpus} is a file, and the prefix of its two files is meant; set it to {prefix}"
+    return (
+        f"data.corpus={corpus}: {corpus}.bin or {corpus}.idx is missing; write them with "
+        f"`spare preprocess --input DIR --output-prefix {corpus} --tokenizer byte` or change data.corpus"
+    )
+
+
+def _unfit(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
+    """Why the model cannot be trained on it."""
+    data, vocab_size = config.data, config.model.vocab_size
+    if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
+        yield (
+            f"model.vocab_size={vocab_size} is below the {corpus.vocab_size} tokens that data.corpus={data.corpus} was "
+            f"written with; raise it"
+        )
+    elif corpus.largest_token >= vocab_size:
+        yield (
+            f"data.corpus={data.corpus}: {data.corpus}.bin has token ids up to {corpus.largest_token}, which "
+            f"model.vocab_size={vocab_size} does not have; raise that to at least {corpus.largest_token + 1}"
+        )
+    if corpus.least_token < 0:
+        yield (
+            f"data.corpus={data.corpus}: {data.corpus}.bin has negative token ids, down to {corpus.least_token}; write "
+            f"it anew, with ids from 0"
+        )
+    if not config.checkpoint.allow_other_corpus and not is_same_corpus(data.identity, corpus.identity):
+        yield (
+            f"data.corpus={data.corpus} is {corpus.identity!r}, and not data.identity={data.identity!r}; choose that "
+            f"corpus, set data.identity to nothing, or checkpoint.allow_other_corpus=true where a checkpoint is of it"
+        )
+
+
+OURS_IN_MEGATRON_WORDS = {
+    "num_layers": "model.num_layers",
+    "hidden_size": "model.hidden_size",
+    "ffn_hidden_size": "model.ffn_hidden_size",
+    "num_attention_heads": "model.num_attention_heads",
+    "hidden_dropout": "model.hidden_dropout",
+    "attention_dropout": "model.attention_dropout",
+    "seq_length": "model.seq_length",
+    "bf16": "model.precision",
+    "fp16": "model.precision",
+    "params_dtype": "model.precision",
+    "pipeline_dtype": "model.precision",
+    "autocast_dtype": "model.precision",
+    "transformer_impl": "model.transformer_impl",
+    "tensor_model_parallel_size": "layout.tensor_parallel",
+    "context_parallel_size": "layout.context_parallel",
+    "pipeline_model_parallel_size": "layout.pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "layout.virtual_pipeline",
+    "micro_batch_size": "train.micro_batch_size",
+}
+"""Megatron's fields that follow from ours, and the setting they follow from."""
+
+
+FIXED_IN_MEGATRON = {
+    "calculate_per_token_loss": "gradients are always summed over tokens and scaled once, after the reduction",
+    "finalize_model_grads_func": "gradients are finished after the commit, not inside the schedule",
+    "grad_sync_func": "groups reduce after the schedule, not inside it",
+    "no_sync_func": "groups reduce after the schedule, not inside it",
+    "param_sync_func": "parameters are never sharded over groups",
+    "grad_scale_func": "gradients are scaled once, after the reduction",
+}
+"""Megatron's fields that a masked loss depends on, and why they are not to be had."""
+
+
+OF_TRANSFORMER_ENGINE = (
+    "cpu_offloading",
+    "fp4",
+    "fp8",
+    "softmax_type",
+    "window_attn_skip_freq",
+    "window_size",
+)
+"""Megatron's fields that only layers of transformer-engine heed: others would pass most of them over in silence."""
+
+
+ON_GPUS_ALONE = (
+    *OF_TRANSFORMER_ENGINE,
+    "fused_single_qkv_rope",
+    "gradient_accumulation_fusion",
+    "layernorm_zero_centered_gamma",
+    "memory_efficient_layer_norm",
+    "persist_layer_norm",
+    "recompute_granularity",
+    "sequence_parallel",
+)
+"""Megatron's fields with which no rank could be built, or none could compute, on CPUs."""
+
+
+COUNTED_WITH: dict[str, type] = {
+    "add_bias_linear": bool,
+    "add_qkv_bias": bool,
+    "attention_output_gate": bool,
+    "batch_p2p_comm": bool,
+    "gated_linear_unit": bool,
+    "kv_channels": int,
+    "normalization": str,
+    "num_query_groups": int,
+    "qk_layernorm": bool,
+    "recompute_granularity": str,
+    "sequence_parallel": bool,
+}
+"""Megatron's fields on which limits, sizes and memory depend that are worked out before Megatron is there."""
+
+
+def megatron_problems(config: RunConfig) -> Iterator[str]:
+    """Every field that is not the user's to set, or of another type than what is worked out with it needs."""
+    for key, value in config.megatron.items():
+        if key in OURS_IN_MEGATRON_WORDS:
+            yield f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead"
+        elif key in FIXED_IN_MEGATRON:
+            yield f"megatron.{key} cannot be set: {FIXED_IN_MEGATRON[key]}; remove it"
+        elif type(value) is not COUNTED_WITH.get(key, type(value)):
+            yield f"megatron.{key}={value!r} must be {describe_kind(COUNTED_WITH[key])}; change it"
+        elif COUNTED_WITH.get(key) is int and isinstance(value, int) and value < 1:
+            yield f"megatron.{key}={value} must be at least 1; raise it"
+
+
+def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
+    """Those of Megatron's fields with these names that are switched on, as they are written."""
+    for name in names:
+        value = config.megatron.get(name)
+        if value not in (None, False, "vanilla"):
+            yield f"megatron.{name}={'true' if value is True else value}"
+
+
+def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[str]:
+    """Why the kernel would kill ranks on CPUs. Only for a configuration without other problems.
+
+    What is certain is counted, and no activations, which are an estimate.
+
+    Args:
+        config: The configuration.
+        machine_bytes: Memory of one machine of the run; None where it is not known.
+    """
+    memory, num_ranks = rank_memory(config), ranks_per_machine(config)
+    needed = num_ranks * (memory.total_bytes - memory.activations_bytes)
+    if machine_bytes is not None and needed > machine_bytes:
+        yield (
+            f"{num_ranks} ranks on one machine (layout.num_groups={config.layout.num_groups}) need {gib(needed)} for "
+            f"parameters, gradients, buckets and optimizer state, and it has {gib(machine_bytes)} of memory; lower "
+            f"layout.num_groups, choose a smaller model, or set optimizer.sharding=stacked"
+        )
+
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
+    """Every reason why metrics cannot go where they are wanted."""
+    wanted = {"metrics.tensorboard": metrics.tensorboard, "metrics.wandb_project": metrics.wandb_project}
+    for name, value in wanted.items():
+        package = name.partition(".")[2].partition("_")[0]
+        if value and importlib.util.find_spec(package) is None:
+            yield (
+                f"{name}={value} needs the package {package}, which is not installed: "
+                "pip install 'spare_megatron[metrics]', or remove the setting"
+            )
+    if metrics.run_id and not _ID.fullmatch(metrics.run_id):
+        yield (
+            f"metrics.run_id={metrics.run_id!r} is no id for Weights & Biases: "
+            "at most 64 letters, digits, hyphens and underscores"
+        )
+    if metrics.peak_tflops is not None and not metrics.peak_tflops > 0:
+        yield f"metrics.peak_tflops={metrics.peak_tflops} must be above 0"
+
+
+def optimizer_problems(config: RunConfig) -> Iterator[str]:
+    """Every reason why the optimizer cannot be had as it is configured."""
+    settings, steps = config.optimizer, config.train.steps
+    for key, value in (("learning_rate", settings.learning_rate), ("eps", settings.eps)):
+        if not value > 0.0:
+            yield f"optimizer.{key}={value} must be above 0; raise it"
+    for key, value in (
+        ("min_learning_rate", settings.min_learning_rate),
+        ("weight_decay", settings.weight_decay),
+        ("clip_grad", settings.clip_grad),
+    ):
+        if not value >= 0.0:
+            yield f"optimizer.{key}={value} must be at least 0; raise it"
+    if settings.min_learning_rate > settings.learning_rate:
+        yield (
+            f"optimizer.min_learning_rate={settings.min_learning_rate} exceeds "
+            f"optimizer.learning_rate={settings.learning_rate}; lower the first or raise the second"
+        )
+    if settings.warmup_steps > 0 and settings.warmup_steps >= steps:
+        yield (
+            f"optimizer.warmup_steps={settings.warmup_steps} must be below train.steps={steps}; "
+            f"lower the first or raise the second"
+        )
+    yield from _sharding(config)
+
+
+def _sharding(config: RunConfig) -> Iterator[str]:
+    redundancy, num_groups = config.optimizer.redundancy, config.layout.num_groups
+    if redundancy < 1:
+        yield f"optimizer.redundancy={redundancy} must be at least 1; raise it"
+    if not config.optimizer.repair_mib_per_s > 0.0:
+        yield f"optimizer.repair_mib_per_s={config.optimizer.repair_mib_per_s} must be above 0; raise it"
+    if config.optimizer.sharding == "replicated":
+        return
+    if redundancy > num_groups:
+        yield (
+            f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a slice cannot have more hosts "
+            f"than there are groups; lower optimizer.redundancy or raise layout.num_groups"
+        )
+    # A gather sends a number of each group at least in one staging buffer.
+    least = 4 * (num_groups + 1) / 2**20
+    if config.reduce.bucket_mib < least:
+        yield (
+            f"reduce.bucket_mib={config.reduce.bucket_mib} must be at least {least:.2g} with "
+            f"optimizer.sharding=stacked and layout.num_groups={num_groups}; raise it"
+        )

@@ -1,1 +1,0 @@
-"""The control store: the one place where groups agree."""

@@ -1,0 +1,383 @@
+"""The clock of the log: seconds since the run began, the same for everybody who has read the same entries.
+
+Every commit says the time by its writer's clock, and everybody sets theirs by it. So the time is known to a group that
+has only just read the log, and needs no wall clock. Between a wipe-out and the first commit after it the clock goes on
+for those who know when the wipe-out was found.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import log2
+from statistics import fmean
+
+from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.cadence import Cadence, optimal_cadence_s
+from spare_megatron.core.entries import SaveEnd
+from spare_megatron.core.survival import time_to_wipe_out_s
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import Placement
+from spare_megatron.stacking.state_partitions import Ownership
+
+
+class LogClock:
+    """One process's reading.
+
+    Attributes:
+        at_s: The time of the last commit.
+    """
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+        self._ahead_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """The run begins, at this time of the process's own monotonic clock."""
+        self._ahead_s = -now_s
+
+    def set_by(self, at_s: float, now_s: float) -> None:
+        """A commit of this time has been read. The sooner it was, the less of its way is in the difference."""
+        self.at_s = at_s
+        self._ahead_s = max(self._ahead_s, at_s - now_s)
+
+    def read_s(self, now_s: float) -> float:
+        """The time, never before the last commit.
+
+        >>> clock = LogClock()
+        >>> clock.begin(100.0)
+        >>> clock.set_by(8.0, 105.0)
+        >>> clock.read_s(106.0)
+        9.0
+        """
+        return max(self.at_s, now_s + self._ahead_s)
+
+
+PRIOR_SAVE_S = 1.0
+"""What a save is taken to cost before the first one."""
+
+LEAST_SAVE_S = 1e-3
+"""With free saves there is no best interval."""
+
+
+_LAST_SAVES = 8
+
+_OVERDUE = 5.0
+"""A group that is away for this many times the mean absence is taken not to come back, and nobody else either."""
+
+
+class Experience:
+    """Folded by everybody. All times are those of the log's clock.
+
+    Args:
+        group_life_s: Prior mean seconds until a given group is lost.
+        placement: Who hosts what.
+        last_resort: Every group can compute every shard.
+
+    Notes:
+        Losses of a group are a Poisson process whose rate has the prior Gamma(1, group_life_s): it weighs as much as
+        one loss seen in group_life_s. After k losses in the exposure T its mean is (1 + k) / (group_life_s + T).
+    """
+
+    def __init__(self, group_life_s: float, placement: Placement, *, last_resort: bool) -> None:
+        self._group_life_s = group_life_s
+        self._placement = placement
+        self._last_resort = last_resort
+        self._at_s = 0.0
+        self._num_losses = 0
+        self._exposure_s = 0.0
+        self._is_restarting = False
+        self._step_s = 0.0  # the last that no restart is in
+        self._num_members = 0
+        self._lost_at_s: dict[GroupId, float] = {}
+        self._absences_s: list[float] = []
+        self._saves_s: list[float] = []
+        self._cadence_of: tuple[tuple[object, ...], Cadence] | None = None
+
+    def committed(self, at_s: float, num_members: int) -> None:
+        """A step of this many groups is committed."""
+        passed_s, self._at_s = at_s - self._at_s, at_s
+        if not self._is_restarting:
+            self._step_s = passed_s
+        self._is_restarting, self._num_members = False, num_members
+        self._exposure_s += self._step_s * num_members
+
+    def lost(self, groups: Iterable[GroupId]) -> None:
+        """Groups that took part are lost."""
+        for group in groups:
+            self._num_losses += 1
+            self._lost_at_s[group] = self._at_s
+
+    def admitted(self, groups: Iterable[GroupId]) -> None:
+        """Groups take part again."""
+        for group in groups:
+            if group in self._lost_at_s:
+                self._absences_s.append(self._at_s - self._lost_at_s.pop(group))
+
+    def saved(self, stall_s: float) -> None:
+        """A save has ended well."""
+        self._saves_s = [*self._saves_s, stall_s][-_LAST_SAVES:]
+
+    def restarted(self) -> None:
+        """Training starts again.
+
+        How long the restart took is not told apart from what its first step and the one that was struck took: they
+        count as one and as half of one like the last before.
+        """
+        self._is_restarting = True
+        self._exposure_s += 0.5 * self._step_s * self._num_members
+        self._lost_at_s.clear()
+
+    def cadence(self, members: Collection[GroupId]) -> Cadence:
+        """The best interval with these groups, by all that is known."""
+        # Times change it little from one step to the next: by their square root.
+        exposure = int(16 * log2(1 + self._exposure_s / self._group_life_s))
+        known = (self._num_losses, len(self._absences_s), self._absence_s() is None, exposure)
+        key = (tuple(members), tuple(self._saves_s), known)
+        if self._cadence_of is None or self._cadence_of[0] != key:
+            self._cadence_of = (key, self._choose(members))
+        return self._cadence_of[1]
+
+    def _choose(self, members: Collection[GroupId]) -> Cadence:
+        group_interval_s = (self._group_life_s + self._exposure_s) / (1 + self._num_losses)
+        save_s = max(fmean(self._saves_s) if self._saves_s else PRIOR_SAVE_S, LEAST_SAVE_S)
+        absence_s = self._absence_s()
+        time_s = self._time_to_wipe_out_s(members, group_interval_s, absence_s)
+        return Cadence(
+            interval_s=optimal_cadence_s(save_s, time_s) if time_s else 0.0,
+            save_s=save_s,
+            group_interval_s=group_interval_s,
+            absence_s=absence_s,
+            time_to_wipe_out_s=time_s,
+            num_losses=self._num_losses,
+            exposure_s=self._exposure_s,
+            num_members=len(members),
+        )
+
+    def _absence_s(self) -> float | None:
+        if not self._absences_s:
+            return None
+        mean_s = max(fmean(self._absences_s), LEAST_SAVE_S)
+        is_overdue = any(self._at_s - lost_at_s > _OVERDUE * mean_s for lost_at_s in self._lost_at_s.values())
+        return None if is_overdue else mean_s
+
+    def _time_to_wipe_out_s(
+        self, members: Collection[GroupId], group_interval_s: float, absence_s: float | None
+    ) -> float:
+        if self._last_resort:  # until the last is lost, as if nobody came back
+            return group_interval_s * sum(1 / left for left in range(1, len(members) + 1))
+        mask = self._placement.alive_mask(frozenset(members))
+        num_shards = Counter(int(count) for count in mask[self._placement.host_array].sum(axis=1))
+        if num_shards[0]:
+            return 0.0
+        return time_to_wipe_out_s(num_shards, self._placement.redundancy, group_interval_s, absence_s)
+
+
+def superseded(
+    steps: Iterable[int], doubtful: Collection[int], keep_last: int, keep_every_steps: int | None
+) -> frozenset[int]:
+    """The checkpoints that are of no use any more.
+
+    Only those that are known to be right supersede others. One that is not stays until a later one is: it may turn out
+    to be wrong, and then there is nothing else.
+
+    Checkpoints need not lie at multiples of anything, so one is kept for good out of every `keep_every_steps` steps:
+    the first in each such stretch.
+
+    Args:
+        steps: Committed steps that each checkpoint holds.
+        doubtful: Of these, those that are not known to be right.
+        keep_last: How many of the newest that are right are kept; at least 1.
+        keep_every_steps: Length of the stretches; None keeps only the newest.
+
+    >>> sorted(superseded([10, 20, 30, 40, 50], [50], 2, None))
+    [10, 20]
+    >>> sorted(superseded([10, 20, 30, 40, 50], [20, 50], 1, 25))
+    [20]
+    """
+    all_steps = frozenset(steps)
+    right = sorted(all_steps.difference(doubtful))
+    kept = {step for step in all_steps if not right or step > right[-1]} | set(right[-keep_last:])
+    if keep_every_steps is not None:
+        first_of: dict[int, int] = {}
+        for step in right:
+            first_of.setdefault(step // keep_every_steps, step)
+        kept |= set(first_of.values())
+    return all_steps - kept
+
+
+_FIRST_RETRY = 1 / 8
+"""Of an interval in seconds passes after a save that has failed; with every further failure twice as much, up to the
+whole. Steps that were stated stay as they are.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePolicy:
+    """When checkpoints are due.
+
+    Attributes:
+        interval_s: Seconds from one checkpoint to the next; None saves at no time.
+        interval_steps: Steps from one checkpoint to the next; None saves after no number of steps.
+        group_life_s: Instead: the best interval by what the run has measured; with this as prior mean time until a
+            given group is lost.
+        saves_last: The last step of the run is saved, too.
+    """
+
+    interval_s: float | None = None
+    interval_steps: int | None = None
+    group_life_s: float | None = None
+    saves_last: bool = False
+
+
+class Saves:
+    """What the log has said of saves so far. All times are those of the log's clock.
+
+    Args:
+        policy: When they are due; None: never.
+        placement: Who hosts what.
+        first_step: Committed steps with which the run begins.
+        num_steps: Those with which it ends at the latest.
+        last_resort: Every group can compute every shard.
+    """
+
+    def __init__(
+        self, policy: SavePolicy | None, placement: Placement, first_step: int, num_steps: int, *, last_resort: bool
+    ) -> None:
+        self._policy = SavePolicy() if policy is None else policy
+        self._num_steps = num_steps
+        self._last_at_s = 0.0
+        self._last_step = first_step
+        self._num_saves = 0
+        self._num_failed = 0  # in a row
+        self._share = 1.0  # of an interval in seconds, until the next save
+        self._under_way: tuple[int, Member] | None = None
+        self._gone: set[Member] = set()  # since the last save was begun
+        self._lost_since_commit: set[Member] = set()
+        self._first_step = first_step
+        self._taken: set[int] = set()  # committed steps, but for what is refused, or undone
+        self._refused: Member | None = None  # who has saved what was refused last
+        self.void: set[int] = set()
+        """Steps after which was saved what is refused, or undone."""
+        life_s = self._policy.group_life_s
+        self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
+
+    @property
+    def saved(self) -> frozenset[int]:
+        """Committed steps of which this training may have checkpoints that are sound, those it began with included."""
+        return frozenset((self._first_step, *self._taken))
+
+    def is_due(self, step: int, at_s: float, members: Sequence[GroupId], *, is_last: bool) -> bool:
+        """Whether the commit after which this many steps are committed takes a checkpoint.
+
+        Args:
+            step: The steps.
+            at_s: The time.
+            members: The groups that take part.
+            is_last: It ends the run before all steps are trained.
+        """
+        policy = self._policy
+        if policy.saves_last and (is_last or step == self._num_steps):
+            return True
+        interval_s = policy.interval_s
+        if self._experience is not None:
+            interval_s = self._experience.cadence(members).interval_s
+        if interval_s is not None and at_s - self._last_at_s >= interval_s * self._share:
+            return True
+        return policy.interval_steps is not None and step - self._last_step >= policy.interval_steps
+
+    def committed(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
+        """A step is committed, and with it saves are told to have ended."""
+        self._lost_since_commit = set()
+        if self._experience is not None:
+            self._experience.committed(at_s, num_members)
+        for end in ends:
+            self._ended(end, at_s)
+        if self._under_way is not None and self._under_way[1] in self._gone:
+            self._under_way, self._share = None, 0.0
+
+    def _ended(self, end: SaveEnd, at_s: float) -> None:
+        if end.is_saved and self._experience is not None:
+            self._experience.saved(end.stall_s)
+        if self._under_way is None or self._under_way[0] != end.step:
+            return
+        self._under_way = None
+        if end.is_saved:
+            self._num_failed = 0
+            return
+        self._num_failed += 1
+        self._last_at_s = at_s
+        self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
+
+    def lost(self, members: Iterable[Member]) -> None:
+        """These are lost. What one of them was saving is due again at once, but where steps are stated."""
+        gone = set(members) - self._lost_since_commit
+        self._gone |= gone
+        self._lost_since_commit |= gone
+        if self._experience is not None:
+            self._experience.lost(member.group for member in gone)
+
+    def refused(self, refusals: Iterable[RefuseCheckpoint]) -> None:
+        """These checkpoints do not count."""
+        for refusal in refusals:
+            self._taken.remove(refusal.step)
+            self.void.add(refusal.step)
+            self._refused = refusal.member
+
+    def lacks_last(self, step: int) -> bool:
+        """Whether the run ends after this many steps, and nothing that was saved of them counts."""
+        return self._policy.saves_last and step not in self.saved
+
+    def admitted(self, members: Iterable[Member]) -> None:
+        """These take part again."""
+        if self._experience is not None:
+            self._experience.admitted(member.group for member in members)
+
+    def restarted(self, step: int, at_s: float) -> None:
+        """Training begins again after this many committed steps: later ones are undone."""
+        self.void |= {saved for saved in self._taken if saved > step}
+        self._taken = {saved for saved in self._taken if saved <= step}
+        self._begin(step, at_s)
+        self._under_way = None
+        self._lost_since_commit = set()
+        if self._experience is not None:
+            self._experience.restarted()
+
+    def take(
+        self,
+        step: int,
+        at_s: float,
+        voters: tuple[Member, ...],
+        epoch: int,
+        slices: Ownership | None = None,
+        *,
+        is_last: bool = False,
+    ) -> SaveCheckpoint:
+        """The save that a commit asks for: by the groups in turn, for where one cannot write, the next may.
+
+        Or another one of the same steps, by somebody else: whoever has written what is refused may be at it still.
+        """
+        cadence = None
+        if self._experience is not None:
+            cadence = self._experience.cadence(tuple(voter.group for voter in voters))
+        self._begin(step, at_s)
+        able = [voter for voter in voters if voter != self._refused] or voters
+        member = able[self._num_saves % len(able)]
+        self._num_saves += 1
+        self._refused = None
+        self._under_way = (step, member)
+        self._taken.add(step)
+        self.void.discard(step)
+        return SaveCheckpoint(
+            step=step,
+            member=member,
+            voters=voters,
+            epoch=epoch,
+            cadence=cadence,
+            hosts=slices.hosts if slices else (),
+            owners=slices.owners if slices else (),
+            is_last=is_last,
+        )
+
+    def _begin(self, step: int, at_s: float) -> None:
+        self._last_at_s, self._last_step, self._share = at_s, step, 1.0
+        self._gone.clear()

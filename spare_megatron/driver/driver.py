@@ -1,0 +1,396 @@
+"""Starts the control store and the supervisors of a run, here or elsewhere, hears their reports, says how it ended."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.store_space import shortage
+from spare_megatron.config.terms import step_of
+from spare_megatron.core.actions import StopHalted
+from spare_megatron.core.start import EarlyLoss, Start
+from spare_megatron.driver.shutdown import end_processes, kill, remove_keys
+from spare_megatron.faults.trace import Fault
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EndRecord
+from spare_megatron.process import end_signal
+from spare_megatron.process.interrupts import Deferral, deferred
+from spare_megatron.process.network import network_of
+from spare_megatron.process.processes import Child, describe_exit, fork_server, start_child, start_hub, start_store
+from spare_megatron.process.reports import (
+    EndEarly,
+    ExitCode,
+    FaultWanted,
+    GoOn,
+    GroupLost,
+    GroupRejoined,
+    GroupRestarted,
+    NodeEnded,
+    NodeMissing,
+    NodeReport,
+    Order,
+    RankRaised,
+    RanksReady,
+    RanksStarted,
+    RunEvent,
+    RunStopped,
+    Starting,
+    StepCommitted,
+    StoreGone,
+    StoreMeasured,
+    next_report,
+)
+from spare_megatron.process.specs import NodeSpec, RankMain
+from spare_megatron.process.timers import Agenda
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
+from spare_megatron.store.addresses import hosts_of, refuse_loopback
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.etcd_gateway import etcd_space
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.open_store import open_store
+from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
+from spare_megatron.supervisor.group_rendezvous import fence_node
+from spare_megatron.supervisor.node_process import supervise
+from spare_megatron.supervisor.remote_supervisor import Launcher, stand_in
+from spare_megatron.supervisor.run_end import outcome_of
+from spare_megatron.voting.log_follower import LogFollower, controller_setup
+
+STORE_END_TIMEOUT_S = 2.0
+"""How long a control store that nobody reaches is given to turn out to be dead."""
+_STORE_LOOK_S, _STORE_ANSWER_S = 600.0, 1.0
+"""How often etcd is asked how large it is, and how long the driver waits for an answer, doing nothing else."""
+
+
+class RunFailed(Exception):
+    """The run could not start or go on, for a reason that no redundancy masks."""
+
+
+class Driver:
+    """One run on this machine.
+
+    Args:
+        config: The resolved configuration, without problems.
+        run_dir: The run's directory; it exists.
+        faults: The faults to inject.
+        journal: The driver's journal.
+        on_event: Told of everything that happens, in the driver's thread.
+        rank_main: What a rank's process runs.
+        launcher: How supervisors come to be on other machines; None: all are here.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_dir: Path,
+        faults: tuple[Fault, ...],
+        journal: JournalWriter,
+        on_event: Callable[[RunEvent], None],
+        rank_main: RankMain,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._faults = faults
+        self._journal = journal
+        self._on_event = on_event
+        self._rank_main = rank_main
+        self._launcher = launcher
+        self._context = fork_server()
+        self._nodes: dict[int, Child] = {}
+        self._ended: dict[int, NodeEnded] = {}
+        self._start: Start | None = None  # as soon as something is lost before training begins
+        self._last_lost: dict[GroupId, int] = {}  # incarnation
+        self._last_rejoined: dict[GroupId, int] = {}
+        self._pids: dict[int, list[int]] = {}
+        self._agenda = Agenda()
+        self._stop_reason = ""
+        self._last_cause = ""
+        self._has_raised = False
+        self._is_halted = False
+        self._has_begun = False
+        self._store_failure = ""
+        self._without_store: set[int] = set()
+        self._num_steps = self._first_step = step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0
+        """Committed so far."""
+
+    def run(self, interrupts: Deferral) -> EndRecord:
+        """Runs to the end, whatever that is; leaves no process behind.
+
+        Args:
+            interrupts: Signals, none of which may break off the start of a process or a message to one.
+
+        Returns:
+            How it ended; the same record closes the journal.
+
+        Raises:
+            KeyboardInterrupt: After everything has been ended.
+        """
+        self._interrupts = interrupts
+        end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
+        hub: Child | None = None
+        store: Child | None = None
+        spec: StoreSpec | None = None
+        try:
+            self._on_event(Starting(what="control store"))
+            if self._config.cluster.isolate_nodes:
+                hub = start_hub(self._context, interrupts.wait)
+            store, spec = start_store(self._context, self._config, hub, interrupts.wait)
+            with contextlib.nullcontext() if hub is None else network_of(hub.pid):
+                self._store = open_store(spec)
+            with interrupts.allowed():  # etcd may not answer for a while
+                self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
+            self._store_process = store
+            self._start_nodes(spec, hub)
+            if isinstance(spec, EtcdStoreSpec):
+                self._measure_store(replace(spec, timeout_s=_STORE_ANSWER_S))
+            self._watch(store)
+            end = self._end()
+        except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
+            end = EndRecord(outcome="failed", reason=str(error))
+        finally:
+            # What stands for supervisors elsewhere has to tell them, and is not killed by the impatient.
+            here = {node for node in self._nodes if self._main_of(node) is supervise}
+            lost = {node for node in here if self._are_lost([node])}
+            with deferred(lambda: kill([self._nodes[node] for node in here])):
+                end_processes(
+                    supervisors=[child for node, child in self._nodes.items() if node not in lost],
+                    lost=[self._nodes[node] for node in lost],
+                    store=store,
+                    hub=hub,
+                )
+                end = replace(end, steps_committed=self._num_steps - self._first_step)
+                self._journal.write(end)
+            if isinstance(spec, EtcdStoreSpec):
+                remove_keys(spec)
+        return end
+
+    def _start_nodes(self, store: StoreSpec, hub: Child | None) -> None:
+        layout = self._config.parallel
+        self._on_event(Starting(what=f"{layout.num_ranks} ranks in {layout.num_groups} groups"))
+        if self._launcher is not None and layout.num_nodes > 1:
+            refuse_loopback(self._store.local_host(), hosts_of(self._config.control.endpoints))
+        for node in range(layout.num_nodes):
+            self._interrupts.check()
+            spec = NodeSpec(
+                config=self._config,
+                run_dir=self._run_dir,
+                node=node,
+                store=store,
+                faults=self._faults,
+                rank_main=self._rank_main,
+                hub_pid=None if hub is None else hub.pid,
+            )
+            self._nodes[node] = start_child(self._context, spec.name, self._main_of(node), spec)
+
+    def _main_of(self, node: int) -> Callable[[NodeSpec, Connection], None]:
+        """What the node's process on this machine runs: its supervisor, or what stands for it."""
+        if self._launcher is None or (self._config.cluster.launcher == "hand" and node == 0):
+            return supervise
+        return partial(stand_in, self._launcher)
+
+    # ----------------------------------------------------------------------------------------------------- watch
+
+    def _watch(self, store: Child | None) -> None:
+        """Serves reports until every supervisor has ended or its node is lost."""
+        pipes = {child.reports: node for node, child in self._nodes.items()}
+        sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
+        store_sentinel = [] if store is None else [store.process.sentinel]
+        while not self._is_over(sentinels.values()):
+            ready = self._interrupts.wait([*pipes, *sentinels, *store_sentinel], self._agenda.pause_s())
+            self._agenda.run_due()
+            for pipe in [item for item in ready if item in pipes]:
+                report = next_report(pipe)
+                if report is None:
+                    del pipes[pipe]
+                else:
+                    self._take(report)
+            for item in [item for item in ready if item in sentinels]:
+                self._node_ended(sentinels.pop(item))
+            if store is not None and store.process.sentinel in ready:
+                store_sentinel.clear()
+                # Its supervisors notice by themselves, and end when their ranks have saved their state.
+                self._store_died(store)
+
+    def _is_over(self, running: Collection[int]) -> bool:
+        """Whether no node that still runs will go on with the run.
+
+        One that has lost its groups starts them again after a wipe-out, until some node has come to an end.
+        """
+        may_restart = self._config.checkpoint.max_restarts > 0 and not self._ended
+        return not running or (self._are_lost(running) and not may_restart)
+
+    def _are_lost(self, nodes: Iterable[int]) -> bool:
+        """Whether these nodes have no part in the run. They may be stopped or cut off."""
+        return all(self._lost.issuperset(self._config.parallel.groups_on(node)) for node in nodes)
+
+    @property
+    def _lost(self) -> frozenset[GroupId]:
+        """The groups that take no part. A loss may be told after the group has come back."""
+        return frozenset(group for group, lost in self._last_lost.items() if lost >= self._last_rejoined.get(group, 0))
+
+    def _node_ended(self, node: int) -> None:
+        """The supervisor of a node is gone. If it did not end by itself, its ranks died with it.
+
+        The others find its groups lost by its silence, here as on a cluster, once training has begun.
+        """
+        child = self._nodes[node]
+        while child.reports.poll() and (report := next_report(child.reports)) is not None:
+            self._take(report)
+        child.process.join()
+        failure = f"its supervisor died: {describe_exit(child.process.exitcode)}"
+        if node in self._ended:
+            failure = self._ended[node].failure
+        if failure and not self._store_failure:
+            if len(self._nodes) == 1 or (node in self._ended and not self._has_begun):
+                raise RunFailed(f"node {node}: {failure}")
+            self._lose_node(node, f"node {node}: {failure}")
+
+    def _lose_node(self, node: int, cause: str) -> None:
+        """Nobody looks after a node. Before training begins all wait for its groups, and perhaps nobody watches it."""
+        if not self._has_begun:
+            for record in fence_node(self._store, self._config.parallel, node, cause):
+                self._journal.write(record)
+                self._take(GroupLost.of(record, "", None))
+
+    def _take(self, report: NodeReport) -> None:
+        match report:
+            case RanksStarted(node=node, pids=pids):
+                self._pids[node] = list(pids.values())
+                if end_signal.is_pending():  # perhaps since before the node's supervisor was there
+                    self._order(node, EndEarly())
+            case FaultWanted():
+                self._inflict(report)
+                return
+            case NodeMissing(node=node, cause=cause):
+                self._lose_node(node, cause)
+                return
+            case GroupRejoined(member=member) | GroupRestarted(member=member):
+                self._last_rejoined[member.group] = member.incarnation
+                self._stop_reason = ""
+                if isinstance(report, GroupRestarted):
+                    self._num_steps = report.step
+            case StoreGone(node=node, reason=reason):
+                self._without_store.add(node)
+                if self._are_lost(set(self._nodes) - self._without_store):
+                    self._give_store_up(reason)
+            case RanksReady(group=group):
+                # A group that has come back before the others were ready waits for them.
+                self._has_begun = self._has_begun or group not in self._lost
+            case StepCommitted(step=step):
+                self._num_steps = max(self._num_steps, step + 1)
+            case RunStopped(reason=reason):
+                self._stop_reason = reason
+            case RankRaised():
+                self._has_raised = True
+            case NodeEnded(node=node):
+                self._ended[node] = report
+            case GroupLost(group=group, cause=cause, incarnation=incarnation):
+                if not self._has_begun:
+                    self._require_start(report)
+                if incarnation <= self._last_lost.get(group, -1) and not report.is_given_up:
+                    return  # several watch a node
+                self._last_lost[group] = incarnation
+                self._last_cause = cause
+        self._on_event(report)
+
+    def _require_start(self, lost: GroupLost) -> None:
+        """Raises RunFailed if training cannot begin without the groups that are lost so far."""
+        self._start = self._start or Start(self._config.parallel, controller_setup(self._config))
+        loss = EarlyLoss(
+            group=lost.group, rank=lost.rank, cause=lost.cause, error=lost.error, concerns_all=lost.concerns_all
+        )
+        reason = self._start.lose(loss)
+        if reason:
+            self._on_event(lost)
+            raise RunFailed(reason)
+
+    def _give_store_up(self, reason: str) -> None:
+        """No node that is left can reach it. Ranks that wait for it find out when it is gone."""
+        store = self._store_process
+        if store is not None:
+            store.process.join(STORE_END_TIMEOUT_S)  # its connections break before its end is seen here
+            if store.process.exitcode is not None:
+                self._store_died(store)
+            store.process.kill()
+        self._store_failure = self._store_failure or reason
+
+    def _store_died(self, store: Child) -> None:
+        store.process.join()
+        self._store_failure = self._store_failure or (
+            f"the control store died: {describe_exit(store.process.exitcode)}"
+        )
+
+    def _measure_store(self, spec: EtcdStoreSpec) -> None:
+        """Tells how large etcd is, now and again and again: it has to last for the steps that are left."""
+        self._agenda.after(_STORE_LOOK_S, partial(self._measure_store, spec))
+        with contextlib.suppress(StoreLost):  # that is for the supervisors to judge
+            space = etcd_space(spec)
+            text = shortage(space, self._config.train.steps - self._num_steps)
+            self._on_event(StoreMeasured(space=space, shortage=text))
+
+    def _inflict(self, wanted: FaultWanted) -> None:
+        """A fault of the trace that strikes a node or the control store from outside."""
+        fault = wanted.fault
+        node = self._config.parallel.node_of(fault.group, fault.rank)
+        go_on = partial(self._order, node, GoOn(wanted=wanted))
+        if fault.kind == "stop_node":
+            self._stop([self._nodes[node].pid, *self._pids[node]], fault.seconds, go_on)
+            return
+        if self._store_process is None:
+            raise RunFailed(f"faults.trace wants {fault.kind}, but this run did not start its control store")
+        if fault.kind == "kill_store":
+            self._store_process.process.kill()
+        else:
+            self._stop([self._store_process.pid], fault.seconds, None)
+        go_on()
+
+    def _stop(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
+        """Stops processes, for some seconds or for good."""
+        _signal(pids, signal.SIGSTOP)
+        if seconds is not None:
+            self._agenda.after(seconds, lambda: _signal(pids, signal.SIGCONT))
+            if then is not None:
+                self._agenda.after(seconds, then)
+
+    def _order(self, node: int, order: Order) -> None:
+        with contextlib.suppress(OSError):  # the node is lost
+            self._nodes[node].reports.send(order)
+
+    # ------------------------------------------------------------------------------------------------------- end
+
+    def _end(self) -> EndRecord:
+        if self._store_failure:
+            return EndRecord(outcome="failed", reason=self._store_failure + saved_state(self._config, self._run_dir))
+        exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
+        # A lost group may have been up again and have read in the log how the run ends.
+        codes = {code for (group, _), code in exits.items() if group not in self._lost or code == ExitCode.WIPE_OUT}
+        outcome = outcome_of(codes)
+        if not codes:
+            self._hear_the_log()
+            if self._is_halted or not self._has_raised:
+                outcome = "halted" if self._is_halted else "wipe_out"
+        reason = self._stop_reason or (
+            f"no group is left, the last was lost by {self._last_cause}" if not codes else f"exit codes {sorted(codes)}"
+        )
+        return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
+
+    def _hear_the_log(self) -> None:
+        """Nobody is left. If all went for one reason, as when the training diverged, the log says so."""
+        with self._interrupts.allowed():
+            stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()
+        if isinstance(stop, StopHalted):
+            self._is_halted, self._stop_reason = True, stop.reason
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    """Sends the signal to those of the processes that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,362 @@
+"""All nodes of a run are looked at before it: a process on each does what the driver's process asks of it.
+
+They meet as the supervisors of a run do, by files in a folder that all nodes share.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from spare_megatron.config.diagnosis import nodes_per_group, own_etcd_ports
+from spare_megatron.config.node_facts import Clock, NodeFacts, NodeReport, Rate
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.driver.node_facts import Sink, look_at_node, send_speed, write_speed
+from spare_megatron.process.node_connection import Door, connect
+
+_POLL_S = 0.2
+_LOOK_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
+"""How long a node may take for an answer."""
+_NUM_TIMES = 8
+_MOST_ROUNDS = 64
+"""Of writing, one after the other, about a second each."""
+_END_S = 5.0
+
+Start = Callable[[int, Path], subprocess.Popen[bytes]]
+"""Starts the process of a node; what that prints goes to the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    config: RunConfig
+    ports: tuple[int, ...]
+    folder: Path
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looked:
+    facts: NodeFacts
+    host: str
+    port: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Write:
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Send:
+    host: str
+    port: int
+    key: bytes
+
+
+class _TellTime:
+    """A node's clock is read."""
+
+
+def serve_examination(folder: Path, node: int, wait_s: float) -> None:
+    """The process of a node that is not the driver's, from its first line to its last.
+
+    Raises:
+        ValueError: Nobody awaits it.
+    """
+    with connect(folder, node, wait_s) as driver:
+        with socket.socket(fileno=os.dup(driver.fileno())) as same:
+            host = str(same.getsockname()[0])
+        _serve(driver, host)
+
+
+def examine(
+    config: RunConfig,
+    *,
+    names: Sequence[str],
+    folder: Path,
+    checkpoints: Path,
+    host: str,
+    start: Start | None,
+    wait_s: float,
+) -> list[NodeReport]:
+    """What is found on all nodes.
+
+    Args:
+        config: A configuration without problems of its own.
+        names: Of the nodes, in the order of the run's.
+        folder: Where the nodes meet; all of them share it.
+        checkpoints: The folder of the checkpoints; made if it is not there, for this time.
+        host: The address of this machine that the others reach.
+        start: Starts the process of a node. None: the first node is this one, and somebody starts the others.
+        wait_s: Longest wait for the nodes to come.
+
+    Raises:
+        ValueError: The folders cannot be written from here.
+    """
+    with contextlib.ExitStack() as held:
+        token = held.enter_context(_token_in(checkpoints))
+        nodes = _Nodes()
+        if start is None:
+            nodes.connections[0] = held.enter_context(_this_node(host))
+        held.enter_context(nodes.closed_at_the_end())
+        awaited = range(0 if start is not None else 1, len(names))
+        held.enter_context(_gathered(nodes, awaited, folder, host, start, wait_s))
+        return _Examination(config, names, checkpoints, token, nodes).run()
+
+
+class _Examination:
+    def __init__(self, config: RunConfig, names: Sequence[str], checkpoints: Path, token: str, nodes: "_Nodes") -> None:
+        self._config = config
+        self._names = names
+        self._checkpoints = checkpoints
+        self._token = token
+        self._nodes = nodes
+
+    def run(self) -> list[NodeReport]:
+        looked = self._look()
+        clocks = {node: self._clock(node) for node in looked}
+        writes = self._write([node for node, seen in looked.items() if seen.facts.sees_folder])
+        targets, links = self._links(looked)
+        reports = []
+        for node, name in enumerate(self._names):
+            failure = self._nodes.failures.get(node, "")
+            if failure:
+                reports.append(NodeReport(name=name, failure=failure))
+                continue
+            reports.append(
+                NodeReport(
+                    name=name,
+                    facts=looked[node].facts,
+                    clock=clocks[node],
+                    write=writes.get(node),
+                    link_to=self._names[targets[node]] if node in targets else "",
+                    link=links.get(node),
+                )
+            )
+        return reports
+
+    def _look(self) -> dict[int, _Looked]:
+        num_nodes = len(self._names)
+        orders = {
+            node: _Look(
+                config=self._config,
+                ports=own_etcd_ports(self._config, node, num_nodes),
+                folder=self._checkpoints,
+                token=self._token,
+            )
+            for node in range(num_nodes)
+        }
+        return self._nodes.ask(orders, _LOOK_S)
+
+    def _clock(self, node: int) -> Clock | None:
+        """Of several readings the one that took the least time: it can be the least wrong."""
+        readings = []
+        for _ in range(_NUM_TIMES):
+            before_s = time.time()
+            answer = self._nodes.ask({node: _TellTime()}, _TIME_S)
+            after_s = time.time()
+            if node in answer:
+                ahead_s = answer[node] - (before_s + after_s) / 2
+                readings.append(Clock(ahead_s=ahead_s, error_s=(after_s - before_s) / 2))
+        return min(readings, key=lambda clock: clock.error_s, default=None)
+
+    def _write(self, nodes: Sequence[int]) -> dict[int, Rate]:
+        """As many nodes at once as write a checkpoint together: all of them, or of very many some that stand apart."""
+        at_once = nodes_per_group(self._config)
+        rounds = [nodes[first : first + at_once] for first in range(0, len(nodes), at_once)]
+        rates: dict[int, Rate] = {}
+        for together in rounds[:: -(-len(rounds) // _MOST_ROUNDS) or 1]:
+            orders = {node: _Write(file=self._checkpoints / f"{self._token}-{node}") for node in together}
+            rates |= self._nodes.ask(orders, _WRITE_S)
+        return rates
+
+    def _links(self, looked: Mapping[int, _Looked]) -> tuple[dict[int, int], dict[int, Rate]]:
+        """Each node sends to the next one in a ring, all at once; to which, and how fast."""
+        ring = sorted(node for node in looked if node not in self._nodes.failures)
+        if len(ring) < 2:
+            return {}, {}
+        targets = dict(zip(ring, [*ring[1:], ring[0]], strict=True))
+        orders = {
+            node: _Send(host=looked[to].host, port=looked[to].port, key=looked[to].key) for node, to in targets.items()
+        }
+        return targets, self._nodes.ask(orders, _SEND_S)
+
+
+class _Nodes:
+    """The driver's connections to the nodes, and why there is none to others."""
+
+    def __init__(self) -> None:
+        self.connections: dict[int, Connection] = {}
+        self.failures: dict[int, str] = {}
+
+    def ask(self, orders: Mapping[int, object], limit_s: float) -> dict[int, Any]:
+        """The answers of all that answer; the others are not asked again."""
+        pending: dict[Connection, int] = {}
+        for node, order in orders.items():
+            connection = self.connections.get(node)
+            if connection is not None:
+                with contextlib.suppress(OSError):  # it is found gone below
+                    connection.send(order)
+                pending[connection] = node
+        answers, end_s = {}, time.monotonic() + limit_s
+        while pending and (left_s := end_s - time.monotonic()) > 0:
+            ready = wait(list(pending), left_s)
+            for connection in [connection for connection in pending if connection in ready]:
+                node = pending.pop(connection)
+                try:
+                    answers[node] = connection.recv()
+                except (EOFError, OSError):
+                    self._lose(node, "its process has ended while it was looked at; see what it has printed there")
+        for node in pending.values():
+            self._lose(node, f"no answer within {limit_s:g} s; a file system or a GPU there may hang")
+        return answers
+
+    @contextlib.contextmanager
+    def closed_at_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for connection in self.connections.values():
+                connection.close()
+
+    def _lose(self, node: int, failure: str) -> None:
+        self.failures[node] = failure
+        self.connections.pop(node).close()
+
+
+@contextlib.contextmanager
+def _gathered(
+    nodes: _Nodes, awaited: Sequence[int], folder: Path, host: str, start: Start | None, wait_s: float
+) -> Iterator[None]:
+    """Has the nodes that come, and why others have not; their processes end with the block."""
+    if not awaited:
+        yield
+        return
+    logs = folder / "doctor"
+    is_new = not folder.exists()
+    logs.mkdir(parents=True, exist_ok=True)
+    steps: dict[int, subprocess.Popen[bytes]] = {}
+    doors = {node: Door(folder, node, host) for node in awaited}
+    try:
+        if start is not None:
+            steps = {node: start(node, _log(logs, node)) for node in awaited}
+        _await(nodes, doors, steps, logs, wait_s)
+        for node in doors:
+            come = f"`spare doctor --node {node} --folder {folder}` has not come from there within {wait_s:g} s"
+            nodes.failures[node] = f"{come}; is {folder} on storage that all nodes share?"
+        yield
+    finally:
+        for door in doors.values():
+            door.close()
+        for connection in nodes.connections.values():
+            connection.close()
+        _end(steps.values())
+        _clear(folder, logs, is_new=is_new)
+
+
+def _await(
+    nodes: _Nodes,
+    doors: dict[int, Door],
+    steps: Mapping[int, subprocess.Popen[bytes]],
+    logs: Path,
+    wait_s: float,
+) -> None:
+    """Takes from the doors those at which somebody has come, or nobody will."""
+    end_s = time.monotonic() + wait_s
+    while doors and time.monotonic() < end_s:
+        ready = wait([door.fileno() for door in doors.values()], _POLL_S)
+        for node, door in list(doors.items()):
+            if door.fileno() in ready and (connection := door.accept()) is not None:
+                nodes.connections[node] = connection
+            elif node in steps and steps[node].poll() is not None:
+                printed = _log(logs, node).read_text(errors="replace").strip().splitlines()
+                nodes.failures[node] = f"its step has ended: {printed[-1] if printed else 'it has printed nothing'}"
+            else:
+                continue
+            doors.pop(node).close()
+
+
+def _log(logs: Path, node: int) -> Path:
+    return logs / f"node-{node:04d}.log"
+
+
+def _end(steps: Collection[subprocess.Popen[bytes]]) -> None:
+    """They end by themselves when the driver has gone; if not, by signals."""
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        end_s = time.monotonic() + _END_S
+        for step in steps:
+            if number is not None:
+                step.send_signal(number)  # not to one that has ended
+        for step in steps:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(max(0.0, end_s - time.monotonic()))
+
+
+def _clear(folder: Path, logs: Path, *, is_new: bool) -> None:
+    """Leaves the folder as it was found."""
+    for log in logs.glob("node-*.log"):
+        log.unlink()
+    with contextlib.suppress(OSError):  # others have something there
+        logs.rmdir()
+        (folder / "nodes").rmdir()
+        if is_new:
+            folder.rmdir()
+
+
+@contextlib.contextmanager
+def _token_in(folder: Path) -> Iterator[str]:
+    """The name of a file in the folder by which others know it; both go as they came."""
+    token = f".doctor-{secrets.token_hex(8)}"
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / token).touch(exist_ok=False)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be written from here: {error.strerror}; change its owner, or set checkpoint.folder or "
+            f"--folder to another"
+        ) from error
+    try:
+        yield token
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / token).unlink()
+            for path in made:
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def _this_node(host: str) -> Iterator[Connection]:
+    """The first node where it is this machine: in a thread."""
+    ours, theirs = Pipe()
+    threading.Thread(target=_serve, args=(theirs, host), daemon=True).start()
+    yield ours
+
+
+def _serve(driver: Connection, host: str) -> None:
+    """Does what the driver asks, until it is gone."""
+    with Sink(host) as sink, contextlib.suppress(EOFError, OSError):
+        while True:
+            match driver.recv():
+                case _Look(config=config, ports=ports, folder=folder, token=token):
+                    facts = look_at_node(
+                        data=config.data, control=config.control, ports=ports, folder=folder, token=token
+                    )
+                    driver.send(_Looked(facts=facts, host=host, port=sink.port, key=sink.key))
+                case _TellTime():
+                    driver.send(time.time())
+                case _Write(file=file):
+                    driver.send(write_speed(file))
+                case _Send(host=to, port=port, key=key):
+                    driver.send(send_speed(to, port, key))

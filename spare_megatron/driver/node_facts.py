@@ -1,0 +1,277 @@
+"""How fast bytes go from one node to another over TCP: bounded in bytes and in time."""
+
+import hmac
+import os
+import platform
+import re
+import resource
+import secrets
+import shutil
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from spare_megatron import __version__
+from spare_megatron.config.node_facts import Gpu, NodeFacts, Rate
+from spare_megatron.config.own_code import code_digest
+from spare_megatron.config.schema import ControlConfig, DataConfig
+from spare_megatron.config.store_space import StoreSpace
+from spare_megatron.store.etcd_gateway import ANSWER_S, etcd_space, silence_of
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.open_store import etcd_spec
+
+_KEY_BYTES = 32
+
+_PIECE = bytes(1 << 20)
+
+_MOST_SENT_PIECES = 64
+
+_MOST_SENT_S = 1.0
+
+_SILENT_S = 10.0
+
+_COUNT = struct.Struct(">Q")
+
+
+class Sink:
+    """Takes bytes from whoever has the key, and tells him how many have come.
+
+    Args:
+        host: The address to listen on.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.key = secrets.token_bytes(_KEY_BYTES)
+        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sender, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            with sender, suppress(OSError):
+                sender.settimeout(_SILENT_S)
+                if hmac.compare_digest(_received(sender, _KEY_BYTES), self.key):
+                    sender.sendall(_COUNT.pack(_drained(sender)))
+
+
+def send_speed(host: str, port: int, key: bytes) -> Rate:
+    """How fast up to 64 MiB go to the sink there, in a second or little more."""
+    try:
+        with socket.create_connection((host, port), timeout=_SILENT_S) as receiver:
+            receiver.sendall(key)
+            num_bytes, began_s = 0, time.monotonic()
+            while num_bytes < _MOST_SENT_PIECES * len(_PIECE) and time.monotonic() - began_s < _MOST_SENT_S:
+                receiver.sendall(_PIECE)
+                num_bytes += len(_PIECE)
+            receiver.shutdown(socket.SHUT_WR)
+            count = _received(receiver, _COUNT.size)
+            took_s = time.monotonic() - began_s
+    except OSError as error:
+        return Rate(failure=f"{host}:{port}: {error.strerror or error}")
+    if count != _COUNT.pack(num_bytes):
+        return Rate(failure=f"{host}:{port}: what was sent has not come whole")
+    return Rate(bytes_per_s=num_bytes / took_s)
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes, or fewer if there are no more."""
+    text = b""
+    while len(text) < num_bytes and (piece := connection.recv(num_bytes - len(text))):
+        text += piece
+    return text
+
+
+def _drained(connection: socket.socket) -> int:
+    buffer, num_bytes = bytearray(1 << 20), 0
+    while count := connection.recv_into(buffer):
+        num_bytes += count
+    return num_bytes
+
+
+_PACKAGES = ("megatron-core", "transformer-engine")
+
+_VISIBLE_S = 5.0
+"""A network file system shows a new file to others within this."""
+
+_POLL_S = 0.2
+
+_PIECE_BYTES = 16 << 20
+
+_MOST_PIECES = 8
+
+_MOST_S = 1.0
+
+
+def look_at_node(
+    *, data: DataConfig, control: ControlConfig, ports: Sequence[int], folder: Path, token: str
+) -> NodeFacts:
+    """What this machine says of itself.
+
+    Args:
+        data: Where the corpus is.
+        control: Where etcd is.
+        ports: Those that are to be free.
+        folder: Of the checkpoints.
+        token: Name of the file that the driver has put there.
+    """
+    versions, torch_failure, gpus = _look_at_torch()
+    open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    infiniband = Path("/sys/class/infiniband")
+    store_failures = _store_failures(control)
+    store_space, store_refusal = None, ""
+    if len(store_failures) < len(control.endpoints):
+        store_space, store_refusal = _store_space(control)
+    return NodeFacts(
+        host=socket.gethostname(),
+        versions={**versions, **{package: _version(package) for package in _PACKAGES}, **_own_versions()},
+        torch_failure=torch_failure,
+        gpus=gpus,
+        gpu_driver=_gpu_driver(),
+        open_files=open_files,
+        open_files_most=open_files_most,
+        locked_memory_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
+        busy_ports=tuple(port for port in ports if _is_busy(port)),
+        store_failures=store_failures,
+        store_refusal=store_refusal,
+        store_space=store_space,
+        corpus_bytes=(_size(f"{data.corpus}.bin"), _size(f"{data.corpus}.idx")),
+        sees_folder=_appears(folder / token),
+        folder_free_bytes=shutil.disk_usage(folder).free if folder.is_dir() else 0,
+    )
+
+
+def write_speed(file: Path) -> Rate:
+    """How fast a file is written until it is on the disk: up to 128 MiB, in a second or little more."""
+    piece = os.urandom(_PIECE_BYTES)  # some file systems compress
+    num_bytes, began_s = 0, time.monotonic()
+    try:
+        with file.open("xb", buffering=0) as stream:
+            while num_bytes < _MOST_PIECES * _PIECE_BYTES and time.monotonic() - began_s < _MOST_S:
+                num_bytes += stream.write(piece)
+                os.fsync(stream.fileno())  # each: nobody knows how long all of it would take
+        return Rate(bytes_per_s=num_bytes / (time.monotonic() - began_s))
+    except OSError as error:
+        return Rate(failure=error.strerror or str(error))
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def _look_at_torch() -> tuple[dict[str, str], str, tuple[Gpu, ...]]:
+    """Versions of torch and what it was built with, why it cannot be loaded, and the GPUs that it sees."""
+    try:
+        import torch
+
+        versions = {"torch": torch.__version__, "CUDA": torch.version.cuda or "", "NCCL": ""}
+        if torch.version.cuda:
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        gpus = []
+        for index in range(torch.cuda.device_count()):
+            free, memory = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            gpus.append(Gpu(name=name, memory_bytes=memory, free_bytes=free))
+    except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, a driver that is too old
+        return {"torch": _version("torch")}, f"{type(error).__name__}: {error}".partition("\n")[0], ()
+    return versions, "", tuple(gpus)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _own_versions() -> dict[str, str]:
+    """Python's, and our own with a digest of all of the code."""
+    return {
+        "Python": platform.python_version(),
+        "spare_megatron": f"{__version__} ({code_digest()[:12]})",
+    }
+
+
+def _gpu_driver() -> str:
+    with suppress(OSError):
+        found = re.search(r"Module\s+(?:for \S+\s+)?([0-9.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return found[1] if found else ""
+    return ""
+
+
+def _is_busy(port: int) -> bool:
+    """Whether somebody listens there, on any address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just ended is in nobody's way
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def _store_failures(control: ControlConfig) -> Mapping[str, str]:
+    """Endpoint -> why nobody there can be connected to from here."""
+    failures = {}
+    for endpoint in control.endpoints:
+        url = urlsplit(endpoint)
+        try:
+            socket.create_connection((url.hostname, url.port), timeout=ANSWER_S).close()
+        except OSError as error:
+            failures[endpoint] = error.strerror or str(error)
+    return failures
+
+
+def _store_space(control: ControlConfig) -> tuple[StoreSpace | None, str]:
+    """How large etcd is, or what it says instead."""
+    try:
+        spec = replace(etcd_spec(control, "doctor", os.environ), timeout_s=ANSWER_S)
+        if silence := silence_of(spec):
+            return None, f"no member that has a quorum answers within {ANSWER_S:g} s: {silence}"
+        return etcd_space(spec), ""
+    except (StoreLost, ValueError) as error:
+        return None, str(error)
+
+
+def _size(file: str) -> int | None:
+    """Bytes of a file whose last one can be read; None if it cannot."""
+    try:
+        with open(file, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - 1))
+            stream.read(1)
+            return size
+    except OSError:
+        return None
+
+
+def _appears(file: Path) -> bool:
+    end_s = time.monotonic() + _VISIBLE_S
+    while not file.exists():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -1,0 +1,104 @@
+"""What can be found wrong with a run, and prepared for it, only with Megatron at hand. Before any rank starts."""
+
+import contextlib
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from spare_megatron.config.own_code import PACKAGE, code_digest, code_mismatch
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.process.interrupts import Deferral, deferred
+from spare_megatron.process.processes import (
+    NO_MAIN_GUARD,
+    Child,
+    describe_exit,
+    end_child,
+    end_fork_server,
+    fork_server,
+    start_child,
+)
+
+_END_TIMEOUT_S = 10.0
+
+
+def preflight(config: RunConfig) -> None:
+    """Checks what Megatron makes of the configuration, and builds the sample index that all ranks read.
+
+    Raises:
+        ValueError: The run cannot start; the text says why.
+            Also if the check was killed, or did not end within `control.startup_timeout_s`.
+    """
+    # The first process is forked when the fork server has imported everything: a signal does not wait for that.
+    with deferred(end_fork_server) as interrupts:
+        context = fork_server()
+        interrupts.check()
+        child = start_child(context, "preflight", _check_and_prepare, config, code_digest(), PACKAGE)
+        try:
+            if error := _hear(child, config, interrupts):
+                raise ValueError(error)
+        finally:
+            end_child(child)
+
+
+def _hear(child: Child, config: RunConfig, interrupts: Deferral) -> str:
+    """What the check has found; empty if nothing.
+
+    Raises:
+        ValueError: It was killed, or did not end in time.
+    """
+    limit_s, error = config.control.startup_timeout_s, ""
+    if not interrupts.wait([child.reports, child.process.sentinel], limit_s):
+        raise ValueError(
+            f"the sample index of data.corpus={config.data.corpus} was not built within control.startup_timeout_s="
+            f"{limit_s:g}; raise that, or see whether the storage there hangs"
+        )
+    if child.reports.poll():
+        with contextlib.suppress(EOFError):
+            error = child.reports.recv()
+    child.process.join(_END_TIMEOUT_S)
+    if not error and child.process.exitcode != 0:
+        raise ValueError(_why_ended(config, child.process.exitcode))
+    return error
+
+
+def _why_ended(config: RunConfig, code: int | None) -> str:
+    script = getattr(sys.modules["__main__"], "__file__", "the script")
+    if code == NO_MAIN_GUARD:
+        return (
+            f"{script} starts a run whenever it is imported, and every process of the run imports it: put what it does "
+            f'under `if __name__ == "__main__":`'
+        )
+    ended = (
+        f"the process that builds the sample index of data.corpus={config.data.corpus} has ended with "
+        f"{describe_exit(code)}"
+    )
+    if code is None or code < 0:
+        return f"{ended}; SIGKILL is most often for memory, which fewer train.steps need less of"
+    return f"{ended}; what it has printed says why. Like every process of the run it imports {script}"
+
+
+def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Connection) -> None:
+    if mismatch := code_mismatch(code):
+        reports.send(
+            f"{mismatch} from {package}: start it with `spare`, which imports nothing from the working directory, or "
+            f"set PYTHONPATH to the folder of the package that is meant"
+        )
+        return
+    try:
+        import torch
+
+        from spare_megatron.comm.nccl import check_nccl
+        from spare_megatron.mcore.data import prepare_index
+        from spare_megatron.mcore.model import layer_spec
+        from spare_megatron.mcore.transformer import transformer_config
+
+        device = torch.device("cuda" if config.cluster.device == "gpu" else "cpu")
+        if device.type == "cuda" and torch.version.cuda is not None:  # else there is no NCCL either
+            check_nccl()
+        layer_spec(config, transformer_config(config, device), device)
+        prepare_index(config)
+    except (ValueError, OSError, ImportError) as error:
+        reports.send(str(error))
+    except Exception:  # noqa: BLE001  (whatever it is, the user is told)
+        reports.send(traceback.format_exc())

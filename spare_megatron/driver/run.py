@@ -1,0 +1,270 @@
+"""One run on this machine from its configuration to its summary."""
+
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from spare_megatron import __version__
+from spare_megatron.config.corpus import judge_corpus
+from spare_megatron.config.own_code import code_digest, commit
+from spare_megatron.config.resolved import dump_run_config, write_with_exports
+from spare_megatron.config.run_terms import terms_of_run
+from spare_megatron.config.sample_index import leased
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import other_corpus, step_of
+from spare_megatron.config.validate import Machine, resolve_device
+from spare_megatron.driver.driver import Driver
+from spare_megatron.driver.preflight import preflight
+from spare_megatron.driver.storage_watch import RESERVED_BYTES, StorageWatch
+from spare_megatron.driver.telemetry import Telemetry, open_sinks
+from spare_megatron.faults.rates import draw_faults
+from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.lines import FORMAT, ORIGIN
+from spare_megatron.journal.output import named_errors
+from spare_megatron.journal.records import EndRecord, RunRecord, digest_of_terms
+from spare_megatron.journal.summary import Summary, conclude
+from spare_megatron.process.interrupts import deferred
+from spare_megatron.process.lock import LOCK, locked
+from spare_megatron.process.processes import close_or_tell, report_held
+from spare_megatron.process.reports import (
+    CheckpointRejected,
+    RecordsHeld,
+    RecordsLost,
+    RunEvent,
+    Starting,
+    StoreAwaited,
+)
+from spare_megatron.process.specs import RankMain, RankSpec
+from spare_megatron.state.checkpoint.checkpoint_folder import folder_of
+from spare_megatron.state.checkpoint.loading import resolve_load
+from spare_megatron.state.checkpoint.verification import read_manifest
+from spare_megatron.store.etcd_gateway import silence_of
+from spare_megatron.store.open_store import check_files_for_etcd, etcd_spec
+from spare_megatron.supervisor.remote_supervisor import ByHand, Launcher
+
+_DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
+
+
+def rank_main(spec: RankSpec, reports: Connection) -> None:
+    """What a rank's process runs. Imported there, where the fork server has it already."""
+    from spare_megatron.rank.rank import run_rank
+
+    run_rank(spec, reports)
+
+
+def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _: None) -> Machine:
+    """What this machine offers a run.
+
+    Args:
+        config: The configuration.
+        on_read: Called with what is about to be done, if that takes long.
+    """
+    corpus, corpus_failure = judge_corpus(config.data, on_read)
+    num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
+    return Machine(
+        num_gpus=num_machines * _count_gpus(),
+        num_cores=num_machines * len(os.sched_getaffinity(0)),
+        can_isolate=os.geteuid() == 0 and None not in (shutil.which("ip"), shutil.which("nsenter")),
+        can_listen=_can_listen(config.control.listen_address),
+        corpus_failure=corpus_failure,
+        corpus=corpus,
+        memory_bytes=_memory_bytes(),
+        process_memory_bytes=_process_memory_bytes(),
+        has_corpus=corpus is not None,
+    )
+
+
+def start_run(
+    config: RunConfig,
+    run_dir: Path,
+    on_event: Callable[[RunEvent], None],
+    rank_main: RankMain = rank_main,
+    launcher: Launcher | None = None,
+) -> Summary:
+    """Trains, and leaves everything the run was and did in its directory.
+
+    Args:
+        config: A configuration without problems on this machine.
+        run_dir: A directory that does not exist yet, or is empty.
+        on_event: Told of everything that happens.
+        rank_main: What a rank's process runs; a caller may wrap it to look inside.
+        launcher: How supervisors come to be on other machines, where `cluster.launcher` is srun.
+
+    Raises:
+        FileExistsError: The directory holds something.
+        ValueError: The run cannot start; nothing has been written. Or another job has the directory.
+        KeyboardInterrupt: After all processes have been ended and the summary is written.
+    """
+    machine = look_at_machine(config, lambda what: on_event(Starting(what=what)))
+    config = _resolved(config, machine)
+    _check_empty(run_dir)
+    if config.control.store == "etcd":
+        check_files_for_etcd(config.control, os.environ)
+        _ask_etcd(config, on_event)
+    faults = (*resolve_trace(config), *draw_faults(config))
+    folder = folder_of(config, run_dir)
+    config = resolve_load(config, folder, lambda item: on_event(CheckpointRejected(reason=item.reason)))
+    on_event(Starting(what="Megatron, and the sample index of the corpus"))
+    with contextlib.ExitStack() as held:
+        held.enter_context(leased(config))
+        preflight(config)
+        with named_errors("--run-dir", run_dir):
+            held.enter_context(locked(run_dir))
+        if config.checkpoint.is_wanted:
+            with named_errors("checkpoint.folder" if config.checkpoint.folder else "--run-dir", folder):
+                held.enter_context(locked(folder))
+        launcher = ByHand() if config.cluster.launcher == "hand" else launcher
+        return _run(config, run_dir, on_event, faults, partial(Driver, rank_main=rank_main, launcher=launcher))
+
+
+def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
+    """The configuration with the device and the corpus that it has on this machine.
+
+    Raises:
+        ValueError: The corpus cannot be used.
+    """
+    if machine.corpus is None:
+        raise ValueError(machine.corpus_failure or f"data.corpus={config.data.corpus}: one of its files is missing")
+    cluster = dataclasses.replace(config.cluster, device=resolve_device(config, machine))
+    data = dataclasses.replace(config.data, identity=machine.corpus.identity)
+    return dataclasses.replace(config, cluster=cluster, data=data)
+
+
+def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
+    """Whoever has to see to it hears at once that it does not answer, and not after all that is started first."""
+    spec = etcd_spec(config.control, config.name, os.environ)
+    if reason := silence_of(spec):
+        on_event(StoreAwaited(endpoints=spec.endpoints, reason=reason, limit_s=spec.timeout_s))
+
+
+def _check_empty(run_dir: Path) -> None:
+    """Raises FileExistsError unless a run may write there, and Locked if another is about to."""
+    if run_dir.exists() and any(run_dir.iterdir()):
+        # Who is training there now is more to the point.
+        with locked(run_dir) if (run_dir / LOCK).exists() else contextlib.nullcontext():
+            raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
+
+
+def _run(
+    config: RunConfig,
+    run_dir: Path,
+    on_event: Callable[[RunEvent], None],
+    faults: tuple[Fault, ...],
+    make_driver: Callable[..., Driver],
+) -> Summary:
+    origin = {"version": __version__, "commit": commit(), "code": code_digest()}
+    with named_errors("--run-dir", run_dir):
+        write_with_exports(run_dir / "config.toml", dump_run_config(config), config)
+        (run_dir / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+    record = run_record(config, faults, origin)
+    storage = StorageWatch(run_dir, on_event)
+
+    def tell(event: RunEvent) -> None:
+        match event:
+            case RecordsHeld():
+                storage.held(event)
+            case RecordsLost():
+                storage.lost(event)
+            case _:
+                metrics.take(event)
+                on_event(event)
+
+    with named_errors("--run-dir", run_dir):
+        journal = storage.journal = JournalWriter(run_dir, "driver", on_held=report_held(tell))
+        metrics = Telemetry(config, record, open_sinks(config, run_dir, tell))
+    journal.write(record)
+    journal.reserve(RESERVED_BYTES)
+    driver = make_driver(config=config, run_dir=run_dir, faults=faults, journal=journal, on_event=tell)
+    end: EndRecord | None = None
+    try:
+        with deferred() as interrupts:
+            end = driver.run(interrupts)
+    finally:
+        close_or_tell(metrics, tell)
+        storage.record_lost()
+        close_or_tell(journal, tell)
+        storage.report_lost()
+        summary = conclude(run_dir, end)
+    return summary
+
+
+def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str, str]) -> RunRecord:
+    """The terms of a run, from its resolved configuration and `origin.json`."""
+    terms = terms_of_run(config)
+    return RunRecord(
+        **terms,
+        terms=digest_of_terms(terms),
+        format=FORMAT,
+        num_processors=len(os.sched_getaffinity(0)) if config.cluster.device == "cpu" else 0,
+        first_step=step_of(Path(config.checkpoint.load)) if config.checkpoint.load else 0,
+        version=__version__,
+        commit=origin["commit"],
+        host=socket.gethostname(),
+        code=origin["code"],
+        loaded_corpus=_loaded_corpus(config),
+        faults=[
+            {
+                "step": fault.step,
+                "group": int(fault.group),
+                "rank": fault.rank,
+                "phase": str(fault.phase),
+                "kind": fault.kind,
+                "costs": sorted(groups_hit(config, fault)),
+            }
+            for fault in faults
+        ],
+    )
+
+
+def _loaded_corpus(config: RunConfig) -> str:
+    """The corpus of the checkpoint that the run begins with, where it is known to be another one."""
+    load = config.checkpoint.load
+    return other_corpus(read_manifest(Path(load)).terms, config) if load else ""
+
+
+def _memory_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _process_memory_bytes() -> int:
+    """What a process may take: the machine's memory, or less where a limit is set (ulimit -v)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return _memory_bytes() if limit == resource.RLIM_INFINITY else min(_memory_bytes(), limit)
+
+
+def _can_listen(address: str) -> bool:
+    """Whether it is one of this machine's; true of what is no address at all, which is told elsewhere."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.bind((address, 0))
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def _count_gpus() -> int:
+    """NVIDIA GPUs as the driver lists them, without loading torch."""
+    devices = Path("/proc/driver/nvidia/gpus")
+    num_devices = len(list(devices.iterdir())) if devices.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # As CUDA reads it: everything from the first entry on that names no device is left out.
+        names = [item.strip() for item in visible.split(",")]
+        num_visible = next((i for i, name in enumerate(names) if not _DEVICE_NAME.fullmatch(name)), len(names))
+        return min(num_visible, num_devices)
+    return num_devices

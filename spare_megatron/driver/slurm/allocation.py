@@ -1,0 +1,111 @@
+"""The nodes of a job, and which of them a supervisor goes to."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.driver.slurm.commands import JobId, call, job_fields, own_job
+from spare_megatron.driver.slurm.racks import nodes_per_domain, order_by_rack
+
+
+def this_job() -> JobId:
+    """The job that this process belongs to.
+
+    Raises:
+        ValueError: It belongs to none.
+    """
+    job_id = own_job()
+    if job_id is None:
+        raise ValueError(
+            "cluster.launcher=srun starts steps of a Slurm job, and this is none: use `spare submit`, or set "
+            "cluster.launcher to local or hand"
+        )
+    return job_id
+
+
+def nodes_of(job_id: JobId) -> tuple[str, ...]:
+    """The names of the nodes that the job has now. Lost ones leave it; the environment does not know of that.
+
+    Raises:
+        ValueError: Slurm cannot be asked, or the job has no nodes.
+    """
+    names = job_fields(job_id).get("NodeList", "(null)")
+    if names in ("", "(null)"):
+        raise ValueError(f"job {job_id} has no nodes: it has ended")
+    return tuple(call("scontrol", "show", "hostnames", names).split())
+
+
+def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the job's nodes in the order of the run's, those to spare last.
+
+    Args:
+        job_id: The job.
+        config: Of the run.
+        racks: Node -> its rack, as far as that is known.
+
+    Raises:
+        ValueError: They are too few for the run.
+    """
+    names, num_nodes = nodes_of(job_id), config.cluster.num_nodes
+    if len(names) < num_nodes:
+        raise ValueError(
+            f"job {job_id} has {len(names)} nodes ({', '.join(names)}), too few for cluster.num_nodes={num_nodes}; ask "
+            f"for more (sbatch --nodes), or lower cluster.num_nodes and the layout"
+        )
+    return order_by_rack(names, racks, num_nodes, nodes_per_domain(config))
+
+
+def address_of(name: str) -> str:
+    """Where the node is reached, as slurmctld has it."""
+    fields = dict(item.partition("=")[::2] for item in call("scontrol", "--oneliner", "show", "node", name).split())
+    return fields.get("NodeAddr", name)
+
+
+def choose_node(present: Sequence[str], taken: Collection[str], last: str) -> str | None:
+    """The node for a supervisor that is started again; None while there is none.
+
+    A spare one first: the last one may be ill, or be gone without anybody having noticed.
+
+    >>> choose_node(["n1", "n2", "n3"], taken={"n1"}, last="n2")
+    'n3'
+    >>> choose_node(["n1", "n2"], taken={"n1"}, last="n2")
+    'n2'
+    >>> choose_node(["n1"], taken={"n1"}, last="n2") is None
+    True
+    """
+    free = [name for name in present if name not in taken]
+    return next((name for name in free if name != last), free[0] if free else None)
+
+
+class Claims:
+    """Which supervisor has which node, in files that the stand-ins of a run share.
+
+    Args:
+        run_dir: The run's directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "nodes"
+
+    def take(self, name: str, node: int) -> bool:
+        """The node of Slurm is this supervisor's now; False if another has been faster."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(self._path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(fd, "w") as file:
+            file.write(str(node))
+        return True
+
+    def leave(self, name: str) -> None:
+        """Gives up a node of Slurm that this supervisor has."""
+        self._path(name).unlink(missing_ok=True)
+
+    def taken(self) -> tuple[str, ...]:
+        """All that are somebody's."""
+        return tuple(sorted(path.name.removeprefix("on-") for path in self._folder.glob("on-*")))
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"on-{name}"

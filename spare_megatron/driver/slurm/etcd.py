@@ -1,0 +1,176 @@
+"""An etcd on the nodes of the job, for a run without one of its own: it stands the loss of one of three members.
+
+Members and clients know each other by certificates of the job; nobody else is answered.
+"""
+
+import dataclasses
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from spare_megatron.config.schema import ControlConfig
+from spare_megatron.config.validate_cluster import num_etcd_members
+from spare_megatron.driver.slurm.allocation import address_of
+from spare_megatron.driver.slurm.certificates import Certificates, issue
+from spare_megatron.driver.slurm.commands import require
+from spare_megatron.driver.slurm.steps import step_command
+from spare_megatron.store.addresses import is_address
+from spare_megatron.store.etcd_gateway import EtcdGateway, encoded
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.spec import EtcdStoreSpec
+
+LOG = "etcd.log"
+_START_S = 60.0
+_END_S = 5.0
+_POLL_S = 0.2
+_ANSWER_S = 2.0
+_QUOTA_BYTES = 8 << 30
+"""Of the database, the most that etcd advises. Its own default, 2 GiB, may end a run of months."""
+_RETENTION = "10m"
+"""For how long old versions of keys are kept: votes and beats have a new one all the time."""
+_ALL_INTERFACES = "0.0.0.0"
+"""Where a member listens whose node is known by a name: etcd takes addresses alone. Certificates keep others out."""
+
+_RUN_AND_CLEAN_UP = """
+data=$(mktemp -d) || exit
+trap "" USR1
+trap 'is_asked=1; kill "$pid" 2>/dev/null' USR2 TERM
+etcd --data-dir "$data" "$@" &
+pid=$!
+[ -z "$is_asked" ] || kill "$pid"
+while kill -0 "$pid"; do wait; done 2>/dev/null # is interrupted by a signal
+rm -rf "$data"
+"""
+"""Its data are of no use after the job. USR1, which ends training early, is not for etcd; srun passes USR2 on, and
+Slurm itself sends TERM where the job is cancelled or its time is over.
+"""
+
+
+def member_commands(
+    names: Sequence[str], addresses: Sequence[str], first_port: int, token: str, certificates: Certificates
+) -> list[tuple[str, ...]]:
+    """The srun of each member.
+
+    Args:
+        names: The nodes of Slurm that members go to.
+        addresses: Where each of them is reached.
+        first_port: Member i listens on this port + 2 i, and on the next one to the other members.
+        token: Tells the members of this cluster from those of another one that may have been there before.
+        certificates: Of the members, and of the authority without whose signature none answers.
+    """
+    peers = [f"https://{address}:{first_port + 2 * i + 1}" for i, address in enumerate(addresses)]
+    cluster = ",".join(f"member-{i}={peer}" for i, peer in enumerate(peers))
+    commands = []
+    for i, (name, client, peer) in enumerate(zip(names, endpoints_of(addresses, first_port), peers, strict=True)):
+        bound = addresses[i] if is_address(addresses[i]) else _ALL_INTERFACES
+        options = (
+            f"--name=member-{i}",
+            f"--listen-client-urls=https://{bound}:{first_port + 2 * i}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls=https://{bound}:{first_port + 2 * i + 1}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster={cluster}",
+            f"--initial-cluster-token={token}",
+            *_tls_options(certificates),
+            f"--quota-backend-bytes={_QUOTA_BYTES}",
+            f"--auto-compaction-retention={_RETENTION}",
+            "--logger=zap",
+            "--log-level=warn",
+        )
+        commands.append(step_command(f"etcd-{i}", name, ("sh", "-c", _RUN_AND_CLEAN_UP, "etcd", *options)))
+    return commands
+
+
+def _tls_options(certificates: Certificates) -> Iterator[str]:
+    for prefix in ("", "peer-"):  # between clients and members, between members
+        yield f"--{prefix}client-cert-auth"
+        yield f"--{prefix}trusted-ca-file={certificates.authority}"
+        yield f"--{prefix}cert-file={certificates.member}"
+        yield f"--{prefix}key-file={certificates.member_key}"
+
+
+def endpoints_of(addresses: Sequence[str], first_port: int) -> tuple[str, ...]:
+    """The members' client URLs."""
+    return tuple(f"https://{address}:{first_port + 2 * i}" for i, address in enumerate(addresses))
+
+
+@contextmanager
+def etcd_of_the_job(
+    nodes: Sequence[str], control: ControlConfig, first_port: int, token: str, folder: Path
+) -> Iterator[ControlConfig]:
+    """An etcd that answers, on the first of these nodes: three members, or one on fewer nodes.
+
+    Args:
+        nodes: The nodes of the job, in the order in which members go to them.
+        control: Settings without endpoints.
+        first_port: As for `member_commands`.
+        token: As for `member_commands`.
+        folder: For certificates and all that the members print; must not exist, and all nodes share it.
+
+    Yields:
+        The settings with which it is reached.
+
+    Raises:
+        ValueError: It did not come up.
+    """
+    require("etcd", "install it on the nodes, add its folder in slurm.setup, or name an etcd in control.endpoints")
+    names = nodes[: num_etcd_members(len(nodes))]
+    addresses = [address_of(name) for name in names]
+    certificates = issue(folder, addresses)
+    control = dataclasses.replace(
+        control,
+        endpoints=endpoints_of(addresses, first_port),
+        ca_file=str(certificates.authority),
+        cert_file=str(certificates.client),
+        key_file=str(certificates.client_key),
+    )
+    log = folder / LOG
+    with log.open("ab") as file:
+        steps = [
+            subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
+            for command in member_commands(names, addresses, first_port, token, certificates)
+        ]
+    try:
+        _wait_until_healthy(control, log)
+        yield control
+    finally:
+        for number in (signal.SIGUSR2, signal.SIGKILL):
+            for step in steps:
+                step.send_signal(number)  # not to one that has ended
+            for step in steps:
+                with suppress(subprocess.TimeoutExpired):
+                    step.wait(_END_S)
+
+
+def _wait_until_healthy(control: ControlConfig, log: Path) -> None:
+    end_s = time.monotonic() + _START_S
+    while not all(_is_healthy(control, endpoint) for endpoint in control.endpoints):
+        if time.monotonic() > end_s:
+            raise ValueError(
+                f"etcd on {', '.join(control.endpoints)} has not come up within {_START_S:g} s: see {log}, and whether "
+                f"slurm.etcd_port and the 5 ports after it are free on these nodes"
+            )
+        time.sleep(_POLL_S)
+
+
+def _is_healthy(control: ControlConfig, endpoint: str) -> bool:
+    """Whether this member answers, and has a quorum with it."""
+    spec = EtcdStoreSpec(
+        endpoints=(endpoint,),
+        prefix="/",
+        timeout_s=_ANSWER_S,
+        ca_file=control.ca_file,
+        cert_file=control.cert_file,
+        key_file=control.key_file,
+    )
+    gateway = EtcdGateway(spec)
+    try:
+        gateway.call("/v3/kv/range", {"key": encoded("health")})
+    except StoreLost:
+        return False
+    finally:
+        gateway.close()
+    return True

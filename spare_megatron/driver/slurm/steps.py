@@ -1,0 +1,104 @@
+"""A job whose batch script is lost with its node: nobody ends it but the steps that are left."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spare_megatron.config.schema import SlurmConfig
+from spare_megatron.driver.slurm.allocation import Claims, choose_node, nodes_of
+from spare_megatron.driver.slurm.commands import JobId, call, cancel, own_job
+
+
+def end_orphaned_job(*, wants_more: bool) -> None:
+    """Ends the job that this process is a step of, or sends it back into the queue. Any other job is left alone.
+
+    Every node that is left does this, and only the first is heard.
+
+    Args:
+        wants_more: There are steps left that another attempt may commit.
+    """
+    job_id, requeues = own_job(), os.environ.get("SPARE_REQUEUES", "")
+    if job_id is None or not requeues.isdigit():  # only the script of `spare submit` says how often
+        return
+    num_left = int(requeues) - int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    with contextlib.suppress(ValueError):
+        call("scontrol", "requeue", str(job_id)) if wants_more and num_left > 0 else cancel(job_id)
+
+
+def step_command(name: str, on: str, command: Sequence[str]) -> tuple[str, ...]:
+    """The srun that runs a command once, on this node of the job.
+
+    The step shares the node with others of the job, has all of it, and survives the loss of other nodes.
+    """
+    options = (
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={on}",
+        f"--job-name={name}",
+        "--overlap",
+        "--no-kill",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--input=none",
+    )
+    return ("srun", *options, *command)
+
+
+def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str]) -> tuple[str, ...]:
+    """The srun of a `spare` command on this node of the job, in the container if there is one.
+
+    Args:
+        slurm: What runs it there.
+        name: Of the step.
+        on: The node.
+        words: The command and its arguments.
+    """
+    command = (*slurm.container, slurm.python or sys.executable, "-P", "-m", "spare_megatron.cli.main", *words)
+    srun, *rest = step_command(name, on, command)
+    return (srun, *slurm.step_options, *rest)
+
+
+@dataclass(slots=True)
+class SrunLauncher:
+    """Starts the supervisors of one run.
+
+    Attributes:
+        job_id: The job that the driver belongs to.
+        slurm: What runs them on their nodes.
+        nodes: The nodes of Slurm that the run begins on, in the order of its own.
+    """
+
+    job_id: JobId
+    slurm: SlurmConfig
+    nodes: tuple[str, ...]
+    replaces: bool = True
+    _held: str = field(default="", init=False)
+    _last: str = field(default="", init=False)
+
+    def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
+        """The srun of the supervisor; None if no node is free for it now."""
+        name = self._choose(run_dir, node, life)
+        if name is None:
+            return None
+        with contextlib.suppress(OSError):  # a disk that is full
+            print(f"node {node}: its supervisor is started on {name}", flush=True)
+        step = node_step(self.slurm, f"node-{node}", name, ("supervise", str(run_dir), "--node", str(node)))
+        return subprocess.Popen(step, start_new_session=True)
+
+    def ended(self, run_dir: Path, node: int) -> None:  # noqa: ARG002  (it knows what it has taken)
+        """The node of Slurm is free for others."""
+        if self._held:
+            Claims(run_dir).leave(self._held)
+            self._last, self._held = self._held, ""
+
+    def _choose(self, run_dir: Path, node: int, life: int) -> str | None:
+        claims = Claims(run_dir)
+        name = self.nodes[node] if life == 0 else choose_node(nodes_of(self.job_id), claims.taken(), self._last)
+        if name is None or not claims.take(name, node):
+            return None
+        self._held = name
+        return name

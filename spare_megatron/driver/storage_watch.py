@@ -1,0 +1,73 @@
+"""Says once, on the screen and in the journal, that storage takes no more of what a run writes down."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import StorageOutcome, StorageRecord
+from spare_megatron.process.reports import RecordsHeld, RecordsLost
+
+RESERVED_BYTES = 16 << 10
+"""Set aside behind the beginning of the driver's journal, for these records and the end of the run."""
+
+
+class StorageWatch:
+    """Takes the reports of all processes, each about files of its own, and passes on what is new about all of them.
+
+    Args:
+        run_dir: The run's directory.
+        report: Gets what is passed on.
+
+    Attributes:
+        journal: The driver's, as soon as it is there.
+    """
+
+    def __init__(self, run_dir: Path, report: Callable[[RecordsHeld | RecordsLost], None]) -> None:
+        self._run_dir = run_dir
+        self._report = report
+        self._held: set[str] = set()
+        self._lost: list[RecordsLost] = []
+        self.journal: JournalWriter | None = None
+
+    def held(self, event: RecordsHeld) -> None:
+        """Passes on the first file that is held, and that none is any more."""
+        was_held = bool(self._held)
+        if event.reason:
+            self._held.add(event.path)
+        else:
+            self._held.discard(event.path)
+        if was_held is not bool(self._held):
+            outcome: StorageOutcome = "held" if event.reason else "written"
+            self._write(StorageRecord(outcome=outcome, path=self._name(event.path), reason=event.reason))
+            self._report(event)
+
+    def lost(self, event: RecordsLost) -> None:
+        """Keeps it until the run has ended."""
+        self._lost.append(event)
+
+    def record_lost(self) -> None:
+        """Writes down that files of the journal lack their ends, before the driver's own is closed."""
+        journal = [event for event in self._lost if Path(event.paths[0]).parent.name == "journal"]
+        if journal:
+            record = StorageRecord(
+                outcome="lost",
+                path=self._name(journal[0].paths[0]),
+                reason=journal[0].reason,
+                num_files=len(journal),
+                num_bytes=sum(event.num_bytes for event in journal),
+            )
+            self._write(record)
+
+    def report_lost(self) -> None:
+        """Passes on all files that lack their ends, in one report."""
+        if self._lost:
+            paths = tuple(path for event in self._lost for path in event.paths)
+            num_bytes = sum(event.num_bytes for event in self._lost)
+            self._report(RecordsLost(paths=paths, num_bytes=num_bytes, reason=self._lost[0].reason))
+
+    def _name(self, path: str) -> str:
+        return str(Path(path).relative_to(self._run_dir)) if Path(path).is_relative_to(self._run_dir) else path
+
+    def _write(self, record: StorageRecord) -> None:
+        if self.journal is not None:
+            self.journal.write(record)

@@ -1,0 +1,283 @@
+"""Where the time of a run has gone so far, as its driver is told of it."""
+
+import contextlib
+import dataclasses
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.journal.goodput import cause_of
+from spare_megatron.journal.output import named_errors
+from spare_megatron.journal.records import CheckpointRecord, RecoveryRecord, RunRecord
+from spare_megatron.journal.speed import flops_utilization, tflops_per_rank, tokens_per_second
+from spare_megatron.observe.metrics import DetachedSink, JsonlSink, Sink, TensorBoardSink, Value, WandbSink
+from spare_megatron.process.processes import report_held
+from spare_megatron.process.reports import (
+    CheckpointTold,
+    GroupLost,
+    GroupRejoined,
+    GroupRestarted,
+    MetricsLost,
+    RecordsHeld,
+    StepCommitted,
+    StoreMeasured,
+)
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.placement import make_placement
+
+_QUIET_STEPS = 101
+"""Of so many of the last steps with all groups the median is what a step takes when nothing happens."""
+
+
+class LiveGoodput:
+    """Useful time, and losses by the names that `journal.goodput` has for them. All of it adds up to the time passed.
+
+    Nothing is kept but sums and 17 bytes a step: steps that a restart throws away have been of no use. A fault that
+    costs no group is not told apart from `scatter` here.
+
+    Args:
+        num_groups: Groups of the run.
+        began_s: When it began.
+    """
+
+    def __init__(self, num_groups: int, began_s: float) -> None:
+        self._num_groups = num_groups
+        self._began_s = self._at_s = began_s
+        self._quiet_s: deque[float] = deque(maxlen=_QUIET_STEPS)
+        self._met: set[str] = set()
+        self._has_newcomers = False
+        self._names: list[str] = []
+        self._useful_s, self._lost_s, self._cause = array("d"), array("d"), array("b")  # of each step
+        self._sum_s = 0.0
+        self._sums_s: dict[str, float] = {}
+
+    def lost(self) -> None:
+        """A group is lost."""
+        self._met.add("fence")
+
+    def came_back(self) -> None:
+        """A group takes part again."""
+        self._has_newcomers = True
+
+    def restarted(self, num_thrown_away: int) -> None:
+        """Training starts again, without the last committed steps, of which some may be from before this run."""
+        self._met.add("restart")
+        for _ in range(min(num_thrown_away, len(self._cause))):
+            useful_s, lost_s = self._useful_s.pop(), self._lost_s.pop()
+            self._sum_s -= useful_s
+            self._add(self._names[self._cause.pop()], -lost_s)
+            self._add("rework", useful_s + lost_s)
+
+    def committed(self, at_s: float, step_s: float, num_alive: int) -> None:
+        """A step is committed.
+
+        Args:
+            at_s: When.
+            step_s: How long it took.
+            num_alive: Groups that took part.
+        """
+        passed_s, self._at_s = at_s - self._at_s, at_s
+        if num_alive == self._num_groups or not self._quiet_s:
+            self._quiet_s.append(step_s)
+        useful_s = min(passed_s, step_s, median(self._quiet_s))
+        cause = cause_of(self._met, is_first=not self._useful_s, has_newcomers=self._has_newcomers)
+        cause = cause or ("fewer_groups" if num_alive < self._num_groups else "scatter")
+        if cause not in self._names:
+            self._names.append(cause)
+        self._useful_s.append(useful_s)
+        self._lost_s.append(passed_s - useful_s)
+        self._cause.append(self._names.index(cause))
+        self._sum_s += useful_s
+        self._add(cause, passed_s - useful_s)
+        self._met.clear()
+        self._has_newcomers = False
+
+    @property
+    def goodput(self) -> float:
+        """Useful time over the time until the last commit."""
+        passed_s = self._at_s - self._began_s
+        return self._sum_s / passed_s if passed_s > 0 else 0.0
+
+    @property
+    def lost_s(self) -> Mapping[str, float]:
+        """What the rest went to, seconds."""
+        return self._sums_s
+
+    def _add(self, name: str, spent_s: float) -> None:
+        self._sums_s[name] = self._sums_s.get(name, 0.0) + spent_s
+
+
+_UNTOLD = ("slurm", "control")
+"""Sections of the configuration that stay here: where it trains says nothing of the training, and may be secret."""
+
+
+def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost | RecordsHeld], None]) -> list[Sink]:
+    """Everything that is to take the metrics of a run."""
+    metrics = config.metrics
+
+    def failed(reason: str) -> None:
+        on_event(MetricsLost(reason=reason))
+
+    def open_wandb() -> Sink:
+        told = {name: value for name, value in dataclasses.asdict(config).items() if name not in _UNTOLD}
+        with named_errors("--run-dir", run_dir):
+            return WandbSink(run_dir, metrics.wandb_project, metrics.run_id, config.name, told)
+
+    def open_tensorboard() -> Sink:
+        with named_errors("--run-dir", run_dir):
+            return TensorBoardSink(run_dir)
+
+    sinks: list[Sink] = [JsonlSink(run_dir, report_held(on_event))]
+    if metrics.tensorboard:
+        sinks.append(DetachedSink("TensorBoard", open_tensorboard, failed))
+    if metrics.wandb_project:
+        sinks.append(DetachedSink("Weights & Biases", open_wandb, failed))
+    return sinks
+
+
+class Telemetry:
+    """Tells the sinks of each committed step once, as the first group reports it; again if it is computed again.
+
+    Args:
+        config: The resolved configuration.
+        run: The terms of the run.
+        sinks: Who takes them.
+    """
+
+    def __init__(self, config: RunConfig, run: RunRecord, sinks: Sequence[Sink]) -> None:
+        self._config = config
+        self._run = run
+        self._sinks = sinks
+        spare = config.spare
+        groups = config.layout.num_groups
+        self._placement = make_placement(spare.placement, groups, spare.redundancy, spare.groups_per_domain)
+        self._absent: set[GroupId] = set()
+        self._lost: set[Member] = set()
+        self._counts = {"fault/groups_lost": 0, "fault/groups_rejoined": 0, "fault/restarts": 0}
+        self._store: dict[str, Value] = {}
+        self._next_step = 0
+        self._goodput = LiveGoodput(groups, time.monotonic())
+        self._last_recovery = (0, -1)  # restarts before it, and its step
+        self._recoveries: list[RecoveryRecord] = []  # to be told with the next step
+
+    def take(self, event: object) -> None:
+        """What happened."""
+        match event:
+            case CheckpointTold(record=record):
+                self._write(_of_checkpoint(record))
+            case GroupLost(group=group, incarnation=incarnation):
+                self._absent.add(group)
+                self._lost.add(Member(group, incarnation))  # told again when it is given up
+                if len(self._lost) > self._counts["fault/groups_lost"]:
+                    self._goodput.lost()
+                self._counts["fault/groups_lost"] = len(self._lost)
+            case GroupRejoined(member=member):
+                self._absent.discard(member.group)
+                self._counts["fault/groups_rejoined"] += 1
+                self._goodput.came_back()
+            case GroupRestarted(member=member, step=step):
+                self._absent.discard(member.group)
+                if step < self._next_step:  # the first to say so
+                    self._counts["fault/restarts"] += 1
+                    self._goodput.restarted(self._next_step - step)
+                self._next_step = min(step, self._next_step)
+            case StoreMeasured(space=space):
+                self._store = {"spare/store_bytes": space.used_bytes}
+                if space.limit_bytes is not None:
+                    self._store["spare/store_limit_bytes"] = space.limit_bytes
+            case StepCommitted(step=step):
+                self._take_recoveries(event.recoveries)
+                if step >= self._next_step:
+                    self._next_step = step + 1
+                    self._goodput.committed(time.monotonic(), event.step_s, event.num_alive)
+                    self._write({"step": step, **self._of_step(event)})
+
+    def close(self) -> None:
+        """Lets the sinks end.
+
+        Raises:
+            OSError: The disk has not taken everything.
+        """
+        with contextlib.ExitStack() as closing:
+            for sink in self._sinks:
+                closing.callback(sink.close)
+
+    def _write(self, values: Mapping[str, Value]) -> None:
+        for sink in self._sinks:
+            sink.write(values)
+
+    def _of_step(self, event: StepCommitted) -> dict[str, Value]:
+        step_s = event.step_s
+        values: dict[str, Value] = {
+            "train/loss": event.loss,
+            "train/grad_norm": event.grad_norm,
+            "train/learning_rate": event.learning_rate,
+            "train/tokens": (event.step + 1) * self._run.tokens_per_step,
+            "spare/groups_alive": event.num_alive,
+            "spare/makespan": event.makespan,
+            "spare/epoch": event.epoch,
+            "spare/microbatches_recomputed": event.num_recomputed,
+            "perf/step_s": round(step_s, 6),
+            "perf/goodput": round(self._goodput.goodput, 6),
+            **{f"perf/lost_{name}_s": round(spent_s, 6) for name, spent_s in self._goodput.lost_s.items()},
+            **self._counts,
+            **self._store,
+            **self._of_recoveries(),
+        }
+        if self._config.data.access == "stacked":
+            values["spare/fewest_hosts"] = self._fewest_hosts()
+        values |= self._speed(step_s, event.num_alive * self._run.ranks_per_group)
+        return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
+
+    def _take_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:
+        """The first group that tells of a recovery is heard."""
+        for record in recoveries:
+            if (record.num_restarts, record.step) > self._last_recovery:
+                self._last_recovery = record.num_restarts, record.step
+                self._recoveries.append(record)
+
+    def _of_recoveries(self) -> dict[str, Value]:
+        told, self._recoveries = self._recoveries, []
+        parts = ("agree_s", "patch_s", "rebuild_s", "reduce_s")
+        split = {part: sum(getattr(record, part) for record in told) for part in parts if told}
+        return {f"fault/recovery_{part}": round(spent_s, 6) for part, spent_s in split.items()}
+
+    def _speed(self, step_s: float, num_ranks: int) -> dict[str, Value]:
+        figures = {
+            "perf/tokens_per_s": (tokens_per_second(self._run, step_s), 3),
+            "perf/tflops_per_rank": (tflops_per_rank(self._run, step_s, num_ranks), 6),
+            "perf/mfu": (flops_utilization(self._run, step_s, num_ranks), 6),
+        }
+        return {name: round(value, digits) for name, (value, digits) in figures.items() if value is not None}
+
+    def _fewest_hosts(self) -> int:
+        """Hosts of the shard that has the fewest: so many losses can wipe the run out, one less cannot."""
+        return min(len(set(hosts) - self._absent) for hosts in self._placement.hosts)
+
+
+def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
+    """Seconds of a step by names that users know; what is none of these waited for something else."""
+    named = {
+        "compute": (Operation.COMPUTE,),
+        "transfer": (Operation.TRANSFER,),
+        "reduce": (Operation.REDUCE,),
+        "vote": (Operation.SETTLE, Operation.VOTE, Operation.AWAIT_ENTRY),
+        "optimizer": (Operation.UPDATE,),
+        "stall": (Operation.SAVE, Operation.JOIN, Operation.CHECK, Operation.STORAGE),
+    }
+    return {name: sum(split_s.get(operation, 0.0) for operation in parts) for name, parts in named.items()}
+
+
+def _of_checkpoint(record: CheckpointRecord) -> dict[str, Value]:
+    return {
+        "step": record.step - 1,  # the last that it holds
+        "ckpt/outcome": record.outcome,
+        "ckpt/num_bytes": record.num_bytes,
+        "ckpt/stall_s": record.stall_s,
+        "ckpt/write_s": record.write_s,
+    }

@@ -1,0 +1,214 @@
+"""Proof from the journal that the sums of every committed step count every microbatch exactly once, in every bucket.
+
+A step may hold sums of several attempts: each failed one left, for each rank, the first buckets that all survivors
+held, and the next one reduced those after them. So every attempt from which some rank kept buckets, and the one that
+was committed, must count every microbatch once by itself.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from spare_megatron.journal.finding import Finding, Severity
+from spare_megatron.journal.fold import Attempted, Committed, Fold
+from spare_megatron.journal.journal_view import Attempts
+from spare_megatron.journal.records import ContributionRecord, RunRecord, UpdateRecord, VoteRecord, digest_of_work
+
+
+def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """The contributions to each attempt whose sums a committed step holds are every microbatch exactly once."""
+    by_attempt: dict[int, list[ContributionRecord]] = defaultdict(list)
+    for _, record in part.contributions:
+        by_attempt[record.attempt].append(record)
+    expected = {(s, k) for s in range(run.num_groups) for k in range(run.microbatches_per_shard)}
+    for number, which, commit, attempted, following in part.decided:
+        if following is not None and not _more_than(attempted.kept, following.kept):
+            continue  # the step holds no sums of it
+        place, records = (number, which), by_attempt.get(attempted.attempt, [])
+        is_told = attempted.attempt in fold.opened  # else the entry is missing that says what was kept
+        for severity, reason in _check_attempt(commit.step, attempted, records, expected, is_told=is_told):
+            yield Finding(severity=severity, reason=reason, place=place)
+        for record in records:
+            if was_fenced(record, fold):
+                reason = f"step {commit.step}: group {record.group} contributed after it was fenced"
+                severity = fold.severity(is_known=record.attempt <= fold.known.attempt)
+                yield Finding(severity=severity, reason=reason, place=place)
+
+
+def _more_than(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether some rank keeps more buckets by the other of two counts."""
+    return any(before < after for before, after in zip_longest(one, other, fillvalue=0))
+
+
+def _check_attempt(
+    step: int,
+    attempted: Attempted,
+    records: Sequence[ContributionRecord],
+    expected: set[tuple[int, int]],
+    *,
+    is_told: bool,
+) -> Iterator[tuple[Severity, str]]:
+    members = {group for record in records for group in record.members}
+    epochs = {record.epoch for record in records}
+    senders = Counter(record.group for record in records)
+    if any(set(record.members) != members or record.step != step for record in records) or len(epochs) > 1:
+        yield "invalid", f"step {step}: groups reduced attempt {attempted.attempt} as different sets"
+    if is_told and any(tuple(record.kept) != attempted.kept for record in records):
+        yield "invalid", f"step {step}: a group reduced other buckets in attempt {attempted.attempt} than the log says"
+    if not records:
+        yield "unknown", f"step {step}: no contribution is in the journal"
+    missing = sorted(members - set(senders))
+    for group in missing:
+        yield "unknown", f"step {step}: the contribution of group {group} is not in the journal"
+    counted = Counter(microbatches_of(records))
+    if records and not missing and (set(counted) != expected or set(counted.values()) != {1}):
+        yield "invalid", f"step {step}: {_miscount(counted, expected)}"
+
+
+def check_kept(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Buckets are kept only where every survivor said that it holds their sums."""
+    held = {(record.attempt, record.group): record.num_complete for _, record in part.votes}
+    for number, which, commit, attempted, following in part.decided:
+        if following is None:
+            continue
+        for group in sorted(attempted.members):
+            counts, place = held.get((attempted.attempt, group)), (number, which)
+            if following.kept and counts is None:
+                reason = f"step {commit.step}: no vote of group {group} says what it kept"
+                yield Finding(severity="unknown", reason=reason, place=place)
+            elif _more_than(counts or (), following.kept):
+                reason = f"step {commit.step}: buckets are kept whose sums group {group} did not hold"
+                yield Finding(severity="invalid", reason=reason, place=place)
+
+
+def was_fenced(record: ContributionRecord | VoteRecord, fold: Fold) -> bool:
+    """Whether the group, in this incarnation, had no part in the attempt when it began."""
+    opened = fold.opened.get(record.attempt)
+    return opened is not None and opened.get(record.group) != record.incarnation
+
+
+def microbatches_of(records: Sequence[ContributionRecord]) -> Iterator[tuple[int, int]]:
+    """Shard and index of every microbatch that these bring, as often as they do."""
+    for record in records:
+        for shard, indices in record.microbatches.items():
+            for index in indices:
+                yield int(shard), index
+
+
+def _miscount(counted: Counter[tuple[int, int]], expected: set[tuple[int, int]]) -> str:
+    missing = sorted(expected - set(counted))
+    twice = sorted(item for item, times in counted.items() if times > 1)
+    strange = sorted(set(counted) - expected)
+    parts = [("missing", missing), ("counted more than once", twice), ("not part of the batch", strange)]
+    return "; ".join(f"microbatches {what}: {items[:5]}" for what, items in parts if items)
+
+
+def check_voters(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Nobody votes in a life that was fenced before."""
+    for place, record in part.votes:
+        if was_fenced(record, fold):
+            reason = f"step {record.step}: group {record.group} voted after it was fenced"
+            severity = fold.severity(is_known=record.attempt <= fold.known.attempt)
+            yield Finding(severity=severity, reason=reason, place=place)
+
+
+def check_single_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Nobody votes twice on an attempt."""
+    for (attempt, group), cast in sorted(_votes(part).items()):
+        if len(cast) > 1:
+            reason = f"group {group} voted {len(cast)} times on attempt {attempt}"
+            yield Finding(severity="invalid", reason=reason, place=(attempt, group))
+
+
+def check_voted_work(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """What a group brought into an attempt is what its ranks agreed on when they voted."""
+    voted = {(record.attempt, record.group): record.work_digest for _, record in part.votes}
+    last: dict[int, tuple[object, str]] = {}  # group -> what it brought in, and the digest: mostly the same again
+    for place, record in part.contributions:
+        work, digest = last.get(record.group, (None, ""))
+        if work != record.microbatches:
+            digest = digest_of_work(microbatches_of([record]))
+            last[record.group] = record.microbatches, digest
+        if voted.get((record.attempt, record.group), digest) != digest:
+            reason = f"step {record.step}: group {record.group} voted on other work than it contributed"
+            yield Finding(severity="invalid", reason=reason, place=place)
+
+
+def check_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """A committed attempt has a complete vote of every group that took part when it was committed."""
+    votes = _votes(part)
+    steps = {commit.attempt: commit.step for _, commit in part.commits}
+    for place, record in part.votes:
+        if record.step != steps.get(record.attempt, record.step):
+            reason = f"group {record.group} voted on attempt {record.attempt} as one of step {record.step}"
+            yield Finding(severity="invalid", reason=f"step {steps[record.attempt]}: {reason}", place=(-1, *place))
+    for number, commit in part.commits:
+        step = commit.step
+        for group in sorted(commit.members):
+            cast = votes.get((commit.attempt, group), [])
+            if not cast:
+                reason = f"step {step}: no vote of group {group} in the journal"
+                yield Finding(severity="unknown", reason=reason, place=(number,))
+            elif not all(cast):
+                reason = f"step {step}: committed though group {group} had no whole sum"
+                yield Finding(severity="invalid", reason=reason, place=(number,))
+
+
+def _votes(part: Attempts) -> dict[tuple[int, int], list[bool]]:
+    """Attempt and group -> whether each vote said that the sum is complete."""
+    votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
+    for _, record in part.votes:
+        votes[record.attempt, record.group].append(record.is_complete)
+    return votes
+
+
+def check_applied(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Nothing is applied that was not committed."""
+    applied = {(record.step, record.attempt) for _, record in part.updates}
+    stray = sorted(applied - {(commit.step, commit.attempt) for _, commit in part.commits})
+    steps = {commit.step for commit in fold.commits} if stray else set()
+    for step, attempt in stray:
+        is_decided = attempt < fold.known.attempt
+        if not is_decided:
+            what = f"a group applied attempt {attempt}, whose commit is not in the journal"
+        elif step in steps:
+            what = f"a group applied attempt {attempt}, another was committed"
+        else:
+            what = "applied without a commit"
+        severity = fold.severity(is_known=is_decided)
+        yield Finding(severity=severity, reason=f"step {step}: {what}", place=(step, attempt))
+
+
+def check_updates(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+    """Every survivor applied every committed step once, with the same sums, which counted all microbatches."""
+    updates: dict[tuple[int, int], list[UpdateRecord]] = defaultdict(list)
+    for _, record in part.updates:
+        updates[record.step, record.attempt].append(record)
+    for number, commit in part.commits:
+        records = updates.get((commit.step, commit.attempt), [])
+        for severity, reason in _check_update(run, commit, records):
+            yield Finding(severity=severity, reason=f"step {commit.step}: {reason}", place=(number,))
+        if commit.is_undone:  # whoever was stopped before it applied the step is loaded from a checkpoint
+            continue
+        for group in sorted(commit.members - {record.group for record in records}):
+            # A group lost after the commit may have died before it applied it, unless it took part in what came next.
+            was_lost = fold.last_fenced_at.get(group, -1) > commit.index
+            if not was_lost or (group, commit.attempt + 1) in part.went_on:
+                reason = f"step {commit.step}: no update of group {group} in the journal"
+                yield Finding(severity="unknown", reason=reason, place=(number,))
+
+
+def _check_update(run: RunRecord, commit: Committed, records: list[UpdateRecord]) -> Iterator[tuple[Severity, str]]:
+    total = run.num_groups * run.microbatches_per_shard
+    if any(record.num_microbatches != total for record in records):
+        yield "invalid", f"the sum did not count {total} microbatches"
+    if len({(record.loss, record.grad_norm) for record in records}) > 1:
+        yield "invalid", "groups applied different sums"
+    for name in ("learning_rate", "makespan"):
+        values = sorted({getattr(record, name) for record in records})
+        if len(values) > 1:
+            yield "invalid", f"groups have different {name}: {', '.join(map(str, values))}"
+    appliers = Counter(record.group for record in records)
+    for group, times in sorted(appliers.items()):
+        if times > 1:
+            yield "invalid", f"group {group} applied it {times} times"

@@ -1,0 +1,249 @@
+"""The files of a journal, read in parts: what is in memory is bounded by a part, and by the log.
+
+One pass finds the log, what is rare, and between which steps and attempts each block of each file is. Then every part
+is read from the blocks that have some of it, in whatever order their lines are.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from spare_megatron.journal.journal_view import FREQUENT, Place, Placed, Stretch, is_rare
+from spare_megatron.journal.lines import KINDS, Line, decode_line, origin_field, require_known_format
+from spare_megatron.journal.records import EntryRecord, Record
+
+STRETCH_BYTES = 16 << 20
+"""Of the frequent records of a part, as they are in the files; several times as much in memory."""
+_BLOCK_BYTES = 64 << 10
+_MOST = 10**15
+"""Beyond every step and attempt."""
+
+_NUMBER = rb"(0|[1-9][0-9]{0,14})"
+_HEAD = re.compile(
+    rb'\{"record":"([a-z]+)","source":"[^"\\]*","at_s":([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?),(?:"group":[0-9]+,'
+    rb'(?:"step":' + _NUMBER + rb',(?:"attempt":' + _NUMBER + rb',)?|"index":' + _NUMBER + rb',"entry":(.*)\}$))?'
+)
+_KINDS = frozenset(name.encode() for name in KINDS)
+_FREQUENT = {name.encode(): kind for name, kind in KINDS.items() if kind in FREQUENT}
+
+
+def _names_of(kind: type[Record]) -> msgspec.json.Decoder[Any]:
+    """Refuses a line with names that no record of this kind has; the decoder of the kind itself passes over them."""
+    names = ("record", "source", "at_s", *(field.name for field in dataclasses.fields(kind)))
+    fields = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct("Names", fields, forbid_unknown_fields=True, gc=False))
+
+
+_DECODERS = {name: (_names_of(kind), msgspec.json.Decoder(kind)) for name, kind in _FREQUENT.items()}
+
+
+@dataclasses.dataclass(slots=True)
+class _Block:
+    """Some lines of a file, and between which steps and attempts their frequent records are."""
+
+    file: int
+    offset: int
+    size: int
+    first_number: int
+    first_step: int = 1 << 62
+    last_step: int = -1
+    first_attempt: int = 1 << 62
+    last_attempt: int = -1
+
+    def has(self, step: int, attempt: int | None) -> None:
+        self.first_step, self.last_step = min(self.first_step, step), max(self.last_step, step)
+        if attempt is not None:
+            self.first_attempt, self.last_attempt = min(self.first_attempt, attempt), max(self.last_attempt, attempt)
+
+
+class FiledEvidence:
+    """A journal in files, as they are now.
+
+    Args:
+        run_dir: The directory of the run.
+        stretch_bytes: Of the frequent records that are looked at at a time.
+        until_s: When to give up, on the monotonic clock.
+        settings: Terms of the run, as the settings beside the journal have them.
+
+    Raises:
+        FileNotFoundError: The run directory has no journal.
+        ValueError: It is of a later format.
+        TimeoutError: It is later; of all methods, too.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        stretch_bytes: int | None = None,
+        until_s: float = math.inf,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        require_known_format(run_dir)
+        self._files = sorted((run_dir / "journal").glob("*.jsonl"))
+        if not self._files:
+            raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
+        self.origin_code = origin_field(run_dir, "code")
+        self._until_s = until_s
+        self.settings = settings
+        self._damage: dict[tuple[int, int], str] = {}  # by file and number of the line
+        self._rare: list[tuple[Place, Line]] = []
+        self._first_read: dict[int, tuple[Place, bytes]] = {}
+        self._disputed: set[int] = set()
+        blocks, num_bytes = [], 0
+        for block, texts in self._all_blocks():
+            for number, text in enumerate(texts, block.first_number):
+                num_bytes += len(text) if self._survey(block, number, text) else 0
+            blocks.append(dataclasses.astuple(block))
+        self._blocks: npt.NDArray[np.int64] = np.array(blocks, np.int64).reshape(-1, 8)
+        self.rare = [line for _, line in sorted(self._rare, key=lambda placed: placed[0])]
+        self.entries = {index: _entry(self._first_read.pop(index)[1]) for index in sorted(self._first_read)}
+        del self._rare
+        # A part takes some of each file: the less of it, the more often is a block read.
+        part_bytes = stretch_bytes or max(STRETCH_BYTES, 2 * _BLOCK_BYTES * len(self._files))
+        self.num_stretches = max(math.ceil(num_bytes / part_bytes), 1)
+
+    def _all_blocks(self) -> Iterator[tuple[_Block, list[bytes]]]:
+        """All that is in the files, without what a writer that was killed left as its last line: it was never made."""
+        for number, path in enumerate(self._files):
+            with path.open("rb") as file:
+                offset, first_number = 0, 1
+                while read := file.read(_BLOCK_BYTES):
+                    read += b"" if read.endswith(b"\n") else file.readline()
+                    *texts, torn = read.split(b"\n")
+                    size = len(read) - len(torn)
+                    self._keep_time()
+                    yield _Block(number, offset, size, first_number), texts
+                    offset, first_number = offset + size, first_number + len(texts)
+
+    def _keep_time(self) -> None:
+        if time.monotonic() > self._until_s:
+            raise TimeoutError("the time for reading the journal is over")
+
+    def _survey(self, block: _Block, number: int, text: bytes) -> bool:
+        """Takes a line of the first pass; returns whether it is of a frequent kind."""
+        head, place = _HEAD.match(text), (block.file, number)
+        if _tells_place(head):
+            block.has(int(head[3]), None if head[4] is None else int(head[4]))
+            return True
+        if head is not None and head[1] == b"entry" and head[6] is not None:
+            index, at = int(head[5]), (float(head[2]), *place)
+            if self._first_read.get(index, (at, b""))[1] == head[6] and b'"admit":[[' not in head[6]:
+                self._read_at(index, at, head[6])
+                return False
+        line = self._decode(place, text)
+        if line is None:
+            return False
+        record, at = line.record, (line.at_s, *place)
+        if isinstance(record, EntryRecord):
+            self._read_at(record.index, at, json.dumps(record.entry, separators=(",", ":")).encode())
+        if is_rare(record):
+            self._rare.append((at, line))
+        if isinstance(record, FREQUENT):
+            block.has(record.step, getattr(record, "attempt", None))
+        return isinstance(record, FREQUENT)
+
+    def _read_at(self, index: int, at: Place, entry: bytes) -> None:
+        """A group has read an entry: the first one counts."""
+        first, known = self._first_read.get(index, (at, entry))
+        if known != entry:
+            self._disputed.add(index)
+        self._first_read[index] = (at, entry) if at <= first else (first, known)
+
+    @property
+    def damage(self) -> list[str]:
+        """What could not be read of all that has been asked for so far."""
+        return [f"{self._files[file].name}:{number}: {error}" for (file, number), error in sorted(self._damage.items())]
+
+    def disputed(self) -> list[Placed]:
+        """The records of entries that are not as the first group read them."""
+        found: list[Placed] = []
+        for block in self._blocks if self._disputed else ():
+            for place, text in self._lines(block):
+                line = self._decode(place, text)
+                if line is None or not isinstance(record := line.record, EntryRecord):
+                    continue
+                if record.entry != self.entries[record.index]:
+                    found.append(((line.at_s, *place), record))
+        return sorted(found, key=lambda placed: placed[0])
+
+    def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
+        """The records of frequent kinds in a stretch, each kind in the order of their times."""
+        found: dict[type[Record], list[Placed]] = {kind: [] for kind in kinds}
+        wanted = {name for name, kind in _FREQUENT.items() if kind in found}
+        is_by_step = stretch.key == "step"
+        first, last = self._blocks[:, 4:6].T if is_by_step else self._blocks[:, 6:8].T
+        for block in self._blocks[(first < stretch.end) & (last >= stretch.first)]:
+            for place, text in self._lines(block):
+                head = _HEAD.match(text)
+                if head is not None and head[1] in _KINDS and head[1] not in wanted:
+                    continue
+                if _tells_place(head):
+                    number = int(head[3 if is_by_step else 4])
+                    if not stretch.first <= number < stretch.end:
+                        continue
+                    record = _fast(text, head[1])
+                    if record is not None:
+                        found[type(record)].append(((float(head[2]), *place), record))
+                        continue
+                line = self._decode(place, text)
+                if line is not None and type(line.record) in found and getattr(line.record, stretch.key) in stretch:
+                    found[type(line.record)].append(((line.at_s, *place), line.record))
+        for placed in found.values():
+            placed.sort(key=lambda one: one[0])
+        return found
+
+    def _lines(self, block: npt.NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """The lines of a block, each with its file and number."""
+        self._keep_time()
+        file, offset, size, first_number = block[:4].tolist()
+        with self._files[file].open("rb") as opened:
+            opened.seek(offset)
+            texts = opened.read(size).split(b"\n")[:-1]
+        for number, text in enumerate(texts, first_number):
+            yield (file, number), text
+
+    def _decode(self, place: tuple[int, int], text: bytes) -> Line | None:
+        """The line; None if it is damaged, which is noted."""
+        try:
+            line = decode_line(text.decode())
+            for name in ("group", "step", "attempt", "index"):
+                number = getattr(line.record, name, 0)
+                if not isinstance(number, int) or abs(number) > _MOST:
+                    raise ValueError(f"damaged record: {name}={number!r}, expected a whole number: {text[:80]!r}")
+        except ValueError as error:
+            self._damage[place] = str(error)
+            return None
+        return line
+
+
+def _fast(text: bytes, kind: bytes) -> Record | None:
+    """A record of a frequent kind as `encode_line` writes it; None if it has to be looked at more closely."""
+    names, whole = _DECODERS[kind]
+    try:
+        names.decode(text)
+        record: Record = whole.decode(text)
+    except msgspec.MsgspecError:  # numbers that JSON does not have, such as NaN, or damage
+        return None
+    return record
+
+
+def _entry(text: bytes) -> dict[str, Any]:
+    """An entry of the log, whose names are the same objects as those of the others."""
+    entry: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: {sys.intern(k): v for k, v in pairs})
+    return entry
+
+
+def _tells_place(head: re.Match[bytes] | None) -> TypeGuard[re.Match[bytes]]:
+    """Whether this is the beginning of a frequent record that says which step and attempt it is of."""
+    return head is not None and head[1] in _FREQUENT and (head[4] is not None or head[1] == b"params")

@@ -1,0 +1,471 @@
+"""Losses of groups, each once, whoever has told of it: a group may stand on several nodes."""
+
+import re
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from spare_megatron.journal.events import Event, text_of_end, text_of_entry, text_of_loss, texts_of_record
+from spare_megatron.journal.fold import Folding
+from spare_megatron.journal.goodput import EntryTimes, Goodput, Stretches, step_before
+from spare_megatron.journal.lines import Line
+from spare_megatron.journal.paces import RankPaces
+from spare_megatron.journal.records import (
+    LOST_A_PEER,
+    CadenceRecord,
+    CheckpointRecord,
+    ContributionRecord,
+    EndRecord,
+    EntryRecord,
+    FaultRecord,
+    LossRecord,
+    ParamsRecord,
+    Record,
+    RecoveryRecord,
+    RestartRecord,
+    RunRecord,
+    StorageRecord,
+    UpdateRecord,
+)
+from spare_megatron.journal.recoveries import Recoveries
+
+
+class Losses:
+    """Those told so far."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by group and life
+
+    def take(self, record: LossRecord, at_s: float) -> bool:
+        """Takes what one of several nodes tells of a loss; returns whether it is more than is known."""
+        life = record.group, record.incarnation
+        if life not in self._told:
+            self._told[life] = at_s, record
+            return True
+        found_s, known = self._told[life]
+        pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
+        is_given_up = known.is_given_up or record.is_given_up
+        culprit = record if known.cause == LOST_A_PEER else known  # the rank at fault may stand on another node
+        self._told[life] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
+        return is_given_up and not known.is_given_up
+
+    @property
+    def found(self) -> list[tuple[float, LossRecord]]:
+        """All, each with when it was found first."""
+        return list(self._told.values())
+
+    def of(self, group: int, incarnation: int) -> LossRecord | None:
+        """That of a life, if it is lost."""
+        return self._told.get((group, incarnation), (0.0, None))[1]
+
+
+Array = npt.NDArray[np.float32]
+
+T = TypeVar("T", np.float32, np.float64)
+
+
+_FIRST_ROWS = 256
+
+
+class StepTable:
+    """Rows are attempts, columns groups.
+
+    Attributes:
+        loss: For each attempt, mean cross entropy per token; NaN where nobody told. float64, shape (attempts,).
+        grad_norm: Likewise, the norm of the gradient.
+        learning_rate: Likewise, the learning rate of the update.
+        step_s: Seconds from the step's start to its update; NaN where a group told nothing. Shape (attempts, groups).
+        load: Microbatches that a group brought in, likewise.
+        paces: How fast ranks computed them.
+    """
+
+    def __init__(self, num_groups: int, ranks_per_group: int) -> None:
+        self.loss = np.full(_FIRST_ROWS, np.nan)
+        self.grad_norm = np.full(_FIRST_ROWS, np.nan)
+        self.learning_rate = np.full(_FIRST_ROWS, np.nan)
+        self.step_s: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
+        self.load: Array = np.full((_FIRST_ROWS, num_groups), np.nan, np.float32)
+        self.paces = RankPaces(num_groups, ranks_per_group)
+
+    def update(self, record: UpdateRecord) -> None:
+        """A group has applied an attempt."""
+        self._reserve(record.attempt)
+        if np.isnan(self.loss[record.attempt]):
+            self.loss[record.attempt] = record.loss
+            self.grad_norm[record.attempt] = record.grad_norm
+            self.learning_rate[record.attempt] = record.learning_rate
+        self.step_s[record.attempt, record.group] = record.step_s
+        load = float(self.load[record.attempt, record.group])
+        self.paces.take(record.attempt, record.group, record.compute_s, load)
+
+    def contribution(self, record: ContributionRecord, load: int) -> None:
+        """A group has brought so many microbatches into an attempt."""
+        self._reserve(record.attempt)
+        self.load[record.attempt, record.group] = load
+
+    def is_told(self, attempt: int) -> bool:
+        """Whether some group has applied it and told of it."""
+        return attempt < len(self.loss) and not np.isnan(self.step_s[attempt]).all()
+
+    def _reserve(self, attempt: int) -> None:
+        if attempt >= len(self.loss):
+            height, width = 2 * attempt, self.load.shape[1]
+            self.loss, self.grad_norm = _grown(self.loss, (height,)), _grown(self.grad_norm, (height,))
+            self.learning_rate = _grown(self.learning_rate, (height,))
+            self.step_s, self.load = _grown(self.step_s, (height, width)), _grown(self.load, (height, width))
+
+
+def _grown(array: npt.NDArray[T], shape: tuple[int, ...]) -> npt.NDArray[T]:
+    """The array at the beginning of a longer one of NaN."""
+    grown = np.full(shape, np.nan, array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+GroupState = Literal["alive", "slow", "rejoining", "lost", "given up"]
+
+
+PARAMS = "params"
+"""Digests of parameters, which are read only to compare two runs: a long run has many."""
+
+UNREAD = ("vote", "snapshot", "redundancy", "repair", "terms", "rank")
+"""Kinds of records that say nothing of how a run stands."""
+
+
+_SLOW_RATIO = 1.5
+"""Beyond the median of all groups: time per microbatch, medians of the last steps."""
+
+_PACE_STEPS = 8
+
+_KEPT_EVENTS = 200
+
+_RECENT_STEPS = 32
+
+_LONGEST_STEP = 10.0
+"""Medians of the recent steps: what takes longer, as a restart does, says little of the steps to come."""
+
+_SOURCE = re.compile(r"group-(\d+)-rank-\d+(?:-life-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """When checkpoints are taken, as the run's settings say. Both 0: as the journal says, or never."""
+
+    interval_s: float = 0.0
+    interval_steps: int = 0
+
+
+class Standing:
+    """The state of a run that its lines add up to, those of a file in their order.
+
+    Attributes:
+        run: The run's terms; None until its record is there. What comes before that is of no use.
+        began_s: When that was written.
+        told_s: When the newest line was.
+        end: How the run ended; None while it goes on.
+        storage: That the storage takes no more of the journal; None while it does.
+        steps: What is known of each attempt to make a step.
+        recoveries: What they cost.
+        checkpoints: How saves ended, each with when, in the order of the lines.
+        num_rejoined: Times that a group which was lost brought something in again.
+        num_recomputed: Microbatches that groups brought into a later attempt of a step and not into its first.
+        num_lines: Lines that have been taken.
+        damage: What could not be made sense of.
+        num_events: Events so far.
+        newest: What a group has told of the last attempt that was applied.
+    """
+
+    def __init__(self) -> None:
+        self.run: RunRecord | None = None
+        self.began_s = self.told_s = 0.0
+        self.end: EndRecord | None = None
+        self.storage: StorageRecord | None = None
+        self.steps = StepTable(0, 0)
+        self._losses = Losses()
+        self.recoveries = Recoveries()
+        self.checkpoints: list[tuple[float, CheckpointRecord]] = []
+        self._params: dict[tuple[int, int], set[str]] = {}  # restarts and committed steps before it
+        self.num_rejoined = self.num_recomputed = 0
+        self.num_lines = 0
+        self.damage: list[str] = []
+        self.entry_times = EntryTimes()
+        self.folding: Folding | None = None
+        self._stretches = Stretches()
+        self._ahead: dict[int, tuple[dict[str, Any], float]] = {}  # entries after one that is not there yet
+        self._gap_at: int | None = None
+        self._head = 0
+        self._hit_after: set[int] = set()
+        self._cadence: tuple[float, CadenceRecord] | None = None
+        self._saved_at_s = 0.0
+        self.num_events = 0
+        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
+        self._halted_by = ""
+        self.newest: UpdateRecord | None = None
+        self._lives: dict[int, int] = {}  # the highest number of a group's lives that has begun
+        self._fenced: set[tuple[int, int]] = set()  # groups, and which life of theirs
+        self._last_lost: dict[int, int] = {}  # of a group's lives
+        self._brought: dict[int, tuple[int, int, int, int]] = {}  # life, step, first and most microbatches
+        self._updated_at_s: dict[int, float] = {}
+        self._paces: dict[int, deque[float]] = {}  # seconds per microbatch
+
+    # ---------------------------------------------------------------------------------------------------- feeding
+
+    def take(self, line: Line) -> None:
+        """Takes a line."""
+        self.num_lines += 1
+        record, at_s = line.record, line.at_s
+        if isinstance(record, RunRecord):
+            if self.run is not None:
+                self.damage.append("the journal has several run records")
+                return
+            self.run, self.began_s, self.folding = record, at_s, Folding(record)
+            self.steps, self._saved_at_s = StepTable(record.num_groups, record.ranks_per_group), at_s
+        if self.run is None:
+            return
+        if not 0 <= getattr(record, "group", 0) < self.run.num_groups:
+            self.damage.append(f"a record of {line.source} names a group that the run does not have")
+            return
+        self.told_s = max(self.told_s, at_s)
+        match record:
+            case EntryRecord():
+                self.entry_times.take(record.index, record.group, at_s)
+                if record.index >= self._head:
+                    self._ahead.setdefault(record.index, (record.entry, at_s))
+                    self._fold()
+                if record.entry.get("admit"):
+                    self.recoveries.take(line)
+            case UpdateRecord():
+                self.steps.update(record)
+                if self.newest is None or record.attempt > self.newest.attempt:
+                    self.newest = record
+                self._updated_at_s[record.group] = at_s
+            case ContributionRecord():
+                self._contributed(record, at_s)
+            case LossRecord():
+                self.recoveries.take(line)
+                self._lost(record, at_s)
+            case FaultRecord():
+                self._hit_after.add(step_before(record))
+                self.recoveries.take(line)
+            case RecoveryRecord():
+                self.recoveries.take(line)
+            case CadenceRecord():
+                self._cadence = at_s, record
+            case CheckpointRecord():
+                self.checkpoints.append((at_s, record))
+            case ParamsRecord():
+                self._params.setdefault((record.num_restarts, record.step), set()).add(record.sha256)
+            case StorageRecord():
+                self.storage = None if record.outcome == "written" else record
+            case EndRecord() if self.end is None:
+                self.end = record
+                self._note(text_of_end(record, self._halted_by), at_s)
+        self._note_texts_of(record, at_s)
+
+    def _note_texts_of(self, record: Record, at_s: float) -> None:
+        for text in texts_of_record(record):
+            if isinstance(record, RestartRecord):  # each group reports the checkpoints that none could use
+                if text in self._rejected:
+                    continue
+                self._rejected.add(text)
+            self._note(text, at_s)
+
+    def _lost(self, record: LossRecord, at_s: float) -> None:
+        self._last_lost[record.group] = max(record.incarnation, self._last_lost.get(record.group, 0))
+        is_known = self._losses.of(record.group, record.incarnation) is not None
+        if self._losses.take(record, at_s):
+            self._note(text_of_loss(record, is_known=is_known), at_s)
+
+    def _note(self, text: str, at_s: float) -> None:
+        self._events.append(Event(at_s=at_s, text=text))
+        self.num_events += 1
+
+    def begun(self, sources: Collection[str]) -> None:
+        """These writers are there: a rank opens its file when its group's life begins."""
+        for source in sources:
+            found = _SOURCE.fullmatch(source)
+            if found:
+                group = int(found[1])
+                self._lives[group] = max(int(found[2] or 0), self._lives.get(group, 0))
+
+    def settle(self, *, is_whole: bool = False) -> None:
+        """All that is written has been taken. An entry that is missing twice in a row, or now that all is there, is.
+
+        Args:
+            is_whole: Nothing more will come.
+        """
+        while self._ahead:
+            if self._gap_at != self._head and not is_whole:
+                self._gap_at = self._head
+                return
+            missing, self._head = self._head, min(self._ahead)
+            self.damage.append(f"log entries {missing} to {self._head - 1} are not in the journal")
+            self._fold()
+        self._gap_at = None
+
+    def _fold(self) -> None:
+        assert self.folding is not None, "entries are kept only once the run is known"
+        while (found := self._ahead.pop(self._head, None)) is not None:
+            entry, at_s = found
+            members = self.folding.members
+            self.folding.take(self._head, entry)
+            self._stretches.take(self._head, entry, members)
+            if entry["entry"] == "commit" and entry.get("save", False):
+                self._saved_at_s = at_s
+            if entry["entry"] == "fence":
+                self._fenced.add((entry["group"], entry.get("incarnation", 0)))
+            if entry["entry"] == "restart":
+                self._rejected.clear()
+            if entry["entry"] == "halt":
+                self._halted_by = entry["reason"]
+            if text := text_of_entry(entry, self.folding.members - members):
+                self._note(text, at_s)
+            self._head += 1
+
+    def _contributed(self, record: ContributionRecord, at_s: float) -> None:
+        group, life = record.group, record.incarnation
+        load = sum(map(len, record.microbatches.values()))
+        self.steps.contribution(record, load)
+        before = self._brought.get(group)
+        if before is not None and before[:2] == (life, record.step):
+            first, most = before[2], max(before[3], load)
+            self.num_recomputed += most - before[3]
+        else:
+            first = most = load
+            began_s = self._updated_at_s.pop(group, None)
+            if began_s is not None and load:
+                self._paces.setdefault(group, deque(maxlen=_PACE_STEPS)).append((at_s - began_s) / load)
+            if life and (before is None or before[0] != life):
+                self.num_rejoined += 1
+                self._paces.pop(group, None)
+        self._brought[group] = (life, record.step, first, most)
+
+    # ------------------------------------------------------------------------------------------------------ telling
+
+    @property
+    def num_committed(self) -> int:
+        """Committed steps that no restart undid."""
+        return 0 if self.folding is None else self.folding.step - self.folding.run.first_step
+
+    @property
+    def committed_at_s(self) -> float:
+        """When the last commit was read; that of the newest line where nothing says so."""
+        commits = self.folding.commits if self.folding else ()
+        found = self.entry_times(np.array([commit.index for commit in commits[-1:]], np.intp))
+        return self.told_s if np.isnan(found).any() or not commits else float(found[0])
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, or `going on`."""
+        return "going on" if self.end is None else self.end.outcome
+
+    @property
+    def last_attempt(self) -> int | None:
+        """That of the last commit that a group has told the loss of; None if there is none."""
+        for commit in reversed(self.folding.commits if self.folding else ()):
+            if self.steps.is_told(commit.attempt):
+                return commit.attempt
+        return None
+
+    @property
+    def loss(self) -> float | None:
+        """That of the last committed step."""
+        return None if self.last_attempt is None else float(self.steps.loss[self.last_attempt])
+
+    @property
+    def losses(self) -> list[tuple[float, LossRecord]]:
+        """Groups found lost, each with when."""
+        return self._losses.found
+
+    def params(self) -> dict[int, frozenset[str]]:
+        """Digests of the groups' parameters by the committed steps they hold; those that a restart undid are absent."""
+        restarted_at = [] if self.folding is None else self.folding.restarted_at
+        return {
+            step: frozenset(digests)
+            for (num_restarts, step), digests in sorted(self._params.items())
+            if all(step <= kept for kept in restarted_at[num_restarts:])
+        }
+
+    def groups(self) -> list[GroupState]:
+        """How each group stands."""
+        if self.run is None or self.folding is None:
+            return []
+        slow = self._slow_groups()
+        return [self._group(group, self.folding.incarnations, slow) for group in range(self.run.num_groups)]
+
+    def _group(self, group: int, members: Mapping[int, int], slow: Collection[int]) -> GroupState:
+        loss = self._losses.of(group, self._last_lost.get(group, 0))
+        if group in members and (loss is None or loss.incarnation < members[group]):
+            return "slow" if group in slow else "alive"
+        if loss is not None and loss.is_given_up:
+            return "given up"
+        if self._lives.get(group, 0) > (0 if loss is None else loss.incarnation):
+            return "rejoining"
+        return "lost"
+
+    def _slow_groups(self) -> set[int]:
+        """Those that take far longer for a microbatch than most."""
+        paces = {group: median(pace) for group, pace in self._paces.items() if len(pace) == _PACE_STEPS}
+        usual = median(paces.values()) if paces else 0.0
+        return {group for group, pace in paces.items() if pace > _SLOW_RATIO * usual}
+
+    def goodput(self, now_s: float) -> Goodput | None:
+        """Where the time up to now, or up to the end of the run, went; None before the first commit."""
+        until_s = self.told_s if self.end is not None else max(now_s, self.told_s)
+        return self._stretches.goodput(self.entry_times, (self.began_s, until_s), self._hit_after)
+
+    def left_s(self, now_s: float) -> float | None:
+        """Seconds to the end of the run at the pace of the recent steps; None once it has ended, or without a pace."""
+        run, folding = self.run, self.folding
+        if run is None or folding is None or self.end is not None:
+            return None
+        recent = np.array([commit.index for commit in folding.commits[-_RECENT_STEPS - 1 :]], np.intp)
+        times_s = self.entry_times(recent)
+        intervals_s = np.diff(times_s[~np.isnan(times_s)])
+        if not len(intervals_s):
+            return None
+        pace_s = float(np.minimum(intervals_s, _LONGEST_STEP * np.median(intervals_s)).mean())
+        left_s = (run.num_steps - folding.step) * pace_s
+        if run.max_minutes is not None:
+            left_s = min(left_s, self.began_s + 60.0 * run.max_minutes - now_s)
+        return max(0.0, left_s)
+
+    def next_save_s(self, plan: SavePlan, now_s: float) -> float | None:
+        """Seconds to the next checkpoint; None if none is to come, or nothing says when. Saves wait for a commit."""
+        if self.end is not None or self.folding is None:
+            return None
+        if plan.interval_steps:
+            goodput = self.goodput(now_s)
+            left = plan.interval_steps - self.folding.step % plan.interval_steps
+            return None if goodput is None else left * goodput.step_s
+        since_s, interval_s = self._saved_at_s, plan.interval_s
+        if self._cadence is not None:
+            since_s, interval_s = self._cadence[0], self._cadence[1].interval_s
+        return max(0.0, since_s + interval_s - now_s) if interval_s else None
+
+    def events(self, most: int) -> Sequence[Event]:
+        """The last of what happened, in the order of its times."""
+        return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
+
+    def events_since(self, num_events: int) -> Sequence[Event]:
+        """Those that became known after the first so many, as far as they are kept, in the order of their times."""
+        new = self.num_events - num_events
+        return sorted(list(self._events)[-new:], key=lambda event: event.at_s) if new else ()
+
+    def figures(self) -> Iterator[tuple[str, Any]]:
+        """What can be counted, by the names that `summary.json` has for it."""
+        yield "outcome", self.outcome
+        yield "outcome_reason", "" if self.end is None else self.end.reason
+        yield "steps_committed", self.num_committed
+        yield "steps_lost", len(self.folding.undone) if self.folding else 0
+        yield "restarts", self.folding.num_restarts if self.folding else 0
+        yield "final_loss", self.loss
+        yield "groups_lost", len(self._fenced)
+        yield "groups_rejoined", self.num_rejoined
+        yield "microbatches_recomputed", self.num_recomputed

@@ -1,0 +1,128 @@
+"""Whether two runs computed the same bits, as far as their journals show: losses, gradient norms, parameters."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spare_megatron.observe.history import History, Steps
+
+Digests = Mapping[int, frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first step in which two runs differ.
+
+    Attributes:
+        step: The step.
+        quantity: What differs.
+        values: Its value in each run.
+    """
+
+    step: int
+    quantity: str
+    values: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equality:
+    """How far two runs are equal.
+
+    Attributes:
+        num_steps: Committed steps of each run.
+        num_common: Steps whose losses and gradient norms both journals hold.
+        difference: The first of these in which the runs differ; None if there is none.
+        params_step: Committed steps after which parameters were compared: the first after which they differ, else the
+            last; None if the journals have no digests after the same number of steps.
+        digests: SHA-256 of all parameters of each run after these; empty if there are none.
+    """
+
+    num_steps: tuple[int, int]
+    num_common: int
+    difference: Difference | None
+    params_step: int | None
+    digests: tuple[str, ...]
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether everything that both journals hold is equal, steps and parameters."""
+        return self.num_common > 0 and self.difference is None and len(set(self.digests)) == 1
+
+    def describe(self) -> str:
+        """The result in words."""
+        return " ".join(self._sentences())
+
+    def _sentences(self) -> Iterator[str]:
+        if not self.num_common:
+            yield "The runs cannot be compared step by step: their journals have no committed step in common."
+        elif self.difference is not None:
+            first, (left, right) = self.difference, self.difference.values
+            yield f"Not bitwise equal: the runs first differ in step {first.step}: {first.quantity} {left} and {right}."
+        else:
+            what = "loss and gradient norm"
+            if self.digests:
+                yield "Bitwise equal:" if self.is_bitwise else "Not bitwise equal:"
+            else:
+                what = what.capitalize()
+            yield f"{what} of {self._steps()} are the same to the last bit."
+        yield from self._of_params()
+
+    def _steps(self) -> str:
+        if set(self.num_steps) == {self.num_common}:
+            return f"all {self.num_common} steps"
+        first, second = self.num_steps
+        return f"the {self.num_common} steps that both journals hold (of {first} and {second})"
+
+    def _of_params(self) -> Iterator[str]:
+        if not self.digests:
+            yield "Parameters cannot be compared: the journals have no digests of them after the same number of steps."
+        elif len(set(self.digests)) == 1:
+            yield f"Parameters after {self.params_step} steps: sha256 {self.digests[0]} in both."
+        else:
+            left, right = self.digests
+            yield f"Parameters differ after {self.params_step} steps: sha256 {left} and {right}."
+
+
+def compare(first: History, second: History) -> Equality | None:
+    """Compares two runs; None if one of them is simulated."""
+    if first.began_s is None or second.began_s is None:
+        return None
+    num_common, difference = _compare_steps(first.steps, second.steps)
+    params_step, digests = _compare_params(first.params, second.params)
+    return Equality(
+        num_steps=(int(np.sum(~first.steps.is_undone)), int(np.sum(~second.steps.is_undone))),
+        num_common=num_common,
+        difference=difference,
+        params_step=params_step,
+        digests=digests,
+    )
+
+
+def _compare_steps(first: Steps, second: Steps) -> tuple[int, Difference | None]:
+    """The number of steps that both journals hold, and the first difference in them."""
+    left, right = (np.flatnonzero(~steps.is_undone & ~np.isnan(steps.loss)) for steps in (first, second))
+    common, in_left, in_right = np.intersect1d(first.step[left], second.step[right], return_indices=True)
+    left, right = left[in_left], right[in_right]
+    curves = {
+        "loss": (first.loss[left], second.loss[right]),
+        "gradient norm": (first.grad_norm[left], second.grad_norm[right]),
+    }
+    found = []
+    for quantity, (ours, theirs) in curves.items():
+        for index in np.flatnonzero(ours.view(np.int64) != theirs.view(np.int64))[:1]:
+            values = float(ours[index]), float(theirs[index])
+            found.append(Difference(step=int(common[index]), quantity=quantity, values=values))
+    return len(common), min(found, key=lambda item: item.step, default=None)
+
+
+def _compare_params(first: Digests, second: Digests) -> tuple[int | None, tuple[str, ...]]:
+    """After how many steps parameters differ first, or were compared last, and their digests in both runs.
+
+    Steps after which the groups of one run had different parameters are left out: one of them was wrong.
+    """
+    common = [step for step in sorted(first.keys() & second.keys()) if len(first[step]) == len(second[step]) == 1]
+    if not common:
+        return None, ()
+    step = next((step for step in common if first[step] != second[step]), common[-1])
+    return step, (*first[step], *second[step])

@@ -1,0 +1,256 @@
+"""The history of a run as its journal has it, laid out along its committed steps for a reader's eyes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from spare_megatron.journal.fold import Committed
+from spare_megatron.journal.goodput import Goodput
+from spare_megatron.journal.paces import over_others
+from spare_megatron.journal.records import CheckpointRecord, LossRecord, RunRecord
+from spare_megatron.journal.recoveries import Recovery
+from spare_megatron.journal.run_state import Standing
+from spare_megatron.journal.speed import flops_utilization, tokens_per_second
+
+Presence = Literal["training", "lost", "away"]
+Floats = npt.NDArray[np.float64]
+Table = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The committed steps in the order of the log, in arrays of as many elements. Times are 0 at the run's record.
+
+    Attributes:
+        step: Their numbers.
+        ended_s: When the groups read each commit, the median of them.
+        loss: Mean cross entropy per token; NaN where nobody told.
+        grad_norm: Norm of the gradient, likewise.
+        learning_rate: That of the update, likewise.
+        is_undone: A restart from a checkpoint threw it away.
+        members: The groups that took part when it was committed.
+        lost: The groups that began it and were lost before its commit.
+        step_s: Seconds from its start to its update in each group, shape (steps, groups); NaN where none.
+        load: Microbatches of it that each group computed, likewise.
+    """
+
+    step: npt.NDArray[np.int64]
+    ended_s: Floats
+    loss: Floats
+    grad_norm: Floats
+    learning_rate: Floats
+    is_undone: npt.NDArray[np.bool_]
+    members: Sequence[frozenset[int]]
+    lost: Sequence[frozenset[int]]
+    step_s: Table
+    load: Table
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def taken_s(self) -> Floats:
+        """Seconds from commit to commit; the first from the run's record."""
+        return np.diff(self.ended_s, prepend=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paces:
+    """How fast ranks computed, in some of the committed steps.
+
+    Attributes:
+        commit: Which of the steps.
+        ratio: Each rank's time for a microbatch over the median of the ranks in its place in the other groups, shape
+            (steps, groups, ranks of a group); NaN where nothing was told.
+    """
+
+    commit: npt.NDArray[np.intp]
+    ratio: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Consecutive steps that a group spent in one way; seconds as in `Steps`."""
+
+    group: int
+    from_s: float
+    to_s: float
+    presence: Presence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A group found lost.
+
+    Attributes:
+        found_s: When, as in `Steps`.
+        group: The group.
+        rank: The one that did not arrive; -1 if its whole node is lost.
+        cause: What was found.
+        pending: What its ranks were about, as far as that is known.
+        is_given_up: It stays away.
+    """
+
+    found_s: float
+    group: int
+    rank: int
+    cause: str
+    pending: str
+    is_given_up: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A run.
+
+    Attributes:
+        run: Its terms.
+        verdict: What is known of the proof that every microbatch was counted once.
+        figures: What can be counted, by the names that `summary.json` has for it.
+        goodput: Where its time went; None if it has no step.
+        steps: The committed steps.
+        paces: How fast ranks computed some of them.
+        losses: In the order in which they were found.
+        recoveries: In the order of their steps.
+        began_s: When the run began, in seconds since the epoch; None for a simulated run.
+        lasted_s: From then to its end, or to now.
+        checkpoints: How saves ended, each with when, as in `Steps`.
+        params: Digests of all parameters by the committed steps that they hold, as far as they have been read.
+    """
+
+    run: RunRecord
+    verdict: str
+    figures: dict[str, object]
+    goodput: Goodput | None
+    steps: Steps
+    paces: Paces
+    losses: Sequence[Loss]
+    recoveries: Sequence[Recovery]
+    began_s: float | None
+    lasted_s: float
+    checkpoints: Sequence[tuple[float, CheckpointRecord]]
+    params: Mapping[int, frozenset[str]]
+
+    def tokens_per_s(self) -> Floats | None:
+        """Tokens per second of each step; NaN for the first, which includes the start. None if unknown."""
+        return tokens_per_second(self.run, self._step_s())
+
+    def utilization(self) -> Floats | None:
+        """Model FLOPs utilization of the groups that committed each step, likewise."""
+        num_ranks = np.array([len(members) for members in self.steps.members], np.float64) * self.run.ranks_per_group
+        return flops_utilization(self.run, self._step_s(), num_ranks)
+
+    def _step_s(self) -> Floats:
+        taken_s = self.steps.taken_s
+        taken_s[:1] = np.nan
+        return np.where(taken_s > 0, taken_s, np.nan)  # a clock may have been set back
+
+
+def history_of(standing: Standing, verdict: str, now_s: float) -> History:
+    """The history of a run that stands so.
+
+    Args:
+        standing: Everything that is in its journal.
+        verdict: As in `History`.
+        now_s: Up to when time is counted if it goes on, in seconds since the epoch.
+
+    Raises:
+        ValueError: The journal lacks the run's record, with which every journal begins.
+    """
+    if standing.run is None:
+        raise ValueError("the journal has no run record: there is nothing to tell")
+    return History(
+        run=standing.run,
+        verdict=verdict,
+        figures=dict(standing.figures()),
+        goodput=standing.goodput(now_s),
+        steps=_steps(standing),
+        paces=_paces(standing),
+        losses=[_loss(record, at_s - standing.began_s) for at_s, record in standing.losses],
+        recoveries=standing.recoveries.found(),
+        began_s=None if standing.run.reduce_mode == "simulated" else standing.began_s,
+        lasted_s=(standing.told_s if standing.end is not None else max(now_s, standing.told_s)) - standing.began_s,
+        checkpoints=[(at_s - standing.began_s, record) for at_s, record in sorted(standing.checkpoints, key=_written)],
+        params=standing.params(),
+    )
+
+
+def _written(checkpoint: tuple[float, CheckpointRecord]) -> float:
+    return checkpoint[0]
+
+
+def _told_commits(standing: Standing) -> list[Committed]:
+    assert standing.folding is not None, "a run has a log"
+    return [commit for commit in standing.folding.commits if commit.attempt < len(standing.steps.loss)]
+
+
+def _paces(standing: Standing) -> Paces:
+    attempts = np.array([commit.attempt for commit in _told_commits(standing)], np.int64)
+    kept, pace_s = standing.steps.paces.of(attempts)
+    return Paces(commit=kept, ratio=over_others(pace_s))
+
+
+def _steps(standing: Standing) -> Steps:
+    assert standing.folding is not None, "a run has a log"
+    told, undone = standing.steps, standing.folding.undone
+    commits = _told_commits(standing)
+    attempts = np.array([commit.attempt for commit in commits], np.intp)
+    return Steps(
+        step=np.array([commit.step for commit in commits], np.int64),
+        ended_s=standing.entry_times(np.array([commit.index for commit in commits], np.intp)) - standing.began_s,
+        loss=told.loss[attempts],
+        grad_norm=told.grad_norm[attempts],
+        learning_rate=told.learning_rate[attempts],
+        is_undone=np.array([commit.index in undone for commit in commits], np.bool_),
+        members=[commit.members for commit in commits],
+        lost=[
+            frozenset() if commit.began_with is commit.members else commit.began_with - commit.members
+            for commit in commits
+        ],
+        step_s=told.step_s[attempts],
+        load=told.load[attempts],
+    )
+
+
+def _loss(record: LossRecord, found_s: float) -> Loss:
+    return Loss(
+        found_s=found_s,
+        group=record.group,
+        rank=record.rank,
+        cause=record.cause,
+        pending=", ".join(f"rank {item['rank']}: {item['operation']}" for item in record.pending),
+        is_given_up=record.is_given_up,
+    )
+
+
+def presence(history: History) -> list[Interval]:
+    """How each group spent its time, in as few intervals as there are changes, by groups and times."""
+    steps = history.steps
+    states: list[Presence | None] = [None] * history.run.num_groups
+    since_s, before_s = [0.0] * history.run.num_groups, 0.0
+    found: list[Interval] = []
+    drawn: tuple[frozenset[int], frozenset[int]] | None = None
+    for ended_s, members, lost in zip(steps.ended_s.tolist(), steps.members, steps.lost, strict=True):
+        if drawn != (members, lost):
+            for group, state in _states(history.run.num_groups, members, lost):
+                if states[group] != state:
+                    found += _interval(group, since_s[group], before_s, states[group])
+                    states[group], since_s[group] = state, before_s
+            drawn = members, lost
+        before_s = ended_s
+    for group, last in enumerate(states):
+        found += _interval(group, since_s[group], before_s, last)
+    return sorted(found, key=lambda item: (item.group, item.from_s))
+
+
+def _states(num_groups: int, members: frozenset[int], lost: frozenset[int]) -> Iterator[tuple[int, Presence]]:
+    for group in range(num_groups):
+        yield group, "training" if group in members else "lost" if group in lost else "away"
+
+
+def _interval(group: int, from_s: float, to_s: float, state: Presence | None) -> Iterator[Interval]:
+    if state is not None:
+        yield Interval(group=group, from_s=from_s, to_s=to_s, presence=state)

@@ -1,0 +1,170 @@
+"""What takes the numbers of a run, and how one that may be slow or fail is kept from the run."""
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from spare_megatron.journal.files import AppendingFile, OnHeld
+
+Value = float | int | str
+"""A number; or a word, which only the file of JSON lines takes."""
+
+
+CLOSE_TIMEOUT_S = 30.0
+"""Longest wait at the end of a run for a sink that has not taken everything yet."""
+
+
+REST_S = 2.0
+"""How long a sink that has taken all there was rests. What came meanwhile it takes at once: so each step costs half of
+what it costs alone, where threads and processes wake up for it."""
+
+
+_MOST_WAITING = 4096
+
+
+class Sink(Protocol):
+    """Takes the numbers of steps."""
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        """Takes the values of one step; `step` is among them. A step that is computed again comes again."""
+
+    def close(self) -> None:
+        """Lets what was taken be seen by others."""
+
+
+class DetachedSink:
+    """A sink with a thread of its own: it never keeps its caller waiting, and its errors are told, not raised.
+
+    Args:
+        name: For people.
+        open_sink: Opens it, in the thread.
+        on_failure: Told once, in that thread, why it takes nothing any more.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink], on_failure: Callable[[str], None]) -> None:
+        self._name = name
+        self._open_sink = open_sink
+        self._on_failure = on_failure
+        self._waiting: queue.Queue[Mapping[str, Value] | None] = queue.Queue(_MOST_WAITING)
+        self._num_dropped = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"metrics-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        try:
+            self._waiting.put_nowait(values)
+        except queue.Full:
+            self._num_dropped += 1
+
+    def close(self) -> None:
+        ends_at_s = time.monotonic() + CLOSE_TIMEOUT_S
+        self._closing.set()
+        with contextlib.suppress(queue.Full):  # then the thread is alive
+            self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._thread.join(max(0.0, ends_at_s - time.monotonic()))
+        if self._thread.is_alive():
+            self._on_failure(f"{self._name} has not taken everything within {CLOSE_TIMEOUT_S:g} s and is left behind")
+        if self._num_dropped:
+            self._on_failure(f"{self._name} was too slow for {self._num_dropped} steps, which it lacks")
+
+    def _run(self) -> None:
+        try:
+            sink = self._open_sink()
+            while (values := self._waiting.get()) is not None:
+                sink.write(values)
+                if self._waiting.empty():
+                    self._closing.wait(REST_S)
+            sink.close()
+        except Exception as error:  # noqa: BLE001  (whatever it is, it must not end the run)
+            self._on_failure(f"{self._name} takes no more metrics: {type(error).__name__}: {error}")
+            while self._waiting.get() is not None:
+                pass
+
+
+class JsonlSink:
+    """Appends to `observe.metrics`; a full disk is outlasted as the journal outlasts it."""
+
+    def __init__(self, run_dir: Path, on_held: OnHeld | None = None) -> None:
+        self._file = AppendingFile(run_dir / "metrics.jsonl", on_held)
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        self._file.append(json.dumps(dict(values)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+FLUSH_INTERVAL_S = 10
+"""After which a step is in the file at the latest, for who watches."""
+
+
+class TensorBoardSink:
+    """Writes event files under `RUN_DIR/tensorboard`. A step that is computed again appears twice there.
+
+    A step is one event with all of its values. TensorBoard's `Writer` makes an event of each value, with what kind of
+    value it is, which takes ten times as long: 2.5 ms of a core a step in place of 0.2.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_INTERVAL_S)
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        told = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in values.items()
+            if name != "step" and not isinstance(value, str)
+        ]
+        summary = self._summary(value=told)
+        self._writer.add_event(self._event(wall_time=time.time(), step=int(values["step"]), summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """One run of a project, which goes on under the same id when the training does. Files in `RUN_DIR/wandb`.
+
+    Without a key (`WANDB_API_KEY`, or `wandb login`) it stays offline, for `wandb sync` later; `WANDB_MODE` rules.
+
+    Args:
+        run_dir: Of the run.
+        project: Its project.
+        run_id: The same for all runs that continue one training.
+        name: Its name.
+        settings: The resolved configuration, for its page.
+    """
+
+    def __init__(self, run_dir: Path, project: str, run_id: str, name: str, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+        self._run = wandb.init(
+            dir=str(run_dir),
+            project=project,
+            id=run_id,
+            name=name,
+            config=dict(settings),
+            resume="allow",
+            mode=mode,  # type: ignore[arg-type]
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        # Its own count of steps only grows, ours goes back when steps are computed again.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, values: Mapping[str, Value]) -> None:
+        self._run.log({name: value for name, value in values.items() if not isinstance(value, str)})
+
+    def close(self) -> None:
+        self._run.finish()

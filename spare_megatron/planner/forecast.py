@@ -1,0 +1,222 @@
+"""How long a run lives and how slow its steps are, for every policy and everything that can be lost."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from scipy.integrate import trapezoid
+
+from spare_megatron.core.survival import LONGEST_S
+from spare_megatron.planner.domains import (
+    IntArray,
+    LossIntervals,
+    consecutive_domains,
+    coverage_over_time,
+    domain_down_probabilities,
+    down_without_repair,
+    equivalent_domain_repair,
+    hosts_per_domain,
+    num_down_in_domains,
+    times_to_look_at_s,
+)
+from spare_megatron.planner.endurance import FloatArray, coverage_probabilities, lost_counts
+from spare_megatron.planner.facts import ClusterFacts
+from spare_megatron.planner.overhead import StepTimes, borrowed_shards, least_makespans, mean_step_s, patch_stacks
+from spare_megatron.planner.readmission import (
+    RejoinTimes,
+    absence,
+    equivalent_repair,
+    num_down_over_time,
+    num_down_with_spares,
+    step_with_joins_s,
+)
+from spare_megatron.planner.repair import RepairTimes, Survival, num_down_in_ranges, shard_time_to_wipe_out_s, survival
+from spare_megatron.stacking.placement import make_placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What to expect between a restart and the next wipe-out.
+
+    Attributes:
+        lived_s: T_f, mean seconds until the wipe-out.
+        stretch: Mean step over the step without losses.
+    """
+
+    lived_s: float
+    stretch: float
+
+
+def outlook(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Outlook:
+    """With lost groups that stay away.
+
+    Without domains losses come at a constant rate: lived_s is that interval times the sum over k of P(L > k), which
+    also weighs the steps with k lost. With domains it is `planner.domains.coverage_over_time`, with the counts of
+    groups down by then from `planner.domains.down_without_repair`. Those count losses per group that is up. So
+    that the rate is constant here, too, t seconds are taken as the (1 - exp(-a t)) / a seconds in which as many groups
+    are lost at the rate of all, a = 1 / F + 1 / F_d.
+
+    Args:
+        facts: The cluster.
+        redundancy: r.
+        num_microbatches: m; 1 for stack granularity.
+    """
+    costs = _StepCosts.of(facts, redundancy, num_microbatches)
+    step_s = mean_step_s(costs.makespans, costs.patch, costs.times)
+    n = facts.num_groups
+    counts = lost_counts(n)
+    if not facts.has_domains:
+        covered = coverage_probabilities(n, n if facts.last_resort else redundancy, counts.middle)
+        weights = covered * counts.width
+        lived_s = facts.times.loss_interval_s * float(weights.sum())
+        return Outlook(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
+    times_s, num_down, all_down = _num_down_for_good(facts)
+    covered = 1 - all_down if facts.last_resort else _coverage(facts, redundancy)
+    rate_per_s = 1 / _intervals(facts).group_s + 1 / _intervals(facts).domain_s
+    elapsed_s = -np.expm1(-rate_per_s * times_s) / rate_per_s  # the integral of the share of groups that is up
+    weights = trapezoid(covered[:, None] * num_down, elapsed_s, axis=0)
+    lived_s = float(trapezoid(covered, elapsed_s))
+    return Outlook(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
+
+
+def outlook_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches: int, rejoin: RejoinTimes) -> Outlook:
+    """With lost groups that come back and are taken in with a pause.
+
+    A group that is lost in a step and ready after R + X misses (R + X) / T steps of T on average; it is down for half a
+    step longer, until the next commit, which counts for wipe-outs. The time to a wipe-out is
+    `planner.repair.survival` of the groups, or with spares or domains of independent groups that lose shards as often
+    (`planner.readmission.equivalent_repair`, `planner.domains.equivalent_domain_repair`). Steps count by the groups
+    down: over time since the restart, or with spares or domains in the steady state.
+
+    Args:
+        facts: The cluster.
+        redundancy: r.
+        num_microbatches: m.
+        rejoin: How groups come back.
+
+    Notes:
+        Derived. Against simulated runs (tests/unit/test_planner_outlook.py) the stretch is 0.3% low to 4% high. It is
+        rather high because groups that came back have work of all their shards, so that more hosts share a patch.
+    """
+    costs = _StepCosts.of(facts, redundancy, num_microbatches)
+    away = absence(facts.num_groups, facts.group_interval_s, rejoin)
+    step_s = costs.with_joins_s(facts, rejoin, away)
+    counts = lost_counts(facts.num_groups)
+    if facts.has_domains or rejoin.num_spares:
+        steady = counts.sums(_steady_num_down(facts, away, rejoin)[:-1])
+    else:
+        steady = num_down_in_ranges(facts.num_groups, counts, np.array([away.down_share]))
+    cycle_s = _mean_step_s(steady, step_s)
+    if not np.isfinite(cycle_s):
+        return Outlook(lived_s=facts.event_interval_s, stretch=float("inf"))
+    lived = _survival(facts, redundancy, rejoin, replace(away, repair_s=away.repair_s + cycle_s / 2))
+    if facts.has_domains or rejoin.num_spares:
+        weights = steady
+    else:
+        weights = lived.shares_s @ num_down_over_time(facts.num_groups, counts, lived, away) / lived.mean_s
+    # With none up there is no step; the little mass there counts as no progress.
+    return Outlook(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _StepCosts:
+    """Stacks of a step and of a patch for each range of groups down, and how often a patch is needed."""
+
+    makespans: FloatArray
+    patch: FloatArray
+    times: StepTimes
+
+    @classmethod
+    def of(cls, facts: ClusterFacts, redundancy: int, num_microbatches: int) -> "_StepCosts":
+        n = facts.num_groups
+        k = lost_counts(n).middle
+        makespans = least_makespans(n, num_microbatches, k)
+        patch = patch_stacks(n, redundancy, num_microbatches, k, last_resort=facts.last_resort)
+        if facts.last_resort:
+            fetch = facts.fetch_s / facts.times.shard_s
+            makespans = makespans + fetch * borrowed_shards(n, redundancy, num_microbatches, k)
+            patch = patch + fetch * (k / max(n - 1, 1)) ** (redundancy - 1)  # no other host is left
+        return cls(
+            makespans=makespans,
+            patch=patch,
+            times=replace(facts.times, loss_interval_s=facts.event_interval_s),
+        )
+
+    def with_joins_s(self, facts: ClusterFacts, rejoin: RejoinTimes, away: RepairTimes) -> FloatArray:
+        n = facts.num_groups
+        if rejoin.num_spares:  # who comes back on a spare was hardly down
+            ready_per_s = np.full_like(self.makespans, n / (facts.group_interval_s + away.repair_s))
+        else:  # what is lost together is repaired together: one pause for a whole domain
+            groups_at_once = facts.event_interval_s / facts.lost_group_interval_s
+            ready_per_s = lost_counts(n).middle / (away.repair_s * groups_at_once)
+        return step_with_joins_s(self.makespans, self.patch, self.times, rejoin.join_s, ready_per_s)
+
+
+def _stretch(weights: FloatArray, step_s: FloatArray, times: StepTimes) -> float:
+    """Mean step, time being spent in these shares with each count of groups down, over the step without losses."""
+    return _mean_step_s(weights, step_s) / times.step_s
+
+
+def _mean_step_s(weights: FloatArray, step_s: FloatArray) -> float:
+    steps_per_s = float((weights / step_s).sum())
+    return 1 / steps_per_s if steps_per_s > 0 else float("inf")
+
+
+def _steady_num_down(facts: ClusterFacts, away: RepairTimes, rejoin: RejoinTimes) -> FloatArray:
+    """P(k groups down), k from 0 to N, with domains or with spares."""
+    if facts.has_domains:
+        intervals, sizes = _intervals(facts), _domain_sizes(facts)
+        of_one = {int(s): domain_down_probabilities(int(s), intervals, away.repair_s) for s in np.unique(sizes)}
+        return num_down_in_domains(sizes, of_one)
+    return num_down_with_spares(facts.num_groups, away, rejoin)
+
+
+def _survival(facts: ClusterFacts, redundancy: int, rejoin: RejoinTimes, away: RepairTimes) -> Survival:
+    n = facts.num_groups
+    if facts.last_resort:
+        lived_s = shard_time_to_wipe_out_s(n, away)
+        if facts.has_domains:  # the flow out of the state in which all groups are down is that into it
+            all_down = float(_steady_num_down(facts, away, rejoin)[-1])
+            lived_s = away.repair_s / (n * all_down) if all_down > 0 else LONGEST_S
+        return Survival(times_s=np.array([np.inf]), shares_s=np.array([min(lived_s, LONGEST_S)]))
+    if facts.has_domains:
+        counts = _hosts_per_domain(facts, redundancy)
+        away = equivalent_domain_repair(counts, _intervals(facts), away.repair_s)
+    elif redundancy > 1 and rejoin.num_spares:
+        away = equivalent_repair(redundancy, _steady_num_down(facts, away, rejoin), away.group_interval_s)
+    return survival(n, redundancy, away)
+
+
+def _intervals(facts: ClusterFacts) -> LossIntervals:
+    """Of one group and of one domain."""
+    return LossIntervals(group_s=facts.group_interval_s, domain_s=facts.num_domains * facts.domain_interval_s)
+
+
+def _domain_sizes(facts: ClusterFacts) -> IntArray:
+    return np.bincount(_domain_of(facts))
+
+
+def _domain_of(facts: ClusterFacts) -> IntArray:
+    return consecutive_domains(facts.num_groups, facts.groups_per_domain)
+
+
+@lru_cache(maxsize=2)  # the same for every redundancy and granularity
+def _num_down_for_good(facts: ClusterFacts) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Times; P(k down) by then with nobody coming back, for k in each range: shape (times, ranges); P(all down)."""
+    intervals, sizes = _intervals(facts), _domain_sizes(facts)
+    times_s = times_to_look_at_s(intervals)
+    of_one = {int(size): down_without_repair(int(size), intervals, times_s) for size in np.unique(sizes)}
+    num_down = num_down_in_domains(sizes, of_one)
+    return times_s, lost_counts(facts.num_groups).sums(num_down[:, :-1]), num_down[:, -1]
+
+
+@lru_cache(maxsize=64)  # the same for every granularity
+def _coverage(facts: ClusterFacts, redundancy: int) -> FloatArray:
+    """P(no wipe-out) at the times of `_num_down_for_good`."""
+    return coverage_over_time(_hosts_per_domain(facts, redundancy), _intervals(facts))[1]
+
+
+@lru_cache(maxsize=64)
+def _hosts_per_domain(facts: ClusterFacts, redundancy: int) -> IntArray:
+    placement = make_placement("golomb", facts.num_groups, redundancy, facts.groups_per_domain)
+    return hosts_per_domain(placement, _domain_of(facts))

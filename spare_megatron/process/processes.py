@@ -1,0 +1,289 @@
+"""The processes of a run on this machine: control store, data preparation, supervisors. All are forked from one server.
+
+The fork server imports torch and Megatron once; a rank starts in milliseconds after that. It has no threads and
+has not touched a GPU, which is what makes forking it safe.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext, ForkContext, ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from spare_megatron.config.own_code import start_in_safe_path_mode
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.journal.files import BytesLost, OnHeld
+from spare_megatron.process import end_signal
+from spare_megatron.process.interrupts import never_in_children
+from spare_megatron.process.network import HUB_ADDRESS, run_in_network_of, serve_hub
+from spare_megatron.process.reports import RecordsHeld, RecordsLost
+from spare_megatron.store.open_store import etcd_spec
+from spare_megatron.store.spec import StoreSpec, TcpStoreSpec
+from spare_megatron.store.tcp_store import serve
+
+_IMPORTED: tuple[str, ...] = (
+    "spare_megatron.driver.run",
+    "spare_megatron.rank.rank",
+    "spare_megatron.process.imported_code",
+)
+"""What the fork server imports, so that what it forks has it."""
+
+NO_MAIN_GUARD = 96
+"""Exit code of a process that would start a run while it imports the script of the process that started it."""
+
+Wait = Callable[[list[Any], float], list[Any]]
+"""As `multiprocessing.connection.wait`."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+_REAP_TIMEOUT_S = 10.0
+
+_STORE_START_TIMEOUT_S = 120.0
+
+
+def fork_server() -> ForkServerContext:
+    """The context that all processes of a run are started from; it has what they import, and no GPU.
+
+    For the main thread: the kernel ends the server when the thread that started it has ended.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # it imports the main module of its parent
+        leave(NO_MAIN_GUARD)
+    set_environment_of_ranks()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["spare_megatron.process.fork_server_end", *_IMPORTED])
+    # Only the driver acts on Ctrl-C, which reaches every process of the terminal.
+    with never_in_children(), end_signal.blocked():
+        forkserver.ensure_running()
+    return context
+
+
+def set_environment_of_ranks() -> None:
+    """Sets what has to be in the environment before Megatron is imported and before a process is started.
+
+    c10d warns in every process that host names are unknown, because `without_name_lookups` makes the lookup fail; what
+    concerns a run is raised as an exception or logged as an error. A level that the user has set stays.
+    """
+    start_in_safe_path_mode()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Megatron asks for GPUs when it is imported, and CUDA cannot be used in a fork of a process that has used it:
+    # torch.cuda.is_available then asks the driver only.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def end_fork_server() -> None:
+    """Kills the fork server, if there is one, and what it has forked. The next process is forked from a new one."""
+    if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def rank_context(device: str) -> ForkContext | SpawnContext:
+    """What a supervisor's ranks are started from, so that they are its children and die with it.
+
+    Forked they have what their supervisor has imported. On GPUs they import it themselves: transformer-engine's modules
+    begin to use a GPU as soon as they are imported, and what is forked then cannot.
+
+    Args:
+        device: cpu or gpu.
+    """
+    return multiprocessing.get_context("spawn") if device == "gpu" else multiprocessing.get_context("fork")
+
+
+@dataclass(slots=True)
+class Child:
+    """A started process and the pipe it reports through."""
+
+    process: BaseProcess
+    reports: Connection
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "a child has been started"
+        return self.process.pid
+
+
+def start_child(context: BaseContext, name: str, target: Callable[..., None], *args: Any) -> Child:
+    """Starts `target(*args, pipe)` in a process of its own. One that the fork server forks is gone when we are."""
+    ours, theirs = context.Pipe(duplex=True)
+    if isinstance(context, ForkServerContext):
+        args = (forkserver._forkserver._forkserver_pid, target, *args)  # type: ignore[attr-defined]
+        target = _with_fork_server
+    process: BaseProcess = context.Process(target=target, name=name, args=(*args, theirs))  # type: ignore[attr-defined]
+    with end_signal.blocked():
+        process.start()
+    theirs.close()
+    return Child(process=process, reports=ours)
+
+
+def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) -> None:
+    """Runs the target in a child of the fork server, which ends when nobody holds the other end of a pipe to it.
+
+    Every child of it is given that end. If the driver alone keeps it, the driver's death is the fork server's, and that
+    is the death of all others, also of those that are stopped and cannot see that the driver is gone.
+    """
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    die_with(server_pid)
+    target(*args)
+
+
+def start_hub(context: ForkServerContext, wait: Wait) -> Child:
+    """The process that holds the bridge between the nodes' networks.
+
+    Raises:
+        RuntimeError: It did not come up.
+    """
+    child = start_child(context, "network-hub", serve_hub)
+    with contextlib.suppress(EOFError, TimeoutError):
+        _first_report(child, wait)
+        return child
+    raise RuntimeError("the network of the nodes did not come up; set cluster.isolate_nodes=false to do without")
+
+
+def start_store(
+    context: ForkServerContext, config: RunConfig, hub: Child | None, wait: Wait
+) -> tuple[Child | None, StoreSpec]:
+    """The control store of a new run, and its process where it is the embedded one.
+
+    Raises:
+        RuntimeError: It did not come up.
+        ValueError: The credentials for etcd cannot be used.
+    """
+    if config.control.store == "etcd":
+        return None, etcd_spec(config.control, config.name, os.environ)
+    return start_embedded_store(context, config.control.listen_address, hub, wait)
+
+
+def start_embedded_store(
+    context: ForkServerContext, address: str, hub: Child | None = None, wait: Wait = connection.wait
+) -> tuple[Child, TcpStoreSpec]:
+    """A server process that listens on this address of this machine, or on the hub's in its network.
+
+    Raises:
+        RuntimeError: It did not come up.
+    """
+    if hub is not None:
+        address = HUB_ADDRESS
+        child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
+    else:
+        child = start_child(context, "control-store", serve, address)
+    try:
+        return child, TcpStoreSpec(host=address, port=_first_report(child, wait))
+    except TimeoutError:
+        raise RuntimeError(f"the control store did not start within {_STORE_START_TIMEOUT_S:g} s") from None
+    except EOFError:
+        raise RuntimeError(f"the control store died at start: {describe_exit(child.process.exitcode)}") from None
+
+
+def _first_report(child: Child, wait: Wait) -> Any:
+    """What the process reports when it is up; without that it is ended.
+
+    Raises:
+        TimeoutError: It reports nothing in time.
+        EOFError: It has died.
+        KeyboardInterrupt: A signal came; see `Deferral.wait`.
+    """
+    try:
+        if not wait([child.reports], _STORE_START_TIMEOUT_S):
+            raise TimeoutError
+        return child.reports.recv()
+    except BaseException:
+        end_child(child)
+        raise
+
+
+def end_child(child: Child) -> None:
+    """Kills the process if it is there, and reaps it."""
+    if child.process.is_alive():
+        child.process.kill()
+    child.process.join(_REAP_TIMEOUT_S)
+    child.reports.close()
+
+
+def stop_children(children: Collection[Child]) -> None:
+    """Asks the processes to end what they have started and themselves; kills those that do not in time. Reaps them.
+
+    All at once: each may take seconds, and there may be a thousand.
+    """
+    for child in children:
+        with contextlib.suppress(OSError):
+            child.reports.send("stop")
+    end_s = time.monotonic() + _REAP_TIMEOUT_S
+    for child in children:
+        child.process.join(max(0.0, end_s - time.monotonic()))
+    for child in children:
+        if child.process.is_alive():
+            child.process.kill()
+    for child in children:
+        end_child(child)
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, for people."""
+    if code is None:
+        return "still running"
+    if code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name
+
+
+def die_with(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before it was asked for
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def log_to_file(run_dir: Path, name: str) -> None:
+    """Everything that this process prints from here on goes to RUN_DIR/logs/NAME.log, also from C++."""
+    log = run_dir / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process without running destructors. A full disk does not keep it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def say(text: object) -> None:
+    """Prints what people may want to read in a log, one that a full disk keeps from growing any more, too."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+class _Closable(Protocol):
+    def close(self) -> None:
+        """Raises BytesLost if the disk has not taken everything."""
+
+
+def report_held(report: Callable[[RecordsHeld], None]) -> OnHeld:
+    """What an `AppendingFile` calls when the storage stops taking it, and when it takes it again."""
+    return lambda path, reason: report(RecordsHeld(path=str(path), reason=reason))
+
+
+def close_or_tell(records: _Closable, tell: Callable[[RecordsLost], None]) -> None:
+    """Closes them. What a full disk does not take is missing in the verdict, and is no lost group or run."""
+    try:
+        records.close()
+    except BytesLost as error:
+        tell(RecordsLost(paths=(str(error.filename),), num_bytes=error.num_bytes, reason=error.reason))

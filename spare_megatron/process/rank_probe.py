@@ -1,0 +1,58 @@
+"""What a rank tells of itself while it works: faults may strike there, and its beacon shows it."""
+
+from contextlib import AbstractContextManager
+
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.faults.injection import Injector
+from spare_megatron.journal.spans import RecoveryStage
+from spare_megatron.process.heartbeats import Beacon
+from spare_megatron.stacking.plans import Microbatch
+
+
+class RankProbe:
+    """The probe of one rank; a `mcore.probe.Probe`."""
+
+    def __init__(self, injector: Injector, beacon: Beacon) -> None:
+        self._injector = injector
+        self._beacon = beacon
+
+    @property
+    def phases(self) -> frozenset[Phase]:
+        return self._injector.phases
+
+    def __call__(self, phase: Phase) -> None:
+        self._injector(phase)
+
+    def begin_step(self, step: int) -> None:
+        """What follows belongs to this step."""
+        self._injector.step = step
+        self._beacon.begin_step(step)
+
+    def between_steps(self, step: int, phase: Phase) -> None:
+        """A moment between two steps, of which this is the next."""
+        self._injector.step = step
+        self._injector(phase)
+
+    def progress(self) -> None:
+        self._beacon.progress()
+
+    def during(self, operation: Operation) -> AbstractContextManager[None]:
+        return self._beacon.during(operation)
+
+    def forward(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        return self._beacon.spans.forward(microbatch)
+
+    def backward(self, microbatch: Microbatch) -> None:
+        self._beacon.spans.backward(microbatch)
+
+    def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
+        """The group's recovery from a loss has spent this time on a stage, by the monotonic clock."""
+        self._beacon.spans.recovered(stage, began_s, ended_s)
+
+    def compute_s(self) -> float:
+        """Seconds of the forward and backward passes of the step so far; of a rank with a GPU, waits for them."""
+        return self._beacon.spans.passes.total_s()
+
+    def take_split(self) -> dict[Operation, float]:
+        return self._beacon.take_split()

@@ -1,0 +1,164 @@
+"""What the forward and backward passes of a step take a rank by itself: how a slow one is told from one that waits."""
+
+import contextlib
+import ctypes
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from spare_megatron.core.failure_detector import OPERATIONS, Operation
+from spare_megatron.journal.spans import RECOVERY_NAMES, RecoveryStage, Span
+from spare_megatron.stacking.plans import Microbatch
+
+Mark = TypeVar("Mark")
+
+
+class PassTimes(Generic[Mark]):
+    """Adds up the passes of a step. What a pass waits for its tensor-parallel neighbours is in it.
+
+    Args:
+        mark: A moment in what the device computes.
+        between_s: Seconds between two of them, once both are past.
+    """
+
+    def __init__(self, mark: Callable[[], Mark], between_s: Callable[[Mark, Mark], float]) -> None:
+        self._mark = mark
+        self._between_s = between_s
+        self._began: Mark | None = None
+        self._passes: list[tuple[Mark, Mark]] = []
+
+    def begin_step(self) -> None:
+        """Nothing is computed yet."""
+        self._began = None
+        self._passes.clear()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._began = self._mark()
+
+    def end(self) -> None:
+        """It has ended, or raised."""
+        if self._began is not None:
+            self._passes.append((self._began, self._mark()))
+            self._began = None
+
+    def total_s(self) -> float:
+        """Of the step so far."""
+        return sum(self._between_s(began, ended) for began, ended in self._passes)
+
+
+NUM_SPANS = 4096
+"""Spans that a rank keeps: some dozens of steps."""
+
+
+FORWARD = "forward"
+
+BACKWARD = "backward"
+
+NAMES = (*map(str, OPERATIONS), FORWARD, BACKWARD, *RECOVERY_NAMES.values())
+
+
+_CODES = {name: code for code, name in enumerate(NAMES)}
+
+_OPERATION_CODES = {operation: _CODES[str(operation)] for operation in OPERATIONS}
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_int32),
+        ("shard", ctypes.c_int32),
+        ("index", ctypes.c_int32),
+        ("step", ctypes.c_int32),
+        ("began_s", ctypes.c_double),
+        ("ended_s", ctypes.c_double),
+    )
+
+
+_SLOT = struct.Struct("=iiiidd")
+
+assert _SLOT.size == ctypes.sizeof(_Slot)
+
+
+class Ring(ctypes.Structure):
+    """The shared memory. Written by the rank alone."""
+
+    _fields_ = (("num_spans", ctypes.c_uint64), ("slots", _Slot * NUM_SPANS))
+
+
+def read_spans(ring: Ring, first: int) -> tuple[list[Span], int]:
+    """The spans from number `first` on that are still there, and the number of the next one."""
+    end = ring.num_spans
+    numbers = range(max(first, end - NUM_SPANS), end)
+    found = []
+    for number in numbers:
+        slot = ring.slots[number % NUM_SPANS]
+        place = None if slot.shard < 0 else (slot.shard, slot.index)
+        found.append(
+            Span(name=NAMES[slot.name], step=slot.step, began_s=slot.began_s, ended_s=slot.ended_s, microbatch=place)
+        )
+    overwritten = max(0, ring.num_spans - NUM_SPANS + 1 - numbers.start)
+    return found[overwritten:], end
+
+
+class SpanRecorder:
+    """The writing end, for the rank's main thread.
+
+    A span may lie inside another one; that of a recovery's stage overlaps with others. The backward pass of a
+    microbatch runs inside Megatron's schedule, where only its beginning shows: it ends when the main thread turns to
+    something else.
+    """
+
+    def __init__(self, ring: Ring, passes: PassTimes) -> None:
+        self._ring = ring
+        self.passes = passes
+        self._slots = memoryview(ring.slots).cast("B")
+        self._backward: tuple[Microbatch, float] | None = None
+        self.step = -1
+
+    @contextlib.contextmanager
+    def during(self, operation: Operation) -> Iterator[None]:
+        """A span of the block."""
+        began_s = self._turn()
+        try:
+            yield
+        finally:
+            self._add(_OPERATION_CODES[operation], began_s, self._turn(), None)
+
+    @contextlib.contextmanager
+    def forward(self, microbatch: Microbatch) -> Iterator[None]:
+        """A span of the block, which is the forward pass of a microbatch."""
+        began_s = self._turn()
+        self.passes.begin()
+        try:
+            yield
+        finally:
+            self.passes.end()
+            self._add(_CODES[FORWARD], began_s, self._turn(), microbatch)
+
+    def backward(self, microbatch: Microbatch) -> None:
+        """The backward pass of a microbatch begins."""
+        self._backward = (microbatch, self._turn())
+        self.passes.begin()
+
+    def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
+        """A span of a stage of a recovery, by the monotonic clock."""
+        self._add(_CODES[RECOVERY_NAMES[stage]], began_s, ended_s, None)
+
+    def _turn(self) -> float:
+        """The main thread turns to something else: the time."""
+        now_s = time.monotonic()
+        if self._backward is not None:
+            microbatch, began_s = self._backward
+            self._backward = None
+            self.passes.end()
+            self._add(_CODES[BACKWARD], began_s, now_s, microbatch)
+        return now_s
+
+    def _add(self, code: int, began_s: float, ended_s: float, microbatch: Microbatch | None) -> None:
+        number = self._ring.num_spans
+        shard, index = (-1, -1) if microbatch is None else microbatch
+        # At once: field by field it takes several times as long.
+        at = number % NUM_SPANS * _SLOT.size
+        _SLOT.pack_into(self._slots, at, code, shard, index, self.step, began_s, ended_s)
+        self._ring.num_spans = number + 1

@@ -1,0 +1,115 @@
+"""A rank's process from its first line to its group being ready to train."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from spare_megatron.comm import nccl
+from spare_megatron.config.schema import ControlConfig
+from spare_megatron.mcore.data import Corpus
+from spare_megatron.process.readiness import GRACE_S, note_ready, wait_until_ready
+from spare_megatron.process.span_ring import PassTimes
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.interface import ControlStore
+
+_MARGIN_S = 30.0
+"""Ranks wait this much longer for their leader than the leader waits for the store."""
+
+
+def choose_device(spec: RankSpec) -> torch.device:
+    """The rank's device, made current where it is a GPU.
+
+    Raises:
+        ImportError: It is a GPU, and NCCL is there in another version than those supported.
+    """
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        nccl.prepare_process()
+        torch.cuda.set_device(device)
+    return device
+
+
+def pass_times_on(device: str) -> PassTimes:
+    """Those of a rank with this device: by the clock, or by events among the kernels of a GPU."""
+    if device == "cpu":
+        return PassTimes(time.monotonic, lambda began_s, ended_s: ended_s - began_s)
+    return PassTimes(_record_event, _between_events_s)
+
+
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:
+    """Makes the group's ranks a torch.distributed world of their own.
+
+    Only loads of checkpoints use the world itself: it is as patient as the start. What training waits for has process
+    groups of its own.
+
+    Collective over: all ranks of the group, which may come to it as far apart as the start may take.
+
+    Returns:
+        A process group of the same ranks for CPU tensors, whose timeout outlasts what the leader waits for.
+    """
+    control = spec.config.control
+    timeout_s = control.startup_timeout_s
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store.rendezvous(f"world/{spec.group}/{spec.incarnation}", spec.rank, timeout_s),
+        rank=spec.rank,
+        world_size=spec.config.parallel.ranks_per_group,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s(control)))
+
+
+def longest_wait_s(control: ControlConfig) -> float:
+    """How long ranks wait for their leader, which may wait for the other groups to come up, or for a decision."""
+    return max(control.decision_timeout_s, control.startup_timeout_s + GRACE_S) + _MARGIN_S
+
+
+def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.ProcessGroup) -> None:
+    """Returns when every group has its model built, or is lost.
+
+    Collective over: all ranks of the group.
+
+    Raises:
+        GroupsMissing: Some group was not ready in time.
+    """
+    dist.barrier(group=ranks)
+    if spec.rank == 0:
+        note_ready(store, spec.group, "itself", spec.config.layout.num_groups)
+        wait_until_ready(store, spec.config.layout.num_groups, spec.config.control.startup_timeout_s)
+    dist.barrier(group=ranks)
+
+
+_KEY = "data-digest"
+
+
+def check_shared_data(corpus: Corpus, group: GroupId, store: ControlStore) -> None:
+    """Reads samples of every shard and compares them with those of whoever looked first.
+
+    Raises:
+        ValueError: A sample cannot be read, or is another one.
+    """
+    try:
+        digest = corpus.digest()
+    except ValueError as error:
+        text = f"data.access=shared needs every group to read all data, and in group {group} {error}; set it to stacked"
+        raise ValueError(text) from error
+    if store.put_if_absent(_KEY, digest) != digest:
+        raise ValueError(
+            f"data.access=shared needs every group to read the same data, and group {group} reads other samples than "
+            f"the one that looked first; have data.corpus name the same files everywhere, or set data.access=stacked"
+        )

@@ -1,0 +1,385 @@
+"""Carries out the controller's actions on one rank: compute, reduce, vote, follow the log, update."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from spare_megatron.core.actions import (
+    AdmitGroups,
+    AttemptFinish,
+    AttemptReduce,
+    ComputePatch,
+    ComputeStep,
+    GatherParams,
+    LoadCheckpoint,
+    ReadVotes,
+    SaveCheckpoint,
+    StartRepairs,
+    TakeSnapshot,
+)
+from spare_megatron.core.entries import Entry, Fence, entry_fields
+from spare_megatron.core.events import EntryRead, Event
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EntryRecord, Record, RecoveryRecord
+from spare_megatron.journal.spans import RecoveryStage
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.reports import GroupRejoined, GroupRestarted, StepCommitted
+from spare_megatron.rank.gather import ParamsGather
+from spare_megatron.rank.recovery_clock import RecoveryClock
+from spare_megatron.rank.reduction import Reduction
+from spare_megatron.rank.restart_loader import StartOver
+from spare_megatron.rank.state_keeping import GroupSaves
+from spare_megatron.rank.step_progress import StepUnderWay
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.plans import StepPlan
+from spare_megatron.stacking.state_partitions import SliceCopy
+from spare_megatron.state.transfer.state_digests import StateDigests
+from spare_megatron.state.transfer.state_source import StateSource
+from spare_megatron.state.transfer.state_transfer import NO_DIGEST, StateTransfer, confirm
+from spare_megatron.voting.agreement import Fenced
+from spare_megatron.voting.finish import vote_to_finish
+from spare_megatron.voting.voting import Voting
+
+
+class GroupExecutor:
+    """One rank's hands. It decides nothing.
+
+    Args:
+        trainer: The rank's part of the model.
+        voting: The group's voice.
+        reduction: The rank's part in the sums over all groups.
+        gather: Brings parameters together where the optimizer's state is cut into slices.
+        journal: The rank's journal; only leaders write here.
+        source: What others may read of this rank's state.
+        transfer: For groups that come back.
+        start_over: For groups that start again after a wipe-out.
+        join_timeout_s: How long one that comes back waits for the others to confirm its state.
+        report: Tells the supervisor of what the group takes part in.
+        tells_steps: Whether this rank tells it of committed steps, too.
+        probe: Told what the rank is about.
+        digests: Of the group's state, for comparisons.
+        saves: Checkpoints and snapshots.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: GroupTrainer,
+        voting: Voting,
+        reduction: Reduction,
+        gather: ParamsGather | None,
+        journal: JournalWriter,
+        source: StateSource,
+        transfer: StateTransfer,
+        start_over: StartOver,
+        join_timeout_s: float,
+        report: Callable[[StepCommitted | GroupRejoined | GroupRestarted], None],
+        tells_steps: bool,
+        probe: RankProbe,
+        digests: StateDigests,
+        saves: GroupSaves,
+    ) -> None:
+        self._trainer = trainer
+        self._agreement, self._voting = voting.agreement, voting
+        self._group = voting.agreement.member.group
+        self._reduction = reduction
+        self._gather = gather
+        self._connected: Sequence[GroupId] = ()
+        self._journal = journal
+        self._source = source
+        self._transfer = transfer
+        self._start_over = start_over
+        self._join_timeout_s = join_timeout_s
+        self._report, self._tells_steps = report, tells_steps
+        self._probe = probe
+        self._digests = digests
+        self.saves = saves
+        self._clock = RecoveryClock(self._group, self._recovered)
+        self._step: StepUnderWay | None = None
+        self._head = 0
+        self.num_steps = 0  # that the parameters hold
+        self.num_restarts = 0  # of the run
+
+    # ----------------------------------------------------------------------------------------------------- begin
+
+    def start(self, num_steps: int) -> None:
+        """Has the first vote compare the parameters with which the run begins, after this many steps."""
+        self.num_steps = num_steps
+        self._digests.check(num_steps, self.num_restarts)
+
+    def restart(self, action: LoadCheckpoint, head: int) -> None:
+        """Takes part again after a wipe-out, and has the first vote compare the parameters with which it does.
+
+        Collective over: all ranks of the group, with the number of log entries folded so far.
+
+        Raises:
+            JoinFailed: It cannot be loaded.
+        """
+        self._head = head
+        self._start_over.load(action, self._agreement.member, head)
+        self._step = None
+        self.num_steps = action.step
+        self._digests.check(action.step, self.num_restarts)
+        member = self._agreement.member
+        record = self._start_over.record(member, action)
+        self._write_if_leader(record)
+        rejected = tuple(record.rejected)
+        self._report(GroupRestarted(member=member, step=action.step, source=record.loaded_from, rejected=rejected))
+
+    def admit(self, action: AdmitGroups, head: int) -> None:
+        """Takes part in the admission of groups, be it as one of them, and has the next vote compare parameters.
+
+        Args:
+            action: Who is admitted, and who gives them the state.
+            head: Entries of the log folded so far.
+
+        Raises:
+            JoinFailed: This group is admitted and could not take the state over.
+        """
+        self._head = head
+        with self._probe.during(Operation.JOIN):
+            donor = self._transfer.run(action, head, has_state=not self.lacks_params)
+        if self.lacks_params:
+            self._agreement.publish_digest(head - 1, NO_DIGEST)
+            return
+        self._digests.take()
+        self._digests.hash_rest(copied_from=None if donor is None else donor.group)
+        if donor is not None:
+            with self._probe.during(Operation.JOIN):
+                confirm(self._digests.value.params, action, head, self._agreement, self._join_timeout_s, self._probe)
+            self._report(GroupRejoined(member=self._agreement.member, step=action.step))
+        else:
+            self._agreement.publish_digest(head - 1, self._digests.value.params)
+        # Not before: a state that was refused is not the state of a group that takes part.
+        self._digests.write(action.step, self.num_restarts)
+        self.num_steps = action.step
+
+    # --------------------------------------------------------------------------------------------------- compute
+
+    def compute_step(self, action: ComputeStep, num_alive: int) -> None:
+        """Computes this group's part of the plan, from zero sums: the first in the step, or all of it again.
+
+        Not if that is done, nor while the group lacks the parameters for it.
+        """
+        plan = action.plan
+        is_under_way = self._step is not None and self._step.step == plan.step
+        if is_under_way and plan.digest in self._now.plans:
+            return
+        self._probe.begin_step(plan.step)
+        is_again = is_under_way and bool(self._now.computed)
+        self._step = StepUnderWay(
+            step=plan.step,
+            started_s=self._now.started_s if is_under_way else time.monotonic(),
+            makespan=plan.work.makespan,
+            num_alive=num_alive,
+            num_recomputed=self._now.num_recomputed + plan.work.num_microbatches if is_under_way else 0,
+        )
+        if self.lacks_params:
+            return
+        self._trainer.begin_step(plan.step)
+        self._compute(plan, action.into)
+        if is_again:
+            self._clock.patched(len(self._now.computed))
+        else:
+            self._clock.computed()
+
+    def compute_patch(self, action: ComputePatch) -> None:
+        """Adds this group's part of a patch to the local sums that are not kept, unless that is done or it cannot."""
+        if self.lacks_params or action.plan.digest in self._now.plans:
+            return
+        self._now.num_recomputed += action.plan.work.num_microbatches
+        self._begin_attempt(action.into)
+        self._probe(Phase.PATCH)
+        self._compute(action.plan, action.into)
+        self._clock.patched(len(action.plan.work.of(self._group)))
+
+    def _compute(self, plan: StepPlan, into: AttemptReduce | None) -> None:
+        self._begin_attempt(into)
+        work, on_ready = plan.work.of(self._group), None
+        if into is not None and work:
+            on_ready = self._reduction.leave_early(into, [*self._now.computed, *work])
+        self._now.computed.extend(self._trainer.compute(work, on_ready))
+        self._now.plans.append(plan.digest)
+
+    def _begin_attempt(self, into: AttemptReduce | None) -> None:
+        if into is not None:
+            self._reduction.begin(into)
+
+    # ---------------------------------------------------------------------------------------------------- reduce
+
+    def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
+        """Begins to build the communicator of the next attempt."""
+        if key >= 0:
+            self._probe(Phase.REBUILD)
+        self._reduction.build_communicator(key, members)
+        self._connected = members
+
+    def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
+        """Sums over the groups what is not kept and casts the group's vote.
+
+        Returns:
+            On the leader whose vote was the last, all votes; else nothing.
+
+        Raises:
+            UnsoundGradient: What this group would add must not be added.
+        """
+        self._now.epoch = action.epoch
+        if self._gather is not None and self._gather.is_lacking:
+            return self._reduction.abstain(action, self._gather.evidence)
+        events = self._reduction.attempt(action, self._now.computed, digests=self._digests.told, head=self._head)
+        self._clock.reduced(self._reduction.ready_at_s)
+        return events
+
+    # --------------------------------------------------------------------------------------------------- the log
+
+    def read_votes(self, action: ReadVotes) -> list[Event]:
+        """On a leader that is to read them, the votes cast so far."""
+        with self._probe.during(Operation.VOTE):
+            if not self._agreement.is_leader:
+                return []
+            votes = self._voting.read_votes(action.attempt, action.voters, action.num_left)
+            return [] if votes is None else [votes]
+
+    def append_entry(self, index: int, entry: Entry) -> None:
+        """On the leader, writes the entry unless another stands there."""
+        if self._agreement.is_leader:
+            with self._probe.during(Operation.VOTE):
+                self._agreement.append(index, entry)
+
+    def read_entry(self, index: int) -> list[Event]:
+        """Waits for the entry.
+
+        Raises:
+            Fenced: It fences this group.
+        """
+        with self._probe.during(Operation.AWAIT_ENTRY):
+            entry = self._voting.read_entry(index)
+        self._head = index + 1
+        self._write_if_leader(EntryRecord(group=self._group, index=index, entry=entry_fields(entry)))
+        if isinstance(entry, Fence):
+            if entry.hits(self._agreement.member):
+                raise Fenced(f"group {self._group} is fenced by log entry {index}: {entry.reason}")
+            self._clock.lost(self.num_steps if self._step is None else self._step.step, entry.group)
+            self._digests.is_wanted = True
+        else:
+            self._clock.decided()
+        return [EntryRead(index=index, entry=entry)]
+
+    # ---------------------------------------------------------------------------------------------------- update
+
+    def copies_proven(self, copies: Sequence[SliceCopy]) -> None:
+        """The digests of these count from here on."""
+        self._digests.proven(copies)
+
+    def update_model(self, step: int, attempt: int) -> None:
+        """Applies the committed sums to the parameters."""
+        self._clock.committed()
+        self._reduction.commit()
+        recoveries = self._write_recoveries()
+        self._probe(Phase.AFTER_COMMIT)
+        self.saves.await_copies(step + 1)
+        with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
+            result = self._trainer.update(self._reduction.loss_sum, self._reduction.squares)
+        if self._gather is not None:
+            self._gather.updated()
+            self._digests.forget()
+        step_s = self._now.spent_s
+        self._write_if_leader(self._now.update_record(self._group, attempt, result, self._reduction.compute_s, step_s))
+        self.saves.tell()
+        if not self.lacks_params:
+            self._hold_params(step + 1)
+        split_s = self._probe.take_split()
+        if self._tells_steps:
+            self._report(
+                self._now.report(
+                    self._group, result, step_s=step_s, split_s=split_s, head=self._head, recoveries=recoveries
+                )
+            )
+
+    def save_checkpoint(self, action: SaveCheckpoint) -> None:
+        """Begins a checkpoint of the present state, where it is this group's turn.
+
+        State is compared then and after the next update, so that what is wrong with it is soon known.
+        """
+        has_params = not self.lacks_params
+        self._digests.check_saved(action.step, self.num_restarts, has_params=has_params, is_last=action.is_last)
+        self.saves.save(action, self._head, has_params=has_params)
+
+    def take_snapshot(self, action: TakeSnapshot) -> None:
+        """Begins a snapshot of the present state, where this rank is to keep it."""
+        self.saves.take_snapshot(action, has_params=not self.lacks_params)
+
+    # ---------------------------------------------------------------------------------------------------- slices
+
+    @property
+    def lacks_params(self) -> bool:
+        """Whether parameters of this group are those of an earlier step: others have updated them."""
+        return self._gather is not None and self._gather.is_lacking
+
+    def gather_params(self, action: GatherParams) -> None:
+        """Brings all parameters together, if the others are there to do so."""
+        assert self._gather is not None, "only slices are gathered"
+        if action.is_anew:
+            self._gather.updated()
+            self._digests.is_wanted = True
+            if self._step is not None:
+                self._step.plans.clear()  # they were computed with what may be wrong
+        lacked = self.lacks_params
+        try:
+            self._gather.run(action, self._connected, self._head)
+        finally:  # also if the store is lost: they may be all that is left
+            if lacked and not self.lacks_params:
+                self._hold_params(action.step)
+                self.saves.go_on(action.step)
+
+    def start_repairs(self, action: StartRepairs) -> None:
+        """Has missing copies made, and lets go of slices that this group is not to hold any more."""
+        self._digests.host(action)
+        self._reduction.start_repairs(action)
+
+    def attempt_finish(self, action: AttemptFinish) -> list[Event]:
+        """Votes on whether the run can end. Returns all votes on the leader whose vote was the last, else nothing."""
+        digests, lacks_params = self._digests.told(), self.lacks_params
+        return vote_to_finish(action, self._voting, self._journal, self._probe, digests, lacks_params=lacks_params)
+
+    def _hold_params(self, step: int) -> None:
+        self.num_steps = step
+        self._digests.hold(step, self.num_restarts)
+
+    def stop(self, step: int) -> None:
+        """Writes down how the group ends after this many committed steps.
+
+        Collective over: all ranks of the group.
+        """
+        self._clock.stopped()
+        self._write_recoveries()
+        if not self._digests.value.params and not self.lacks_params:
+            self._digests.check(step, self.num_restarts)
+        self.saves.finish()
+        self.saves.tell()
+
+    # --------------------------------------------------------------------------------------------------- helpers
+
+    @property
+    def _now(self) -> StepUnderWay:
+        assert self._step is not None, "no step has begun"
+        return self._step
+
+    def _write_recoveries(self) -> list[RecoveryRecord]:
+        """Writes down those that have ended. Returns them."""
+        ended = [replace(record, num_restarts=self.num_restarts) for record in self._clock.take_finished()]
+        for record in ended:
+            self._write_if_leader(record)
+        return ended
+
+    def _recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
+        """What a recovery has spent time on shows in the timeline, of a group once."""
+        if self._agreement.is_leader:
+            self._probe.recovered(stage, began_s, ended_s)
+
+    def _write_if_leader(self, record: Record) -> None:
+        if self._agreement.is_leader:
+            self._journal.write(record)

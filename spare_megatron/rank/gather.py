@@ -1,0 +1,157 @@
+"""One rank's slices, and its part in gathering all parameters after each group has updated its own slices alone."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spare_megatron.comm.bucket_sums import Staging
+from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.core.actions import GatherParams
+from spare_megatron.core.bucket_window import MAX_STAGED
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.stacking.layout import GroupId, SliceId
+from spare_megatron.stacking.state_partitions import Round, gather_rounds
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.voting.agreement import GroupAgreement
+
+
+class ParamsGather:
+    """The parameters of one rank as the groups bring them together. It decides nothing.
+
+    Args:
+        optimizer: The rank's slices.
+        agreement: The group's voice.
+        communicator: The rank's cross-group communicator.
+        probe: Told what the rank is about.
+        staging: Each round takes place in one of its tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizer: StackedOptimizer,
+        agreement: GroupAgreement,
+        communicator: CrossGroupCommunicator,
+        probe: RankProbe,
+        staging: Staging,
+    ) -> None:
+        self._optimizer = optimizer
+        self._agreement = agreement
+        self._communicator = communicator
+        self._probe = probe
+        self._staging = staging
+        self.is_lacking = False
+        """Whether some rank of the group has parameters of an earlier step."""
+        self.evidence = ""
+        """Why this rank could not gather them the last time."""
+
+    def updated(self) -> None:
+        """The slices hosted here are updated: the parameters of all others are out of date."""
+        self.is_lacking = True
+
+    def run(self, action: GatherParams, members: Sequence[GroupId], head: int) -> None:
+        """Sends what this group owns and takes over what others do, unless it has everything.
+
+        Collective over: rank j of every member group, and all ranks of the group.
+
+        Args:
+            action: Who owns what.
+            members: The groups of the communicator, ascending.
+            head: Entries of the log folded so far. Once the next one is written, or somebody says that the gathering is
+                broken, nobody goes on with it.
+
+        Raises:
+            StoreLost: The store does not answer. Not before it is known whether everything has come all the same: the
+                slices are updated, and without the parameters that belong to them nobody can begin again.
+        """
+        lost: StoreLost | None = None
+
+        def is_over() -> bool:
+            nonlocal lost
+            if lost is None:
+                try:
+                    return self._agreement.is_written(head) or self._agreement.is_broken(head)
+                except StoreLost as error:
+                    lost = error
+            return False
+
+        self._probe(Phase.BEFORE_GATHER)
+        evidence = "another rank of the group could not gather"
+        with self._probe.during(Operation.REDUCE):
+            is_complete = len(members) == 1 or self._exchange(action, members, is_over)
+            if not is_complete and lost is None:
+                evidence = self._explain(head)
+        with self._probe.during(Operation.SETTLE):
+            is_broken = bool(self._agreement.highest(int(not is_complete)))
+        if is_broken:
+            # What comes next on this communicator is something else for groups that have everything.
+            self._communicator.give_up()
+            self.evidence = evidence
+        self.is_lacking = self.is_lacking and is_broken
+        if lost is not None:
+            raise lost
+
+    def _explain(self, head: int) -> str:
+        """Why not everything has come. Whoever is the first to see it lets the others know.
+
+        They may see nothing of it: connections between them are as good as before, and what they wait for never comes.
+        """
+        if self._agreement.is_broken(head):
+            return "another group could not gather"
+        if not self._agreement.is_written(head):
+            self._agreement.tell_broken(head)
+        return self._communicator.evidence
+
+    def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:
+        """Whether everything has come to this rank."""
+        self._communicator.begin()
+        if not self._communicator.connect(is_over):
+            return False
+        slices = self._optimizer.slices
+        lengths = [slices.length(SliceId(number)) for number in range(slices.num_slices)]
+        # A row for what comes from each member and one for what goes out: receivers get a copy, for transfers that are
+        # given up may still write what they were to fill.
+        num_rows, itemsize = len(members) + 1, self._optimizer.values_dtype.itemsize
+        width = min(self._staging.num_bytes // (num_rows * itemsize), max(lengths))
+        rounds = gather_rounds([owner.group for owner in action.owners], members, lengths, width)
+        mine = members.index(self._agreement.member.group)
+        posted: deque[tuple[Round, torch.Tensor]] = deque()
+        for number, sent in enumerate(rounds):
+            if len(posted) == MAX_STAGED and not self._take(posted, (num_rows, width), is_over):
+                return False
+            staging = self._staging.take()
+            rows = self._rows(staging, (num_rows, width))
+            share = sent[mine]
+            if share is not None:
+                self._optimizer.read_values(share.slice, share.start, rows[-1, : share.stop - share.start])
+            if number == len(rounds) - 1:
+                self._probe(Phase.IN_GATHER)
+            if not self._communicator.post_gather(rows[:-1], rows[-1]):
+                return False
+            posted.append((sent, staging))
+        while posted:
+            if not self._take(posted, (num_rows, width), is_over):
+                return False
+        return True
+
+    def _take(
+        self, posted: deque[tuple[Round, torch.Tensor]], shape: tuple[int, int], is_over: Callable[[], bool]
+    ) -> bool:
+        """Waits for the first round under way and takes over what it has brought."""
+        if not self._communicator.wait(is_over):
+            return False
+        for _ in range(num_come := self._communicator.poll()):
+            sent, staging = posted.popleft()
+            for share, values in zip(sent, self._rows(staging, shape)[:-1], strict=True):
+                if share is not None and self.is_lacking:
+                    self._optimizer.write_values(share.slice, share.start, values[: share.stop - share.start])
+            self._staging.give_back(staging)
+        return bool(num_come)
+
+    def _rows(self, staging: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        return staging.view(self._optimizer.values_dtype)[: math.prod(shape)].view(shape)

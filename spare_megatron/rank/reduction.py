@@ -1,0 +1,386 @@
+"""One rank's part in the attempts to reduce a step: it judges what it adds, sums over the groups and votes.
+
+Bucket by bucket, in order, with at most a few in flight (`core.bucket_window`): a local sum is judged and copied into a
+staging buffer, that is summed over the groups, and once every group holds the sum, it takes the place of the local sum.
+What is staged when an attempt ends is decided with it: after a commit all of it is written, after a retry what is kept.
+
+Buckets leave when all has been computed and judged; or, where they overlap, each as soon as the backward pass of the
+last microbatch has finished it, if there is a microbatch to compute.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spare_megatron.comm.bucket_sums import BucketSums, Staging
+from spare_megatron.comm.communicators import CrossGroupCommunicator
+from spare_megatron.core.actions import AttemptReduce, StartRepairs
+from spare_megatron.core.bucket_window import BucketWindow
+from spare_megatron.core.entries import SaveEnd
+from spare_megatron.core.events import Event, VotesRead
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.gradient_guard import Finding, GradientGuard
+from spare_megatron.core.votes import Digests, Vote
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.stacking.layout import GroupId, SliceId
+from spare_megatron.stacking.plans import Microbatch
+from spare_megatron.state.transfer.partition_copier import GroupRepairs
+from spare_megatron.voting.agreement import GroupOpinion
+from spare_megatron.voting.voting import Voting
+
+
+class Reduction:
+    """The cross-group sums of one rank, attempt by attempt. It decides nothing.
+
+    Args:
+        position: The rank's index inside its group.
+        trainer: The rank's part of the model.
+        voting: The group's voice.
+        communicator: The rank's cross-group communicator.
+        bucket_sums: How the sums come to those who need them.
+        staging: Tensors that any bucket fits in.
+        repairs: Makes missing copies of slices, where there are any. Votes tell of them.
+        journal: The rank's journal; only leaders write here.
+        probe: Told what the rank is about.
+        outlier_factor: How many times its usual norm a bucket's gradient may have; 0 judges no sizes.
+        overlaps: Whether buckets leave while others are computed.
+    """
+
+    def __init__(
+        self,
+        *,
+        position: int,
+        trainer: GroupTrainer,
+        voting: Voting,
+        communicator: CrossGroupCommunicator,
+        bucket_sums: BucketSums,
+        staging: Staging,
+        repairs: GroupRepairs | None,
+        journal: JournalWriter,
+        probe: RankProbe,
+        outlier_factor: float,
+        overlaps: bool,
+    ) -> None:
+        self._position = position
+        self._sums = trainer.gradients
+        self._trainer = trainer
+        self._agreement, self._voting = voting.agreement, voting
+        self._communicator = communicator
+        self._bucket_sums = bucket_sums
+        self._staging = staging
+        self._repairs = repairs
+        self._journal = journal
+        self._probe = probe
+        self._guards = [GradientGuard(outlier_factor) for _ in self._sums.buckets]
+        self._overlaps = overlaps
+        self._attempt = -1
+        self._has_left_early = False  # or may have: some rank of the group was told of buckets during its compute
+        self._finding, self._finder = Finding.SOUND, self._guards[-1]
+        self._window = BucketWindow(len(self._sums.buckets), 0)
+        self._first, self._middle = 0, len(self._sums.buckets) // 2
+        self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here and maybe not everywhere
+        self.save_ends: list[SaveEnd] = []
+        """Saves of the group that have ended, for its votes until a commit has them."""
+        self.loss_sum = math.nan
+        """The summed loss of the last attempt, known to every rank of the group; NaN unless it was complete."""
+        self.compute_s: Sequence[float] = ()
+        """Seconds that each rank of the group has computed for it; empty where none did."""
+
+    @property
+    def ready_at_s(self) -> float | None:
+        """Monotonic time at which the last attempt had its communicator; None if it never had one."""
+        return self._communicator.ready_at_s
+
+    @property
+    def squares(self) -> float | None:
+        """Of the last attempt, as in `GroupTrainer.update`."""
+        return self._bucket_sums.squares
+
+    def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
+        """Begins to build the communicator of the next attempt."""
+        self._communicator.begin_build(key, members)
+
+    def start_repairs(self, action: StartRepairs) -> None:
+        """Has these copies of slices made in the background."""
+        assert self._repairs is not None, "only slices are repaired"
+        self._repairs.start(action)
+
+    # ------------------------------------------------------------------------------------------ between attempts
+
+    def begin(self, action: AttemptReduce) -> None:
+        """Settles what the last attempt left: what is kept takes the place of local sums, the rest is dropped.
+
+        To be called before the patch of the attempt is computed.
+
+        Raises:
+            RuntimeError: This rank does not hold what is kept.
+        """
+        if self._attempt == action.attempt:
+            return
+        self._attempt = action.attempt
+        num_kept = action.kept[self._position] if action.kept else 0
+        if num_kept > self._window.num_complete:
+            raise RuntimeError(f"{num_kept} buckets are kept, and this rank holds {self._window.num_complete}")
+        self._write(num_kept)
+        # Transfers that were given up may still write what is left.
+        self._staged.clear()
+        self._sums.keep(num_kept)
+        self._window = BucketWindow(len(self._sums.buckets), num_kept)
+        self._first, self._middle = num_kept, (num_kept + len(self._sums.buckets)) // 2
+        self._has_left_early = False
+        self._finding = Finding.SOUND
+        self._communicator.begin()
+        self._bucket_sums.begin(action)
+
+    def leave_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:
+        """Lets buckets leave while the last of what the group brings into an attempt is computed.
+
+        Call it on all ranks of the group, after `begin`, before something is computed. What a rank sends follows from
+        what its leader has computed, which then has written down what the group brings.
+
+        Args:
+            action: The attempt.
+            brought: All microbatches that the local sums will hold.
+
+        Returns:
+            To be told during the backward passes how many buckets are ready; None where nothing leaves early.
+        """
+        if not self._overlaps:
+            return None
+        self._write_contribution(action, brought)
+        self._has_left_early = True
+
+        def advance(num_ready: int) -> None:
+            # Nothing here waits: what cannot be sent or taken in now is later.
+            if self._communicator.is_ready():
+                self._take_in()
+                self._send(num_ready, action.step, len(brought))
+
+        return advance
+
+    def commit(self) -> None:
+        """Writes the sums of the committed attempt in the place of the local sums."""
+        assert self._is_complete, "a commit needs the group's own complete sum"
+        self._write(len(self._sums.buckets))
+        self.save_ends.clear()
+
+    def _write(self, num_buckets: int) -> None:
+        """Writes what is staged of the first buckets."""
+        for bucket in sorted(self._staged):
+            if bucket < num_buckets:
+                self._put(bucket)
+
+    def _put(self, bucket: int) -> None:
+        staged = self._staged.pop(bucket)
+        self._sums.put(bucket, staged, self._bucket_sums.places(bucket))
+        self._staging.give_back(staged)
+
+    # ------------------------------------------------------------------------------------------------ an attempt
+
+    def attempt(
+        self, action: AttemptReduce, computed: Sequence[Microbatch], *, digests: Callable[[], Digests], head: int
+    ) -> list[Event]:
+        """Sums over the groups what is not kept and casts the group's vote.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            action: What to reduce, with whom.
+            computed: The microbatches in the rank's local sums.
+            digests: What the vote says of the group's state, asked for when all else of the attempt is done.
+            head: Entries of the log folded so far; the next one ends the attempt.
+
+        Returns:
+            On the leader whose vote was the last, all votes; else nothing.
+
+        Raises:
+            UnsoundGradient: What this group would add must not be added.
+        """
+        self.begin(action)
+        if not self._has_left_early:
+            self._probe(Phase.BEFORE_REDUCE)
+            self._judge_all(action.step, len(computed))
+            self._agree_on_finding(action.step)  # whoever brings nothing does not journal that it does
+            self._write_contribution(action, computed)
+            # Only then are the others of the group let go: what they send may be kept though the leader is lost.
+            self._agree_on_finding(action.step)
+        with self._probe.during(Operation.REDUCE):
+            self._reduce(action.step, len(computed), head)
+        if self._has_left_early:
+            self._agree_on_finding(action.step)
+        if self._is_complete:
+            self._probe(Phase.AFTER_REDUCE)
+        return self._vote(action, digest_of_work(computed), digests())
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._window.is_complete and self._bucket_sums.is_concluded
+
+    def _judge_all(self, step: int, num_computed: int) -> None:
+        for bucket in range(self._first, len(self._guards)):
+            if not self._is_sound(bucket, step, num_computed):
+                break
+
+    def _is_sound(self, bucket: int, step: int, num_computed: int) -> bool:
+        """Judges a local sum. A rank that finds something sends nothing more in this attempt."""
+        self._finder = self._guards[bucket]
+        self._finding = self._finder.judge(step, self._sums.norm(bucket), num_computed)
+        return self._finding is Finding.SOUND
+
+    def _agree_on_finding(self, step: int) -> None:
+        """Lets nothing into the sum that would spoil it for all groups.
+
+        Collective over: all ranks of the group, so that all of them raise the same, whoever found it.
+
+        Raises:
+            UnsoundGradient: A rank of this group has gradients that are not finite, or far larger than usual.
+        """
+        with self._probe.during(Operation.SETTLE):
+            finding = Finding(self._agreement.highest(self._finding))
+        if finding is not Finding.SOUND:
+            raise self._finder.error(finding, step)
+
+    def _reduce(self, step: int, num_computed: int, head: int) -> None:
+        """Sums until all is complete here, or nobody needs it any more, or something keeps it from being complete."""
+
+        def is_decided() -> bool:
+            # Whoever could not gather the parameters of this step adds nothing to its sums.
+            is_in_vain = self._repairs is not None and self._agreement.is_broken(head)
+            return is_in_vain or self._agreement.is_written(head)
+
+        self._take_in()
+        if self._is_complete or not self._communicator.connect(is_decided):
+            return
+        while self._send(len(self._sums.buckets), step, num_computed) and not self._window.is_complete:
+            if not self._communicator.wait(is_decided) or not self._take_in():
+                return
+        if self._window.is_complete:
+            self._bucket_sums.conclude(is_decided)
+
+    def _send(self, num_ready: int, step: int, num_computed: int) -> bool:
+        """Sends buckets that are ready, as far as the window allows; False if no more will ever be sent."""
+        while self._window.may_post(num_ready):
+            bucket = self._window.num_posted
+            if self._has_left_early:
+                if self._finding is not Finding.SOUND:
+                    return False
+                if bucket == self._first:
+                    self._probe(Phase.BEFORE_REDUCE)
+                if not self._is_sound(bucket, step, num_computed):
+                    return False
+            if not self._post():
+                return False
+            if bucket == self._middle:
+                self._probe(Phase.IN_REDUCE)
+        return True
+
+    def _post(self) -> bool:
+        """Sends the next bucket; False if the connection is broken."""
+        bucket = self._window.post()
+        self._staged[bucket] = staging = self._staging.take()
+        return self._bucket_sums.post(bucket, self._sums.stage(bucket, staging))
+
+    def _take_in(self) -> int:
+        """Takes in the sums that have come. Returns how many."""
+        num_come = self._communicator.poll()
+        for _ in range(num_come):
+            arrived = self._window.num_complete
+            self._sums.arrived(arrived, self._staged[arrived])
+            self._bucket_sums.arrived(arrived, self._staged[arrived])
+            for bucket in self._window.complete():
+                self._put(bucket)
+        return num_come
+
+    def _vote(self, action: AttemptReduce, work_digest: str, digests: Digests) -> list[Event]:
+        is_complete = self._is_complete
+        with self._probe.during(Operation.SETTLE):
+            opinion = self._agreement.settle(
+                is_complete=is_complete,
+                num_complete=self._window.num_complete,
+                work_digest=work_digest,
+                loss_sum=self._trainer.loss_sum() if is_complete else None,
+                compute_s=self._probe.compute_s(),
+            )
+        self.loss_sum, self.compute_s = opinion.loss_sum, opinion.compute_s
+        restored = () if self._repairs is None else self._repairs.restored()
+        return self._cast(action, opinion, work_digest, digests, restored=restored)
+
+    def abstain(self, action: AttemptReduce, evidence: str) -> list[Event]:
+        """Casts the vote of a group that has no parameters to compute the step with. It reduces nothing.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            action: The attempt.
+            evidence: Why the group lacks them.
+        """
+        self.begin(action)
+        self._communicator.evidence, self.compute_s = evidence, ()
+        opinion = GroupOpinion(is_complete=False, loss_sum=math.nan, num_complete=())
+        return self._cast(action, opinion, digest_of_work([]), Digests(), lacks_params=True)
+
+    def _cast(
+        self,
+        action: AttemptReduce,
+        opinion: GroupOpinion,
+        work_digest: str,
+        digests: Digests,
+        *,
+        lacks_params: bool = False,
+        restored: tuple[SliceId, ...] = (),
+    ) -> list[Event]:
+        all_votes: list[VotesRead | None] = []
+        if self._agreement.is_leader:
+            record = VoteRecord(
+                group=self._agreement.member.group,
+                step=action.step,
+                attempt=action.attempt,
+                is_complete=opinion.is_complete,
+                work_digest=work_digest,
+                evidence=self._communicator.evidence,
+                incarnation=self._agreement.member.incarnation,
+                num_complete=list(opinion.num_complete),
+            )
+            self._journal.write(record)
+            vote = Vote(
+                is_complete=opinion.is_complete,
+                plan_digest=action.plan_digest,
+                params_digest=digests.params,
+                num_complete=opinion.num_complete,
+                lacks_params=lacks_params,
+                restored=restored,
+                save_ends=tuple(self.save_ends),
+                slice_digests=digests.slices,
+                state_digest=digests.state,
+                copied_from=digests.copied_from,
+            )
+            with self._probe.during(Operation.VOTE):
+                all_votes.append(self._voting.vote(action.attempt, vote, action.voters))
+        self._probe(Phase.AFTER_VOTE)
+        with self._probe.during(Operation.VOTE):
+            all_votes.append(self._voting.confirm())
+        return [votes for votes in all_votes if votes is not None]
+
+    def _write_contribution(self, action: AttemptReduce, computed: Sequence[Microbatch]) -> None:
+        if not self._agreement.is_leader:
+            return
+        microbatches: dict[str, list[int]] = defaultdict(list)
+        for item in computed:
+            microbatches[str(item.shard)].append(item.index)
+        record = ContributionRecord(
+            group=self._agreement.member.group,
+            step=action.step,
+            attempt=action.attempt,
+            epoch=action.epoch,
+            members=[int(member) for member in action.members],
+            microbatches=dict(microbatches),
+            incarnation=self._agreement.member.incarnation,
+            kept=list(action.kept),
+        )
+        self._journal.write(record)

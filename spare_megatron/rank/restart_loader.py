@@ -1,0 +1,327 @@
+"""What a rank begins with, or starts again with after a wipe-out, and since when training stands still."""
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import differences, step_of
+from spare_megatron.core.actions import AppendEntry, LoadCheckpoint, Offer, ReadFiles, RefuseCheckpoint, WithdrawOffers
+from spare_megatron.core.controller import Controller
+from spare_megatron.core.events import Waiting, WaitingRead
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.journal.records import RestartRecord
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.state.checkpoint.checkpoint_folder import (
+    Checkpoint,
+    checkpoint_path,
+    folder_of,
+    require_folder,
+    visible_steps,
+)
+from spare_megatron.state.checkpoint.checkpoint_reader import CheckpointReader
+from spare_megatron.state.checkpoint.emergency_checkpoint import assemble, files_for, is_last_state
+from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, glance, offer_of, refuse
+from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.state.transfer.state_transfer import JoinFailed
+from spare_megatron.voting.agreement import GroupAgreement
+
+_NUM_OFFERED = 3
+"""Checkpoints that a group names: another may have looked before the last was visible."""
+
+
+class StartOver:
+    """One rank's part in a start from a checkpoint.
+
+    Args:
+        config: The run's configuration.
+        run_dir: The run's directory.
+        rank: The rank inside its group.
+        trainer: The rank's part of the model, as it is when its process begins.
+        wiped_out_at_s: Monotonic time at which the rank's supervisor knew of the wipe-out; None if the rank's process
+            was started before.
+        snapshots: What the nodes hold; None where no snapshots are taken.
+        probe: Told of the moments of a load.
+
+    Attributes:
+        reader: Reads checkpoints that might be loaded.
+        rejected: Checkpoints and snapshots that cannot be used, and why, as of the last look.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run_dir: Path,
+        rank: int,
+        trainer: GroupTrainer,
+        wiped_out_at_s: float | None,
+        snapshots: SnapshotLoader | None,
+        probe: RankProbe,
+    ) -> None:
+        self._config = config
+        self._folder = folder_of(config, run_dir)
+        self._takes_checkpoints = config.checkpoint.is_wanted
+        self._first = Path(config.checkpoint.load) if config.checkpoint.load else None
+        self._rank = rank
+        self._trainer = trainer
+        self._wiped_out_at_s = wiped_out_at_s
+        self._snapshots = snapshots
+        self._load_s = 0.0
+        self._probe = probe
+        self.reader = CheckpointReader()
+        self._offered: dict[Offer, Checkpoint] = {}
+        self._withdrawn: dict[Offer, str] = {}
+        self.rejected: tuple[str, ...] = ()
+
+    def now_s(self) -> float:
+        """The time for what the log says: up to the restart, that of the wipe-out."""
+        return time.monotonic() if self._wiped_out_at_s is None else self._wiped_out_at_s
+
+    def wiped_out(self) -> None:
+        """The rank has read of a wipe-out in the log."""
+        self._wiped_out_at_s = self.now_s()
+        self._withdrawn = {}
+
+    def refuse(self, action: RefuseCheckpoint) -> None:
+        """Marks a checkpoint that holds wrong state: those who found it out may not have lived to do so."""
+        refuse(self._folder, action)
+
+    def left_out(self) -> None:
+        """Training goes on without the rank, which comes too late."""
+        self.reader.stop()
+        self._wiped_out_at_s = None
+
+    def offers(self) -> tuple[Offer, ...]:
+        """The newest checkpoints of this training that lack nothing at a glance, but for those that are withdrawn.
+
+        Raises:
+            OSError: The folder of the checkpoints cannot be read.
+        """
+        self._require_folder()
+        self._offered = {}
+        rejected: list[str] = []
+        for step in visible_steps(self._folder):
+            try:
+                checkpoint = glance(checkpoint_path(self._folder, step))
+            except DamagedCheckpoint as error:
+                rejected.append(str(error))
+                continue
+            if found := differences(checkpoint.manifest.terms, self._config):
+                rejected.append(f"{checkpoint.path.name} is of another training: {'; '.join(found)}")
+                continue
+            offer = offer_of(checkpoint.manifest)
+            if offer in self._withdrawn:
+                rejected.append(self._withdrawn[offer])
+                continue
+            self._offered[offer] = checkpoint
+            if len(self._offered) == _NUM_OFFERED:
+                break
+        self._require_folder()  # else what is missing is not damaged
+        self.rejected = tuple(rejected)
+        return tuple(self._offered)
+
+    def withdraw(self, reasons: Mapping[Offer, str]) -> None:
+        """These are not offered any more until the next wipe-out."""
+        self._withdrawn |= reasons
+
+    def read(self, offer: Offer, numbers: Collection[int]) -> None:
+        """Has files of a checkpoint read, if it is offered."""
+        if offer in self._offered:
+            self.reader.read(offer, self._offered[offer], numbers)
+
+    def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...]]:
+        """Snapshots of the group's ranks that are whole on its nodes, and of slices those of all of its ranks.
+
+        Collective over: all ranks of the group, after `offers` where that is asked.
+        """
+        if self._snapshots is None:
+            return (), ()
+        held, slices, rejected = self._snapshots.held()
+        self.rejected += rejected
+        return held, slices
+
+    def _require_folder(self) -> None:
+        if self._takes_checkpoints:
+            require_folder(self._folder)
+
+    def begin(self, slices: Collection[SliceId]) -> None:
+        """At the start of the run: takes over what it begins with, if that is a checkpoint, and slices to host.
+
+        Collective over: all ranks of the group.
+        """
+        if self._first is not None:
+            with self._loading(step_of(self._first)):
+                self._load_first(self._first, slices)
+
+    def load(self, action: LoadCheckpoint, member: Member, head: int) -> None:
+        """Takes over the checkpoint or the snapshot, or what the run began with, and the slices the group is to host.
+
+        Collective over: all ranks of the group, with the number of log entries folded so far.
+
+        Raises:
+            JoinFailed: It is not there any more.
+        """
+        self.reader.stop()
+        began_s = time.monotonic()
+        slices = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
+        with self._loading(action.step + action.rework_steps):
+            if action.snapshot is None:
+                self._load_checkpoint(action, slices)
+            else:
+                assert self._snapshots is not None, "only a run that takes snapshots starts again from one"
+                self._snapshots.load(action.snapshot, slices, action.members, head)
+        self._load_s = time.monotonic() - began_s
+
+    def _load_checkpoint(self, action: LoadCheckpoint, slices: Collection[SliceId]) -> None:
+        path = checkpoint_path(self._folder, action.step)
+        if path.exists():
+            self._trainer.load_checkpoint(path, slices)
+        elif self._first is not None and action.step == step_of(self._first):
+            self._load_first(self._first, slices)
+        elif action.step > 0:  # at 0 a new process has it
+            raise JoinFailed(f"the checkpoint {path} is gone")
+
+    def _load_first(self, path: Path, slices: Collection[SliceId]) -> None:
+        """What the run began with, be it a checkpoint or what ranks had saved by themselves."""
+        if is_last_state(path):
+            self._trainer.load_state(files_for(path, assemble(path).files, self._rank), slices)
+        else:
+            self._trainer.load_checkpoint(path, slices)
+
+    @contextmanager
+    def _loading(self, step: int) -> Iterator[None]:
+        """Around a load, before this step."""
+        self._probe.between_steps(step, Phase.LOAD)
+        with self._probe.during(Operation.LOAD):
+            yield
+        self._probe(Phase.LOAD_DONE)
+
+    def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:
+        """For the journal, when it is loaded."""
+        return RestartRecord(
+            group=member.group,
+            incarnation=member.incarnation,
+            step=action.step,
+            rework_steps=action.rework_steps,
+            restart_s=round(time.monotonic() - self.now_s(), 6),
+            rejected=list(self.rejected),
+            loaded_from="storage" if action.snapshot is None else "memory",
+            load_s=round(self._load_s, 6),
+        )
+
+
+_TURN_S = 2.0
+
+_POLL_S = 0.05
+
+_POLL_S_PER_GROUP = 0.001
+"""All groups ask the store for what all groups say."""
+
+_SEARCH_AGAIN_S = 1.0
+"""A folder of checkpoints that cannot be read may be back."""
+
+
+class RestartSearch:
+    """The leader's part.
+
+    Args:
+        controller: That of the group.
+        agreement: The group's voice.
+        start_over: What there is to start again from.
+        groups: All groups of the run.
+    """
+
+    def __init__(
+        self, controller: Controller, agreement: GroupAgreement, start_over: StartOver, groups: Sequence[GroupId]
+    ) -> None:
+        self._controller = controller
+        self._agreement = agreement
+        self._start_over = start_over
+        self._groups = groups
+        self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
+        self._since_s = self._searched_at_s = 0.0
+        self._own = Waiting(member=agreement.member, offers=())
+        self._told: Waiting | None = None
+        self._heard: dict[Member, tuple[Waiting, float]] = {}  # and since when it has said just that
+
+    def begin(self) -> None:
+        """Looks which checkpoints there are."""
+        self._since_s = time.monotonic()
+        self._own = Waiting(member=self._agreement.member, offers=())
+        self._told = None
+        self._heard = {}
+        self._search()
+
+    def tell(self, held: tuple[Held, ...], slices: tuple[HeldSlice, ...]) -> None:
+        """Says what there is.
+
+        Args:
+            held: Snapshots of the group's rank positions.
+            slices: The same of slices.
+        """
+        self._own = replace(self._own, held=held, slices=slices)
+        self._tell()
+
+    def seek(self, index: int) -> None:
+        """For some seconds, does what helps to start again, and writes the entry at the index as soon as it may."""
+        end_s = time.monotonic() + _TURN_S
+        while time.monotonic() < end_s and not self._agreement.is_written(index):
+            if self._own.failure and time.monotonic() - self._searched_at_s > _SEARCH_AGAIN_S:
+                self._search()
+            if self._decide():
+                return
+            self._tell()
+            time.sleep(self._pause_s)
+
+    def _decide(self) -> bool:
+        """Whether an entry is written."""
+        waited_s = time.monotonic() - self._since_s
+        event = WaitingRead(group=self._agreement.member.group, waiting=self._listen(), waited_s=waited_s)
+        for action in self._controller.handle(event, now_s=self._start_over.now_s()):
+            match action:
+                case AppendEntry(index=index, entry=entry):
+                    self._agreement.append(index, entry)
+                    return True
+                case ReadFiles(offer=offer, numbers=numbers):
+                    self._start_over.read(offer, numbers)
+                case WithdrawOffers(reasons=reasons):
+                    self._start_over.withdraw(reasons)
+                    self._search()
+                case _:
+                    raise AssertionError(f"nothing asks who waits for {action}")
+        return False
+
+    def _listen(self) -> tuple[Waiting, ...]:
+        """What all groups say, and for how long they have said just that."""
+        now_s = time.monotonic()
+        for item in self._agreement.waiting_to_restart(self._groups):
+            if item.member not in self._heard or self._heard[item.member][0] != item:
+                self._heard[item.member] = item, now_s
+        latest = {item.member.group: (item, since_s) for item, since_s in self._heard.values()}
+        return tuple(replace(item, silent_s=now_s - since_s) for item, since_s in latest.values())
+
+    def _search(self) -> None:
+        """Looks which checkpoints lack nothing at a glance."""
+        offers: tuple[Offer, ...] = ()
+        failure = ""
+        try:
+            offers = self._start_over.offers()
+        except OSError as error:
+            failure = str(error)
+        self._own = replace(self._own, offers=offers, failure=failure)
+        self._searched_at_s = time.monotonic()
+
+    def _tell(self) -> None:
+        """Says what has changed."""
+        reader = self._start_over.reader
+        own = replace(self._own, readings=reader.readings(), is_reading=reader.is_reading)
+        if own != self._told:
+            self._agreement.announce_restart(own)
+            self._told = own

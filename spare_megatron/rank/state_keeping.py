@@ -1,0 +1,228 @@
+"""What a rank keeps of its state beside training: checkpoints and snapshots, and what is told of them."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint, TakeSnapshot
+from spare_megatron.core.entries import SaveEnd
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import CadenceRecord
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.process.reports import CheckpointTold
+from spare_megatron.process.specs import RankSpec
+from spare_megatron.rank.restart_loader import StartOver
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.state.checkpoint.checkpoint_folder import folder_of, manifest_of
+from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, file_of, last_state_path
+from spare_megatron.state.checkpoint.saver import Saver
+from spare_megatron.state.snapshot.snapshot_client import KeeperClient
+from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
+from spare_megatron.state.snapshot.snapshotter import Snapshotter
+from spare_megatron.store.interface import ControlStore
+from spare_megatron.store.open_store import open_store
+from spare_megatron.voting.agreement import GroupAgreement
+
+
+class GroupSaves:
+    """One rank's part in them.
+
+    Args:
+        saver: Saves checkpoints; None where none are taken.
+        snapshotter: Takes snapshots; None where none are taken.
+        agreement: The group's voice.
+        journal: The rank's journal.
+        report: Tells the supervisor of a save that has ended.
+        ended: Tells the others of it, with the next vote.
+    """
+
+    def __init__(
+        self,
+        *,
+        saver: Saver | None,
+        snapshotter: Snapshotter | None,
+        agreement: GroupAgreement,
+        journal: JournalWriter,
+        report: Callable[[CheckpointTold], None],
+        ended: Callable[[SaveEnd], None],
+    ) -> None:
+        self._saver = saver
+        self._snapshotter = snapshotter
+        self._agreement = agreement
+        self._journal = journal
+        self._report = report
+        self._ended = ended
+
+    def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
+        """Begins a checkpoint of the present state, where this group has a part in it.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            action: The controller's.
+            head: Entries of the log folded so far.
+            has_params: Whether the group has all parameters of this step.
+        """
+        assert self._saver is not None, "only a run that takes checkpoints asks for one"
+        member = self._agreement.member
+        if action.cadence is not None and action.member == member and self._agreement.is_leader:
+            self._journal.write(CadenceRecord(group=member.group, step=action.step, **asdict(action.cadence)))
+        self._saver.save(action, head, has_params=has_params)
+
+    def go_on(self, step: int) -> None:
+        """The group has all parameters after so many steps, which it lacked."""
+        if self._saver is not None:
+            self._saver.go_on(step)
+        if self._snapshotter is not None:
+            self._snapshotter.go_on()
+
+    def refuse(self, action: RefuseCheckpoint) -> None:
+        """Has a checkpoint marked that holds wrong state."""
+        assert self._saver is not None, "only a run that takes checkpoints refuses one"
+        self._saver.refuse(action)
+
+    def take_snapshot(self, action: TakeSnapshot, *, has_params: bool) -> None:
+        """Begins a snapshot of the present state, where this rank is to keep it.
+
+        Args:
+            action: The controller's.
+            has_params: Whether the group has all parameters of this step.
+        """
+        assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
+        self._snapshotter.take(action, has_params=has_params)
+
+    def await_copies(self, step: int) -> None:
+        """Returns when the update may be done that makes so many committed steps."""
+        if self._saver is not None:
+            self._saver.await_copy()
+        if self._snapshotter is not None:
+            self._snapshotter.await_copy(step)
+
+    def finish(self) -> None:
+        """Returns when nothing is written or copied any more, or has been for longer than it may take."""
+        if self._snapshotter is not None:
+            self._snapshotter.finish()
+        if self._saver is not None:
+            self._saver.finish()
+
+    def tell(self) -> None:
+        """Writes down what has ended since this was done last."""
+        for snapshot in self._snapshotter.take_finished() if self._snapshotter is not None else ():
+            self._journal.write(snapshot)  # each holder, for its rank may be one that no other group keeps
+        for record in self._saver.take_finished() if self._saver is not None else ():
+            if self._agreement.is_leader:
+                self._journal.write(record)
+                self._report(CheckpointTold(record=record))
+            self._ended(SaveEnd(record.step, record.outcome == "saved", record.stall_s))
+
+
+class StateKeeping:
+    """Puts together what a run like this one needs of it.
+
+    Args:
+        spec: The rank.
+        trainer: Its part of the model.
+        agreement: Its group's voice.
+        probe: Told of what is done.
+    """
+
+    def __init__(self, *, spec: RankSpec, trainer: GroupTrainer, agreement: GroupAgreement, probe: RankProbe) -> None:
+        self._spec = spec
+        self._trainer = trainer
+        self._agreement = agreement
+        self._probe = probe
+        self._keeper = None if spec.keeper is None else KeeperClient(spec.keeper, spec.rank)
+
+    def saves(
+        self, journal: JournalWriter, report: Callable[[CheckpointTold], None], ended: Callable[[SaveEnd], None]
+    ) -> GroupSaves:
+        """Checkpoints and snapshots.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            journal: The rank's.
+            report: Tells the supervisor of a save that has ended.
+            ended: Tells the others of it, with the next vote.
+        """
+        return GroupSaves(
+            saver=self._saver() if self._spec.config.checkpoint.is_wanted else None,
+            snapshotter=None if self._keeper is None else self._snapshotter(self._keeper),
+            agreement=self._agreement,
+            journal=journal,
+            report=report,
+            ended=ended,
+        )
+
+    def start_over(self, store: ControlStore) -> StartOver:
+        """What there is to start again from."""
+        return StartOver(
+            config=self._spec.config,
+            run_dir=self._spec.run_dir,
+            rank=self._spec.rank,
+            trainer=self._trainer,
+            wiped_out_at_s=self._spec.wiped_out_at_s,
+            snapshots=None if self._keeper is None else self._loader(self._keeper, store),
+            probe=self._probe,
+        )
+
+    def save_alone(self, action: SaveCheckpoint) -> None:
+        """Has this rank save its state, with nobody's help and for nobody in particular.
+
+        Args:
+            action: What the state would be as a checkpoint of this group.
+        """
+        spec, trainer = self._spec, self._trainer
+        path = last_state_path(spec.config, spec.run_dir, action.step)
+        num_bytes, sha256 = trainer.save_state(file_of(path, spec.group, spec.rank))
+        optimizer = trainer.stacked
+        saved = SavedRank(
+            run_dir=str(spec.run_dir.absolute()),
+            group=spec.group,
+            rank=spec.rank,
+            num_ranks=spec.config.parallel.ranks_per_group,
+            num_bytes=num_bytes,
+            sha256=sha256,
+            params_sha256=trainer.params_sha256(),
+            slices={} if optimizer is None else {str(one): optimizer.state_sha256(one) for one in optimizer.hosted},
+            manifest=asdict(manifest_of(spec.config, action, self._agreement.head, {})),
+        )
+        describe(path, saved)
+
+    def _saver(self) -> Saver:
+        config = self._spec.config
+        return Saver(
+            config=config,
+            folder=folder_of(config, self._spec.run_dir),
+            trainer=self._trainer,
+            agreement=self._agreement,
+            ranks=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.timeout_s)),
+            connect=lambda: open_store(self._spec.store),
+            probe=self._probe,
+        )
+
+    def _snapshotter(self, keeper: KeeperClient) -> Snapshotter:
+        return Snapshotter(
+            member=self._spec.member,
+            position=self._spec.rank,
+            trainer=self._trainer,
+            keeper=keeper,
+            probe=self._probe,
+        )
+
+    def _loader(self, keeper: KeeperClient, store: ControlStore) -> SnapshotLoader:
+        config = self._spec.config
+        return SnapshotLoader(
+            member=self._spec.member,
+            position=self._spec.rank,
+            trainer=self._trainer,
+            keeper=keeper,
+            agreement=self._agreement,
+            store=store,
+            groups=[GroupId(group) for group in range(config.layout.num_groups)],
+            timeout_s=config.reduce.timeout_s,
+            progress=self._probe.progress,
+        )

@@ -1,1 +1,0 @@
-"""Processes: supervisor, ranks, communicators, and the training loop that carries out what `core` decides."""

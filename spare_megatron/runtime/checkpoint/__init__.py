@@ -1,1 +1,0 @@
-"""Checkpoints in a folder: written by several, verified, chosen from."""

@@ -1,1 +1,0 @@
-"""The process that a user starts: supervisors here and elsewhere, metrics, how the run ended."""

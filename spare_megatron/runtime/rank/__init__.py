@@ -1,1 +1,0 @@
-"""A rank's process: the training loop and what carries out the controller's actions."""

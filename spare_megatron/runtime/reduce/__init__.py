@@ -1,1 +1,0 @@
-"""Sums over the groups: communicators, NCCL, buckets, attempts."""

@@ -1,1 +1,0 @@
-"""Copies of the state in the memory of nodes."""

@@ -1,1 +1,0 @@
-"""A node's supervisor: it starts ranks, watches them, and has the groups of lost ones fenced."""

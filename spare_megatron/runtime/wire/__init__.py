@@ -1,1 +1,0 @@
-"""What goes over sockets between processes: formats alone."""

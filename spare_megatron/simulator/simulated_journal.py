@@ -1,0 +1,207 @@
+"""The journal of a simulated run: the records that a real run of the same history writes."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from spare_megatron.core.actions import AttemptReduce
+from spare_megatron.core.entries import Entry, entry_fields
+from spare_megatron.journal.lines import FORMAT, Line
+from spare_megatron.journal.records import (
+    ContributionRecord,
+    EndRecord,
+    EntryRecord,
+    LossRecord,
+    ParamsRecord,
+    Record,
+    RecoveryRecord,
+    RunRecord,
+    UpdateRecord,
+    VoteRecord,
+    digest_of_work,
+)
+from spare_megatron.simulator.compute_fit import finish_times
+from spare_megatron.simulator.scenario import Scenario
+from spare_megatron.simulator.world import World
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.stacking.plans import Microbatch, StepPlan
+
+Sink = Callable[[Line], None]
+SOURCE = "simulator"
+
+
+@dataclass(slots=True)
+class _Recovery:
+    """The recovery under way; all survivors spend it alike."""
+
+    computed_at_s: float
+    noticed_at_s: float
+    lap_from_s: float
+    lost: list[GroupId] = field(default_factory=list)
+    spent_s: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("agree", "patch", "rebuild", "reduce"), 0.0)
+    )
+    patches: list[StepPlan] = field(default_factory=list)
+
+    def lap(self, stage: str, now_s: float) -> None:
+        self.spent_s[stage] += now_s - self.lap_from_s
+        self.lap_from_s = now_s
+
+
+class Chronicle:
+    """Writes lines at virtual times. Parameters, losses and gradients are not simulated: their fields are constant.
+
+    Contributions and losses bear the times at which they happened, so the lines are not in the order of their times.
+    """
+
+    def __init__(self, scenario: Scenario, world: World, sink: Sink) -> None:
+        self._scenario, self._world, self._sink = scenario, world, sink
+        self._plans: list[StepPlan] = []
+        self._began_s = 0.0
+        self._computed_at_s: dict[GroupId, float] = {}  # of the attempt that comes next
+        self._recovery: _Recovery | None = None
+        record = RunRecord(
+            format=FORMAT,
+            name=scenario.name,
+            num_groups=scenario.num_groups,
+            ranks_per_group=1,
+            redundancy=scenario.hosts_per_shard,
+            microbatches_per_shard=scenario.microbatches_per_shard,
+            num_steps=scenario.num_steps,
+            placement=scenario.placement,
+            granularity=scenario.granularity,
+            reduce_mode="simulated",
+            faults=[],
+            last_resort=scenario.last_resort,
+            slice_redundancy=scenario.slice_redundancy,
+            num_processors=0 if scenario.costs.full_speed_groups == inf else round(scenario.costs.full_speed_groups),
+            pipeline_fill=scenario.costs.pipeline_fill,
+            groups_per_domain=scenario.placed_groups_per_domain,
+        )
+        self._write(record)
+
+    def computed_step(self, plan: StepPlan, began_s: float) -> None:
+        """A step has been computed from zero sums since this time."""
+        self._plans, self._began_s, self._recovery = [plan], began_s, None
+        finished = finish_times(plan.work.loads, self._scenario.microbatches_per_shard, self._scenario.costs)
+        scale_s = (self._world.now_s - began_s) / finished.max()
+        self._computed_at_s = {GroupId(group): began_s + at * scale_s for group, at in enumerate(finished.tolist())}
+
+    def patched(self, plan: StepPlan) -> None:
+        """A patch is added to the sums."""
+        self._plans.append(plan)
+        self._computed_at_s = dict.fromkeys(self._computed_at_s, self._world.now_s)
+        if self._recovery is not None:
+            self._recovery.patches.append(plan)
+            self._recovery.lap("patch", self._world.now_s)
+
+    def rebuilt(self) -> None:
+        """The new communicator is there, or of no use any more."""
+        if self._recovery is not None:
+            self._recovery.lap("rebuild", self._world.now_s)
+
+    def attempted(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
+        """What the voters brought into an attempt, and their votes."""
+        incarnations = dict(action.voters)
+        for group in voters:
+            work = self._computed(group)
+            microbatches: dict[str, list[int]] = defaultdict(list)
+            for item in work:
+                microbatches[str(item.shard)].append(item.index)
+            contribution = ContributionRecord(
+                group=group,
+                step=action.step,
+                attempt=action.attempt,
+                epoch=action.epoch,
+                members=list(action.members),
+                microbatches=dict(microbatches),
+                incarnation=incarnations[group],
+            )
+            self._write(contribution, self._computed_at_s.get(group))
+            vote = VoteRecord(
+                group=group,
+                step=action.step,
+                attempt=action.attempt,
+                is_complete=is_complete,
+                work_digest=digest_of_work(work),
+                incarnation=incarnations[group],
+            )
+            self._write(vote)
+        if is_complete:
+            self._recovered(action, voters)
+
+    def lost(self, member: Member, entry_index: int) -> None:
+        """The survivors have agreed that a group is lost."""
+        world, (group, incarnation) = self._world, member
+        at_s = world.lost_at_s[group]
+        cause = world.fleet.cause_of[group]
+        record = LossRecord(group=group, rank=0, cause=cause, entry_index=entry_index, incarnation=incarnation)
+        self._write(record, at_s)
+        if self._recovery is None:
+            computed_at_s = max(self._computed_at_s.values(), default=at_s)
+            self._recovery = _Recovery(computed_at_s, world.fenced_at_s, lap_from_s=world.fenced_at_s)
+        elif self._recovery.lap_from_s < world.fenced_at_s:
+            self._recovery.lap("reduce", world.fenced_at_s)
+        self._recovery.lap("agree", world.now_s)
+        self._recovery.lost.append(group)
+
+    def _recovered(self, action: AttemptReduce, survivors: Sequence[GroupId]) -> None:
+        recovery, self._recovery = self._recovery, None
+        if recovery is None:
+            return
+        recovery.lap("reduce", self._world.now_s)
+        for group in survivors:
+            record = RecoveryRecord(
+                group=group,
+                step=action.step,
+                lost=[int(lost) for lost in recovery.lost],
+                computed_at_s=recovery.computed_at_s,
+                noticed_at_s=recovery.noticed_at_s,
+                agree_s=recovery.spent_s["agree"],
+                patch_s=recovery.spent_s["patch"],
+                rebuild_s=recovery.spent_s["rebuild"],
+                reduce_s=recovery.spent_s["reduce"],
+                num_patched=sum(len(plan.work.of(group)) for plan in recovery.patches),
+            )
+            self._write(record)
+
+    def read(self, index: int, entry: Entry) -> None:
+        """An entry is folded; the lowest group that is up tells of it."""
+        group = int(self._world.fleet.is_up.argmax())
+        self._write(EntryRecord(group=group, index=index, entry=entry_fields(entry)))
+
+    def updated(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
+        """A step is committed and applied by these groups."""
+        for group in members:
+            update = UpdateRecord(
+                group=group,
+                step=step,
+                attempt=attempt,
+                num_microbatches=self._scenario.num_groups * self._scenario.microbatches_per_shard,
+                loss=0.0,
+                grad_norm=0.0,
+                learning_rate=0.0,
+                makespan=self._plans[0].work.makespan,
+                step_s=self._world.now_s - self._began_s,
+            )
+            self._write(update)
+
+    def finished(self, step: int, members: Sequence[GroupId]) -> None:
+        """The run is at its end, with these groups."""
+        self.compared(step, members)
+        self._write(EndRecord(outcome="finished", reason="all steps are committed"))
+
+    def compared(self, step: int, members: Sequence[GroupId]) -> None:
+        """These groups compare their parameters after this many steps."""
+        digest = hashlib.sha256(f"{self._scenario.name} after {step} steps".encode()).hexdigest()
+        for group in members:
+            record = ParamsRecord(group=group, step=step, sha256=digest, num_restarts=self._world.num_restarts)
+            self._write(record)
+
+    def _computed(self, group: GroupId) -> list[Microbatch]:
+        return [item for plan in self._plans for item in plan.work.of(group)]
+
+    def _write(self, record: Record, at_s: float | None = None) -> None:
+        self._sink(Line(source=SOURCE, at_s=self._world.now_s if at_s is None else at_s, record=record))

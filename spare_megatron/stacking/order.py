@@ -1,0 +1,110 @@
+"""The present order: who owns which microbatch until a group is lost."""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from spare_megatron.stacking.layout import GroupId, ShardId
+from spare_megatron.stacking.placement import Placement
+from spare_megatron.stacking.plans import Microbatch, Owners, Work, work_of
+from spare_megatron.stacking.reorder import initial_owners, lend, patch_work, reorder_microbatches
+from spare_megatron.stacking.stack_reorder import StackOrder, reorder_stacks
+from spare_megatron.stacking.stack_reorder import initial_order as initial_stacks
+
+Granularity = Literal["microbatch", "stack"]
+
+
+class Order(Protocol):
+    """Owners of all microbatches, at one of the two granularities."""
+
+    @property
+    def work(self) -> Work:
+        """What each surviving group computes in a step."""
+
+    def for_groups(self, alive: frozenset[GroupId]) -> "Order":
+        """The order for just these groups, some lost or back since this one, with the fewest moves.
+
+        Raises:
+            WipeOut: Some shard has no surviving host.
+        """
+
+    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
+        """The orphans spread over these groups with the least makespan of the patch alone.
+
+        Raises:
+            WipeOut: Some shard of an orphan has no surviving host.
+        """
+
+
+def initial_order(
+    placement: Placement, num_microbatches: int, granularity: Granularity, *, last_resort: bool = False
+) -> Order:
+    """The order while nothing is lost: every group owns its home shard.
+
+    Args:
+        placement: The hosts of every shard.
+        num_microbatches: Microbatches per shard.
+        granularity: Unit of reordering.
+        last_resort: Shards without a surviving host go to any survivors, for all groups can read the data.
+
+    Raises:
+        ValueError: Hosts of last resort are asked for whole shards.
+    """
+    if granularity == "stack" and last_resort:
+        raise ValueError("hosts of last resort take single microbatches: set the granularity to microbatch")
+    if granularity == "stack":
+        home = initial_owners(placement, 1)[:, 0]
+        return WholeShards(placement, initial_stacks(placement), home, num_microbatches)
+    return SingleMicrobatches(placement, initial_owners(placement, num_microbatches), last_resort=last_resort)
+
+
+class SingleMicrobatches:
+    """Each microbatch has an owner of its own."""
+
+    def __init__(self, placement: Placement, owners: Owners, *, last_resort: bool = False) -> None:
+        self._placement = placement
+        self._owners = owners
+        self._last_resort = last_resort
+        self.work = Work(owners)
+
+    def for_groups(self, alive: frozenset[GroupId]) -> "SingleMicrobatches":
+        lost = self._without_host(alive)
+        owners = reorder_microbatches(self._placement, alive, self._owners, left_out=lost).owners
+        if lost:
+            items = [Microbatch(shard, k) for shard in lost for k in range(owners.shape[1])]
+            owners = lend(owners, items, alive)
+        return SingleMicrobatches(self._placement, owners, last_resort=self._last_resort)
+
+    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
+        lost = frozenset(self._without_host(alive))
+        hosted = [item for item in orphans if item.shard not in lost]
+        work = work_of(patch_work(self._placement, alive, hosted), self._owners.shape)
+        if len(hosted) == len(orphans):
+            return work
+        return Work(lend(work.owners, [item for item in orphans if item.shard in lost], alive))
+
+    def _without_host(self, alive: frozenset[GroupId]) -> tuple[ShardId, ...]:
+        """The shards for a last resort: none if there is none, or nobody is left."""
+        return self._placement.uncovered(alive) if self._last_resort and alive else ()
+
+
+class WholeShards:
+    """Each shard has one owner, as in the SPARe paper. A patch hands out whole shards, too."""
+
+    def __init__(self, placement: Placement, stacks: StackOrder, owners: Owners, num_microbatches: int) -> None:
+        self._placement = placement
+        self._stacks = stacks
+        self._num_microbatches = num_microbatches
+        self.work = Work(np.repeat(owners[:, None], num_microbatches, axis=1))
+
+    def for_groups(self, alive: frozenset[GroupId]) -> "WholeShards":
+        reorder = reorder_stacks(self._placement, alive, self._stacks)
+        return WholeShards(self._placement, reorder.order, reorder.owners, self._num_microbatches)
+
+    def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
+        shards = patch_work(
+            self._placement, alive, [Microbatch(shard, 0) for shard in sorted({o.shard for o in orphans})]
+        )
+        one_each = work_of(shards, (self._placement.num_groups, 1))
+        return Work(np.repeat(one_each.owners, self._num_microbatches, axis=1))

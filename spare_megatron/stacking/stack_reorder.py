@@ -1,0 +1,192 @@
+"""Reordering whole shards: the least depth, then the fewest changes of stack order.
+
+In stack granularity (SPARe, arXiv 2603.00357) every group works through the first `depth` shards of its stack, the
+same depth for all, so a step takes depth x m microbatches. The depth is the least whole number S at which every shard
+has an owner among the surviving groups that have it within their first S.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.stacking.matching import Spread, SpreadProblem, capacity_bound, cheapest_spread
+from spare_megatron.stacking.placement import BoolArray, IntArray, Placement, WipeOut
+
+StackArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StackOrder:
+    """In which order each group works through its stack, and how far.
+
+    Attributes:
+        stacks: Read-only, shape (num_groups, redundancy). Row `group`: its shards, first things first.
+        depth: Shards each group works through.
+    """
+
+    stacks: StackArray
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StackReorder:
+    """Stack order and owners after a reorder.
+
+    Attributes:
+        owners: Read-only, for each shard the surviving group whose gradient counts. No group owns more than `depth`
+            shards, and what it owns is within the first `depth` of its stack.
+        order: The new order, with the new depth.
+        depth: The least possible; the same as `order.depth`.
+        num_moves: Shards that had to be brought into the first `depth` of a stack; each changes places with one that
+            its group does not own. 0 when only the depth changed.
+        phase: 1 if the present order served at its depth, else 3: the depth came from a matching in free order
+            (phase 2) and the moves from a minimum-cost flow (phase 3).
+    """
+
+    owners: StackArray
+    order: StackOrder
+    depth: int
+    num_moves: int
+    phase: Literal[1, 3]
+
+
+def initial_order(placement: Placement) -> StackOrder:
+    """Every stack in the order of the offsets, at depth 1: each group computes its home shard."""
+    return StackOrder(stacks=_read_only(placement.stack_array.astype(np.int32)), depth=1)
+
+
+def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: StackOrder) -> StackReorder:
+    """The least depth for the surviving groups and, at that depth, the fewest changes of the present order.
+
+    A move brings a shard from beyond the first S of a group's stack to within it, so that the group can own it. The
+    two shards change places: everything else keeps its position. Groups keep their order otherwise, and lost ones
+    keep theirs.
+
+    Args:
+        placement: The hosts of every shard.
+        alive: The surviving groups.
+        order: The present order, with the depth of the last step; from any earlier state.
+
+    Raises:
+        WipeOut: Some shard has no surviving host.
+        ValueError: The order does not hold the stacks of this placement.
+
+    Notes:
+        Phase 1: the present order at the present depth S. A group has S shards within its first S, so no choice of
+        owners can overload it and the Hopcroft-Karp matching of the paper comes down to every shard being covered.
+        Accepted unless a lesser depth is possible (which takes groups that came back).
+        Phase 2: Hopcroft-Karp with every group as S slots, any host allowed, S growing from the proven bound; r
+        suffices at last, since a group can compute all of its stack.
+        Phase 3: `stacking.matching.cheapest_spread` at that S, where a host is free for the shards within its first S.
+        Ties: in phase 1 the owner is the surviving host that has the shard earliest, then the lowest id; in phase 3 as
+        in `stacking.matching`; shards come in in ascending order of ids, to the earliest positions that are given up.
+    """
+    lost = placement.uncovered(alive)
+    if lost:
+        raise WipeOut(lost)
+    is_alive = placement.alive_mask(alive)
+    position = _positions(placement, order)
+    problem = _one_unit_per_shard(placement, is_alive)
+    bound = capacity_bound(problem)
+    is_covered = (is_alive[placement.host_array] & (position < order.depth)).any(axis=1).all()
+    if is_covered:
+        depth = next((s for s in range(bound, order.depth) if _has_matching(problem, s)), order.depth)
+    else:
+        depth = next(s for s in range(bound, placement.redundancy + 1) if _has_matching(problem, s))
+    if is_covered and depth == order.depth:
+        owners = _earliest_host(placement, is_alive, position)
+        return StackReorder(owners=owners, order=order, depth=depth, num_moves=0, phase=1)
+    return _fewest_moves(placement, is_alive, order, position, depth)
+
+
+def _fewest_moves(
+    placement: Placement, is_alive: BoolArray, order: StackOrder, position: IntArray, depth: int
+) -> StackReorder:
+    """Phase 3 at a depth that is known to be possible."""
+    free = (is_alive[placement.host_array] & (position < depth)).astype(np.int64)
+    start = np.zeros_like(free)
+    earliest = np.where(free > 0, position * placement.num_groups + placement.host_array, np.iinfo(np.int64).max)
+    rows = np.arange(placement.num_groups)
+    start[rows, earliest.argmin(axis=1)] = free[rows, earliest.argmin(axis=1)]
+    problem = SpreadProblem(
+        placement=placement,
+        is_alive=is_alive,
+        demand=np.ones(placement.num_groups, dtype=np.int64),
+        free=free.ravel(),
+        start=start.ravel(),
+    )
+    spread = cheapest_spread(problem, depth)
+    assert isinstance(spread, Spread), spread
+    is_owner = spread.flow.reshape(free.shape) > 0
+    return StackReorder(
+        owners=_read_only(placement.host_array[is_owner].astype(np.int32)),
+        order=StackOrder(stacks=_bring_in(placement, order, is_owner, position, depth), depth=depth),
+        depth=depth,
+        num_moves=spread.cost,
+        phase=3,
+    )
+
+
+def _positions(placement: Placement, order: StackOrder) -> IntArray:
+    """For each shard and each of its hosts, the position of the shard in the host's stack order."""
+    by_shard = np.argsort(order.stacks, axis=1)
+    home = placement.stack_array
+    home_by_shard = np.argsort(home, axis=1)
+    if order.stacks.shape != home.shape or not np.array_equal(np.sort(order.stacks, axis=1), np.sort(home, axis=1)):
+        raise ValueError("the stack order does not hold the stacks of this placement")
+    position = np.empty(placement.host_array.size, dtype=np.int64)
+    position[np.take_along_axis(placement.pair_array, home_by_shard, axis=1)] = by_shard
+    return position.reshape(placement.host_array.shape)
+
+
+def _one_unit_per_shard(placement: Placement, is_alive: BoolArray) -> SpreadProblem:
+    nothing = np.zeros(placement.host_array.size, dtype=np.int64)
+    ones = np.ones(placement.num_groups, dtype=np.int64)
+    return SpreadProblem(placement=placement, is_alive=is_alive, demand=ones, free=nothing, start=nothing)
+
+
+def _has_matching(problem: SpreadProblem, depth: int) -> bool:
+    """Does every shard find a slot when every surviving group offers `depth` of them? Hopcroft-Karp."""
+    hosts = problem.placement.host_array
+    num_groups = problem.placement.num_groups
+    shards, columns = np.nonzero(problem.is_alive[hosts])
+    slots = (hosts[shards, columns][:, None] * depth + np.arange(depth)).ravel()
+    ends = np.cumsum(np.bincount(shards, minlength=num_groups)) * depth
+    graph = csr_array(
+        (np.ones(slots.size, dtype=np.int8), slots.astype(np.int32), np.concatenate(([0], ends)).astype(np.int32)),
+        shape=(num_groups, num_groups * depth),
+    )
+    return bool((maximum_bipartite_matching(graph, perm_type="column") >= 0).all())
+
+
+def _earliest_host(placement: Placement, is_alive: BoolArray, position: IntArray) -> StackArray:
+    """For each shard the surviving host that has it earliest; of several the lowest id."""
+    n = placement.num_groups
+    key = np.where(is_alive[placement.host_array], position * n + placement.host_array, np.iinfo(np.int64).max)
+    return _read_only((key.min(axis=1) % n).astype(np.int32))
+
+
+def _bring_in(
+    placement: Placement, order: StackOrder, is_owner: BoolArray, position: IntArray, depth: int
+) -> StackArray:
+    """The order in which every owned shard from beyond the depth has changed places with one that is not owned."""
+    stacks = order.stacks.copy()
+    shards, columns = np.nonzero(is_owner & (position >= depth))
+    owned = np.zeros(stacks.shape, dtype=np.bool_)
+    owned[placement.host_array[is_owner], position[is_owner]] = True
+    for shard, column in zip(shards.tolist(), columns.tolist(), strict=True):
+        group, old = placement.host_array[shard, column], position[shard, column]
+        new = int(owned[group, :depth].argmin())
+        stacks[group, [old, new]] = stacks[group, [new, old]]
+        owned[group, new] = True
+    return _read_only(stacks)
+
+
+def _read_only(array: StackArray) -> StackArray:
+    array.setflags(write=False)
+    return array

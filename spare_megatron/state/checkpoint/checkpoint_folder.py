@@ -1,0 +1,288 @@
+"""Checkpoints in a folder: how they become visible whole or not at all. `verification` tells whether they still are.
+
+A checkpoint is written into a folder of its own whose name ends in `.tmp`. Its manifest has the size and the SHA-256
+of every file, and goes last. When all of it is on the disk the folder takes its final name by one rename. So a name
+without that ending stands for a whole checkpoint, whatever was killed when; and what decays later, the manifest shows.
+Loads without torch.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spare_megatron import __version__
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import CHECKPOINT_NAME, LAST_STATE_NAME, global_batch, step_of, terms_of
+from spare_megatron.core.actions import SaveCheckpoint
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.process.lock import LOCK
+from spare_megatron.stacking.layout import GroupId, Member
+
+FOLDER = "checkpoints"
+"""In a run's directory, unless `checkpoint.folder` says otherwise."""
+
+MANIFEST = "manifest.json"
+
+FORMAT = 1
+
+LAST_STATE = ".state"
+"""Ends the name of a folder where ranks have saved their state by themselves; `last_state` has more of it."""
+
+_UNFINISHED = re.compile(r"step-\d{8,}\..+\.tmp$")
+
+_ASIDE = re.compile(r"step-\d{8,}\.group-(\d+)-life-(\d+)\.tmp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file of a checkpoint."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: Committed steps: the next step to train.
+        num_samples: Sequences that those steps have read: the place in the data.
+        terms: The terms of the training, as `config.terms` has them.
+        layout: Sizes of the parallel dimensions that wrote it.
+        placement: What decides which group hosts which shard.
+        group: The group that wrote it.
+        incarnation: Its incarnation.
+        epoch: Number of the set of groups then.
+        log_head: Entries of the decision log that had been folded.
+        version: Of spare_megatron.
+        run_id: Under which the training goes where its metrics go.
+        files: All files but the manifest, by name.
+        optimizer: How the optimizer's state was spread over the groups, and which of them wrote of it.
+    """
+
+    step: int
+    num_samples: int
+    terms: Mapping[str, Any]
+    layout: Mapping[str, int]
+    placement: Mapping[str, Any]
+    group: int
+    incarnation: int
+    epoch: int
+    log_head: int
+    version: str
+    run_id: str
+    files: Mapping[str, StoredFile]
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: {"sharding": "replicated"})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A visible checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+
+def manifest_of(
+    config: RunConfig,
+    action: SaveCheckpoint,
+    head: int,
+    files: Mapping[str, StoredFile],
+    writers: Iterable[Member] = (),
+) -> Manifest:
+    """What a checkpoint of this run holds.
+
+    Args:
+        config: The run's configuration.
+        action: What was saved, and by whom.
+        head: Entries of the decision log folded then.
+        files: What was written.
+        writers: The groups that wrote slices, where there are any.
+    """
+    layout, spare = config.layout, config.spare
+    optimizer: dict[str, Any] = {"sharding": config.optimizer.sharding}
+    if action.hosts:
+        groups = sorted({member.group for member in writers})
+        optimizer |= {"num_slices": len(action.hosts), "redundancy": config.optimizer.redundancy, "writers": groups}
+    return Manifest(
+        step=action.step,
+        num_samples=action.step * global_batch(config),
+        terms=terms_of(config),
+        layout=asdict(layout),
+        placement={
+            "kind": spare.placement,
+            "redundancy": spare.redundancy,
+            "groups_per_domain": spare.groups_per_domain,
+            "microbatches_per_shard": spare.microbatches_per_shard,
+        },
+        group=action.member.group,
+        incarnation=action.member.incarnation,
+        epoch=action.epoch,
+        log_head=head,
+        version=__version__,
+        run_id=config.metrics.run_id,
+        files=dict(sorted(files.items())),
+        optimizer=optimizer,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- names
+
+
+def folder_of(config: RunConfig, run_dir: Path) -> Path:
+    """Where the checkpoints of a run go."""
+    return Path(config.checkpoint.folder).absolute() if config.checkpoint.folder else run_dir.absolute() / FOLDER
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint after this many committed steps belongs."""
+    return folder / f"step-{step:08d}"
+
+
+def aside_path(folder: Path, step: int, member: Member) -> Path:
+    """Where a group writes the checkpoint."""
+    name = checkpoint_path(folder, step).name
+    return folder / f"{name}.group-{member.group:04d}-life-{member.incarnation}.tmp"
+
+
+def require_folder(folder: Path) -> None:
+    """Makes sure that the folder is the one that the run has locked, and not an empty place where it was.
+
+    Raises:
+        OSError: It is not there, or cannot be read.
+    """
+    if not (folder / LOCK).exists():
+        raise FileNotFoundError(f"{folder} is not the folder of checkpoints that the run began with: put that back")
+    os.listdir(folder)
+
+
+def visible_steps(folder: Path) -> list[int]:
+    """The checkpoints of a folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((int(m[1]) for m in map(CHECKPOINT_NAME.fullmatch, os.listdir(folder)) if m), reverse=True)
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a folder and what ranks have saved there by themselves, by steps, the newest first."""
+    last = [
+        folder / name for name in (os.listdir(folder) if folder.is_dir() else ()) if LAST_STATE_NAME.fullmatch(name)
+    ]
+    found = [checkpoint_path(folder, step) for step in visible_steps(folder)]
+    return sorted([*found, *last], key=step_of, reverse=True)
+
+
+def below(path: Path) -> Path:
+    """The folder of checkpoints that a path stands for: a run's, where it is the directory of a run, or itself."""
+    return path / FOLDER if (path / FOLDER).is_dir() else path
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint at the path, or all of the folder that it stands for, the newest first."""
+    if path.is_dir() and (CHECKPOINT_NAME.fullmatch(path.name) or LAST_STATE_NAME.fullmatch(path.name)):
+        return [path]
+    return all_checkpoints(below(path))
+
+
+def leftovers(path: Path) -> list[Path]:
+    """What saves that were interrupted have left in the folder that the path stands for, or what they write now."""
+    folder = below(path)
+    return sorted(folder / name for name in (os.listdir(folder) if folder.is_dir() else ()) if _UNFINISHED.match(name))
+
+
+# ----------------------------------------------------------------------------------------------------------- write
+
+
+def clear_leftovers(folder: Path, writing: Collection[Member]) -> None:
+    """Removes what interrupted saves have left.
+
+    Args:
+        folder: The folder of the checkpoints.
+        writing: Whose unfinished checkpoints stay.
+    """
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        match = _ASIDE.fullmatch(name)
+        is_left = (
+            name.endswith(".tmp") if match is None else Member(GroupId(int(match[1])), int(match[2])) not in writing
+        )
+        if is_left:
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def publish(aside: Path, manifest: Manifest, probe: Callable[[Phase], None]) -> Checkpoint:
+    """Makes a checkpoint visible whose files are all on the disk.
+
+    A checkpoint of the same step that is there already is replaced: it is from before a restart.
+
+    Args:
+        aside: Where it was written, beside its final place.
+        manifest: What it holds.
+        probe: Told of the moments between.
+    """
+    probe(Phase.SAVE_MANIFEST)
+    _write_manifest(aside, manifest)
+    probe(Phase.SAVE_RENAME)
+    path = checkpoint_path(aside.parent, manifest.step)
+    if path.exists():
+        drop(aside.parent, [manifest.step])
+    _rename(aside, path)
+    return Checkpoint(path=path, manifest=manifest)
+
+
+def forestall(folder: Path, step: int, member: Member) -> None:
+    """What the member is still writing of a checkpoint never becomes visible."""
+    _remove(aside_path(folder, step, member))
+
+
+def drop(folder: Path, steps: Iterable[int]) -> None:
+    """Removes checkpoints. None of them is ever visible in part."""
+    for step in sorted(steps):
+        _remove(checkpoint_path(folder, step))
+
+
+def _remove(path: Path) -> None:
+    aside = path.with_name(f"{path.name}.dropped.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(FileNotFoundError):  # another group drops what it has superseded
+        _rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _rename(path: Path, new: Path) -> None:
+    path.rename(new)
+    sync_folder(new.parent)
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    content = {"format": FORMAT, **asdict(manifest)}
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({**content, "sha256": digest_of(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest's fields."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Has the names of the files in a folder written to the disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

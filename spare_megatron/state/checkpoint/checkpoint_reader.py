@@ -1,0 +1,113 @@
+"""Reads files of checkpoints against what was written, beside all else: large ones take minutes."""
+
+import threading
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from spare_megatron.core.actions import Offer, Reading
+from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
+from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify_file
+
+_NUM_THREADS = 4
+"""Files that are read at a time. One thread hashes less than storage gives."""
+
+
+class _Stopped(Exception):
+    """Nobody needs the file any more."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """Of one checkpoint.
+
+    Attributes:
+        asked: Files that have been read, are being read, or are to be.
+        whole: Files that are what was written.
+        damaged: Those that are not, and why.
+        num_bytes: Read so far.
+    """
+
+    asked: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
+    damaged: dict[int, str] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class CheckpointReader:
+    """Reads whatever it is asked for, each file once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._found: dict[Offer, _Found] = {}
+        self._is_stopped = False
+
+    def read(self, offer: Offer, checkpoint: Checkpoint, numbers: Collection[int]) -> None:
+        """Has these files read.
+
+        Args:
+            offer: What names the checkpoint.
+            checkpoint: The checkpoint.
+            numbers: Its files, in the order of their names.
+        """
+        with self._lock:
+            found = self._found.setdefault(offer, _Found())
+            new = sorted(set(numbers) - found.asked)
+            found.asked.update(new)
+        if not new:
+            return
+        self._is_stopped = False
+        self._threads = self._threads or ThreadPoolExecutor(max_workers=_NUM_THREADS)
+        names = sorted(checkpoint.manifest.files)
+        for number in new:
+            self._threads.submit(self._read, found, checkpoint, number, names[number])
+
+    def readings(self) -> tuple[Reading, ...]:
+        """What has been read so far."""
+        with self._lock:
+            return tuple(
+                Reading(
+                    offer=offer,
+                    whole=tuple(sorted(found.whole)),
+                    damaged=tuple(sorted(found.damaged)),
+                    reason=found.damaged[min(found.damaged)] if found.damaged else "",
+                    num_bytes=found.num_bytes,
+                )
+                for offer, found in sorted(self._found.items())
+            )
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether some file has yet to be read."""
+        with self._lock:
+            return any(len(found.asked) > len(found.whole) + len(found.damaged) for found in self._found.values())
+
+    def stop(self) -> None:
+        """Gives up what is not read yet, and forgets everything: what is read later may have changed since."""
+        with self._lock:
+            self._is_stopped = True
+            self._found = {}
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+
+    def _read(self, found: _Found, checkpoint: Checkpoint, number: int, name: str) -> None:
+        def on_read(num_bytes: int) -> None:
+            if self._is_stopped:
+                raise _Stopped
+            with self._lock:
+                found.num_bytes += num_bytes
+
+        reason = ""
+        try:
+            verify_file(checkpoint.path, name, checkpoint.manifest.files[name], on_read)
+        except _Stopped:
+            return
+        except DamagedCheckpoint as error:
+            reason = str(error)
+        with self._lock:
+            if reason:
+                found.damaged[number] = reason
+            else:
+                found.whole.add(number)

@@ -1,0 +1,391 @@
+"""One rank's part in saving checkpoints: copied between two updates, written by a thread while training goes on.
+
+The state does not change from one update to the next, so that it is copied while the next step is computed; only the
+update waits for the copy. The thread has a process group of its own, for collectives of two threads on one would mix.
+A save that fails leaves nothing visible and every earlier checkpoint as it was; training goes on.
+
+Where the optimizer's state is cut into slices, all their hosts take part in every save
+(`state.checkpoint.partition_saver`).
+"""
+
+import contextlib
+import threading
+import time
+from collections import ChainMap, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.checkpoint_policy import superseded
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
+from spare_megatron.mcore.checkpoint import GroupState, Written, join_slices
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.state.checkpoint.checkpoint_folder import (
+    StoredFile,
+    aside_path,
+    checkpoint_path,
+    clear_leftovers,
+    drop,
+    manifest_of,
+    publish,
+    require_folder,
+    visible_steps,
+)
+from spare_megatron.state.checkpoint.partition_saver import SaveBoard, SaveFailed, SliceSaver, WrittenShare
+from spare_megatron.state.checkpoint.verification import (
+    DamagedCheckpoint,
+    refusal_in_log,
+    refusal_of,
+    refuse,
+    verify_file,
+)
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.store.interface import ControlStore, StoreLost
+from spare_megatron.voting.agreement import GroupAgreement
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save from its beginning to its end."""
+
+    action: SaveCheckpoint
+    head: int
+    is_saver: bool
+    """Whether it is this group's turn; others write slices alone, and say nothing of how it ended."""
+    started_s: float = field(default_factory=time.monotonic)
+    stall_s: float = 0.0
+    outcome: SaveOutcome = "failed"
+    reason: str = ""
+    num_bytes: int = 0
+    write_s: float = 0.0
+    board: SaveBoard | None = None
+    """On the leader, what groups tell each other of their slices."""
+
+    @property
+    def others(self) -> frozenset[Member]:
+        """Who may be writing an earlier checkpoint."""
+        return frozenset(self.action.voters) - {self.action.member}
+
+
+class Saver:
+    """Saves when it is this group's turn, and writes slices for others.
+
+    Args:
+        config: The run's configuration.
+        folder: Where checkpoints go.
+        trainer: The rank's part of the model.
+        agreement: The group's voice.
+        ranks: The group's ranks, with gloo, for this saver alone.
+        connect: Opens a connection to the control store.
+        probe: Told of the moments of a save.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        folder: Path,
+        trainer: GroupTrainer,
+        agreement: GroupAgreement,
+        ranks: dist.ProcessGroup,
+        connect: Callable[[], ControlStore],
+        probe: RankProbe,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._trainer = trainer
+        self._agreement = agreement
+        self._ranks = ranks
+        self._connect = connect
+        self._probe = probe
+        self._copied = threading.Event()
+        self._copied.set()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._store: ControlStore | None = None  # of that thread
+        self._save: _Save | None = None  # whose copy is being made
+        self._under_way: deque[tuple[_Save, Future[None]]] = deque()
+        self._refusing: list[Future[None]] = []
+        self._finished: list[_Save] = []
+        self._postponed: tuple[SaveCheckpoint, int] | None = None
+
+    # ------------------------------------------------------------------------------------------ the training's thread
+
+    def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
+        """Begins the save, if this group is to do it or a part of it.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            action: The controller's.
+            head: Entries of the log folded so far.
+            has_params: Whether this group has all parameters of the step. If not, and it is to save them, it begins
+                when `go_on` says so.
+        """
+        member = self._agreement.member
+        is_saver = action.member == member
+        if not is_saver and not any(member in hosts for hosts in action.hosts):
+            return
+        if is_saver and not has_params:
+            self._postponed = action, head
+            return
+        save = _Save(action=action, head=head, is_saver=is_saver)
+        with self._probe.during(Operation.SAVE):
+            num_under_way = self._agreement.highest(sum(not writing.done() for _, writing in self._under_way))
+            # Hosts of slices still wait for the end of the last save when the next begins.
+            if num_under_way > bool(action.hosts) and not action.is_last:
+                save.outcome, save.reason = "skipped", "the group is still writing an earlier one"
+                self._refuse(save)
+                return
+            self._probe(Phase.SAVE)
+            hosted = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
+            state = self._trainer.checkpoint_state(hosted, has_rest=is_saver)
+            if num_under_way:
+                state.copy()
+            else:
+                self._save = save
+                self._copied.clear()
+            writing = self._submit(save, self._run, save, state)
+            if is_saver and not self._config.checkpoint.asynchronous:
+                wait([writing])
+        save.stall_s += time.monotonic() - save.started_s
+
+    def go_on(self, step: int) -> None:
+        """Begins what was postponed, for the parameters after this many steps are together now.
+
+        Collective over: all ranks of the group.
+        """
+        if self._postponed is not None:
+            (action, head), self._postponed = self._postponed, None
+            assert action.step == step, "nothing is updated while parameters are lacking"
+            self.save(action, head, has_params=True)
+
+    def refuse(self, action: RefuseCheckpoint) -> None:
+        """On the first rank, has a checkpoint marked that another group has saved."""
+        if self._is_first:
+            self._refusing.append(self._thread.submit(refuse, self._folder, action))
+
+    def await_copy(self) -> None:
+        """Returns when the state may change."""
+        if self._copied.is_set():
+            return
+        assert self._save is not None, "who copies has begun to save"
+        since_s = time.monotonic()
+        with self._probe.during(Operation.SAVE):
+            self._copied.wait()
+        self._save.stall_s += time.monotonic() - since_s
+
+    def finish(self) -> None:
+        """Returns when nothing is written any more, or has been for longer than a save may take."""
+        if self._postponed is not None:
+            (action, head), self._postponed = self._postponed, None
+            save = _Save(action=action, head=head, is_saver=True, reason="the parameters have not come together")
+            self._refuse(save)
+        with self._probe.during(Operation.SAVE):
+            under_way = [*self._refusing, *(writing for _, writing in self._under_way)]
+            wait(under_way, self._config.checkpoint.timeout_s)
+
+    def take_finished(self) -> list[CheckpointRecord]:
+        """How saves have ended since this was asked last."""
+        while self._under_way and self._under_way[0][1].done():
+            self._finished.append(self._under_way.popleft()[0])
+        finished, self._finished = self._finished, []
+        member = self._agreement.member
+        return [
+            CheckpointRecord(
+                group=member.group,
+                step=save.action.step,
+                outcome=save.outcome,
+                reason=save.reason,
+                num_bytes=save.num_bytes,
+                stall_s=round(save.stall_s, 6),
+                write_s=round(save.write_s, 6),
+                incarnation=member.incarnation,
+            )
+            for save in finished
+            if save.is_saver
+        ]
+
+    def _refuse(self, save: _Save) -> None:
+        """The save does not begin, and the others hear of it."""
+        if save.action.hosts:
+            self._submit(save, self._tell_refusal, save)
+        else:
+            self._finished.append(save)
+
+    def _submit(self, save: _Save, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        writing = self._thread.submit(work, *arguments)
+        self._under_way.append((save, writing))
+        return writing
+
+    # -------------------------------------------------------------------------------------------- the writing thread
+
+    def _run(self, save: _Save, state: GroupState) -> None:
+        aside = aside_path(self._folder, save.action.step, save.action.member)
+        try:
+            self._agree(lambda: self._prepare(save, aside, state))
+            files = dict(ChainMap(*self._agree(lambda: self._write(aside, state)))) if save.is_saver else {}
+            shares: Sequence[WrittenShare] | None = ()
+            if save.action.hosts:
+                shares = self._write_slices(save, aside, state)
+            if shares is not None:
+                # All wait for the first rank: one that ended earlier would break the connections that it reads from.
+                self._agree(lambda: self._publish(save, aside, files, shares) if self._is_first else None)
+            elif not save.is_saver:
+                save.outcome = "saved"
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  (whatever it is, training goes on)
+            if save.outcome != "saved":
+                save.outcome, save.reason = "failed", with_folder(_in_a_line(error), self._folder)
+            if save.is_saver and self._is_first:
+                with contextlib.suppress(OSError):  # perhaps what made the save fail
+                    clear_leftovers(self._folder, save.others)
+        finally:
+            self._copied.set()
+            self._tell_end(save)
+            save.write_s = time.monotonic() - save.started_s
+
+    def _prepare(self, save: _Save, aside: Path, state: GroupState) -> None:
+        state.copy()
+        self._copied.set()
+        if save.action.hosts:
+            self._open_board(save)
+        if save.is_saver and self._is_first:
+            require_folder(aside.parent)  # not made: where storage is unmounted, its place is there
+            clear_leftovers(aside.parent, save.others)
+            aside.mkdir()
+            if save.board is not None:
+                save.board.begin()
+
+    def _write(self, folder: Path, state: GroupState, slices: Sequence[SliceId] | None = None) -> dict[str, StoredFile]:
+        written = state.write(folder, self._ranks, lambda: self._probe(Phase.SAVE_WRITE), slices)
+        files = _stored(written)
+        for name, file in files.items():
+            verify_file(folder, name, file)
+        return files
+
+    def _write_slices(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
+        """On the group that saves, what all groups have written, as the first rank knows; None on others."""
+        saver = SliceSaver(
+            action=save.action,
+            member=self._agreement.member,
+            board=save.board,
+            aside=aside,
+            agree=self._agree,
+            write=lambda folder, slices: self._write(folder, state, slices),
+            timeout_s=self._config.checkpoint.timeout_s,
+        )
+        return saver.shares if saver.run() else None
+
+    def _publish(
+        self, save: _Save, aside: Path, files: Mapping[str, StoredFile], shares: Sequence[WrittenShare]
+    ) -> None:
+        everything = dict(files)
+        for share in shares:
+            everything |= {f"{share.folder}/{name}": file for name, file in share.files.items()}
+        if shares:
+            everything |= _stored(join_slices(aside, [share.folder for share in shares]))
+        writers = {share.member for share in shares}
+        manifest = manifest_of(self._config, save.action, save.head, everything, writers)
+        reason = refusal_in_log(DecisionLog(self._own_store()), save.head, save.action)
+        if reason:
+            raise SaveFailed(f"what was to be saved does not count: {reason}")
+        publish(aside, manifest, self._probe)
+        save.outcome, save.num_bytes = "saved", manifest.num_bytes
+        self._probe(Phase.SAVE_DROP)
+        policy = self._config.checkpoint
+        # Later ones are from before a restart, or of a group that was faster: they say nothing of what is superseded.
+        earlier = [step for step in visible_steps(self._folder) if step <= manifest.step]
+        # What is refused supersedes nothing, and stays for whoever wants to know what went wrong.
+        steps = [step for step in earlier if not refusal_of(checkpoint_path(self._folder, step))]
+        try:
+            drop(self._folder, superseded(steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps))
+        except OSError as error:
+            save.reason = f"what it supersedes could not be removed: {error}"
+
+    def _tell_refusal(self, save: _Save) -> None:
+        with contextlib.suppress(StoreLost):
+            self._open_board(save)
+        self._tell_end(save)
+
+    def _open_board(self, save: _Save) -> None:
+        """On the first rank, what groups tell each other of the save; in the writing thread."""
+        if self._is_first:
+            save.board = SaveBoard(self._own_store(), save.head, save.action.voters)
+
+    def _own_store(self) -> ControlStore:
+        """The writing thread's connection."""
+        self._store = self._store or self._connect()
+        return self._store
+
+    def _tell_end(self, save: _Save) -> None:
+        """On the first rank, tells the other groups how a save of slices has ended here."""
+        board, member = save.board, self._agreement.member
+        if board is None:
+            return
+        with contextlib.suppress(StoreLost):
+            if save.is_saver:
+                board.end()
+            elif save.outcome == "saved":
+                board.forget(member)
+            else:
+                board.tell(member, (), save.reason)
+
+    @property
+    def _is_first(self) -> bool:
+        return bool(self._ranks.rank() == 0)
+
+    def _agree(self, work: Callable[[], T]) -> Sequence[T]:
+        """What the work gave on every rank of the group.
+
+        Collective over: all ranks of the group.
+
+        Raises:
+            SaveFailed: It failed on one of them; all raise the same.
+        """
+        result: tuple[T | None, str, str] = (None, "", "")
+        try:
+            result = (work(), "", "")
+        except CheckpointException as error:  # what others have met as well
+            result = (None, "", _in_a_line(error))
+        except Exception as error:  # noqa: BLE001  (the others must hear of it, whatever it is)
+            result = (None, f"rank {self._ranks.rank()}: {_in_a_line(error)}", "")
+        gathered: list[Any] = [None] * self._ranks.size()
+        dist.all_gather_object(gathered, result, group=self._ranks)
+        own, common = ([texts[kind] for texts in gathered if texts[kind]] for kind in (1, 2))
+        if own or common:
+            raise SaveFailed("; ".join(own) or common[0])
+        return [value for value, *_ in gathered]
+
+
+def _stored(written: Written) -> dict[str, StoredFile]:
+    return {name: StoredFile(num_bytes=size, sha256=sha256) for name, (size, sha256) in written.items()}
+
+
+def with_folder(reason: str, folder: Path) -> str:
+    """The reason of a failed save with the folder and its setting, where a system call's error names no path.
+
+    >>> with_folder("OSError: [Errno 28] No space left on device", Path("/kept"))
+    'OSError: [Errno 28] No space left on device: checkpoint.folder /kept'
+    """
+    is_bare = "[Errno " in reason and str(folder) not in reason
+    return f"{reason}: checkpoint.folder {folder}" if is_bare else reason
+
+
+def _in_a_line(error: BaseException) -> str:
+    if isinstance(error, SaveFailed | DamagedCheckpoint):
+        return str(error)
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_in_a_line(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,243 @@
+"""Checkpoints whose files are whole and whose state is wrong: the run that finds it out says so beside the manifest.
+
+A checkpoint is told by who has saved it: another one after as many steps, from after a restart, is not meant, and takes
+the place of what is refused. Loads without torch.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spare_megatron.core.actions import Offer, RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.checkpoint_validity import why_refused
+from spare_megatron.core.entries import Entry, decode_entry
+from spare_megatron.process.processes import say
+from spare_megatron.state.checkpoint.checkpoint_folder import (
+    FORMAT,
+    MANIFEST,
+    Checkpoint,
+    Manifest,
+    StoredFile,
+    all_checkpoints,
+    checkpoint_path,
+    digest_of,
+    forestall,
+    sync_folder,
+)
+from spare_megatron.state.checkpoint.emergency_checkpoint import NotACheckpoint, NotFinished, assemble, is_last_state
+from spare_megatron.store.decision_log import DecisionLog
+
+REFUSAL = "refused.json"
+
+_ENTRIES = 16
+"""Read from the log at once: few have been written since a save was begun."""
+
+
+def refusal_in_log(log: DecisionLog, head: int, action: SaveCheckpoint) -> str:
+    """Why a checkpoint is not to become visible, by what has been written since it was begun; empty if it may.
+
+    To be asked when its folder is there. Whoever folds a later entry for which the checkpoint does not count finds that
+    folder, or the checkpoint; and whoever has folded an earlier one may have found neither.
+
+    Args:
+        log: The log.
+        head: Entries that had been folded when it was begun.
+        action: What was saved, and by whom.
+    """
+    return why_refused(action, _entries(log, head))
+
+
+def _entries(log: DecisionLog, head: int) -> Iterator[Entry]:
+    while texts := log.read(head, _ENTRIES):
+        yield from map(decode_entry, texts)
+        head += len(texts)
+
+
+def refuse(folder: Path, action: RefuseCheckpoint) -> None:
+    """Marks the checkpoint as refused if it is visible, else keeps it from becoming so. Twice is no error.
+
+    A folder that cannot be written is told in the log: this run does not use the checkpoint in any case.
+    """
+    try:
+        forestall(folder, action.step, action.member)  # first: else it might become visible between
+        _mark(checkpoint_path(folder, action.step), action)
+    except OSError as error:
+        say(f"the checkpoint after {action.step} steps cannot be marked as refused: {error}")
+
+
+def _mark(path: Path, action: RefuseCheckpoint) -> None:
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except (FileNotFoundError, ValueError):  # nobody begins with what has none
+        return
+    saved_by = manifest.get("group"), manifest.get("incarnation"), manifest.get("epoch")
+    if saved_by != (*action.member, action.epoch) or refusal_of(path):
+        return
+    fd, aside = tempfile.mkstemp(prefix=REFUSAL, dir=path)
+    with os.fdopen(fd, "w") as file:
+        json.dump({"reason": action.reason}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    Path(aside).rename(path / REFUSAL)
+    sync_folder(path)
+
+
+def refusal_of(path: Path) -> str:
+    """Why nobody is to begin with the checkpoint; empty if it is not refused."""
+    try:
+        return str(json.loads((path / REFUSAL).read_bytes())["reason"])
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{REFUSAL} cannot be read: {error}"
+
+
+_CHUNK_BYTES = 1 << 20
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint is not what was written, and the text names the file; or it is refused."""
+
+
+class UnfinishedSave(DamagedCheckpoint):
+    """It never was a checkpoint: those who saved by themselves were ended meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """A checkpoint that cannot be used, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The newest usable checkpoint of a folder, if there is one, and the newer ones that are not."""
+
+    found: Checkpoint | None
+    rejected: tuple[Rejected, ...]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What a checkpoint says of itself.
+
+    Raises:
+        DamagedCheckpoint: There is no manifest, or it is not what was written; or what ranks have saved by themselves
+            makes no checkpoint.
+        UnfinishedSave: Of these, when they had no time to save everything.
+    """
+    if is_last_state(path):
+        try:
+            return assemble(path)
+        except NotFinished as error:
+            raise UnfinishedSave(str(error)) from error
+        except NotACheckpoint as error:
+            raise DamagedCheckpoint(str(error)) from error
+    file = path / MANIFEST
+    try:
+        content = json.loads(file.read_bytes())
+        digest = content.pop("sha256")
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is missing") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} cannot be read: {error}") from error
+    if digest != digest_of(content):
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} does not fit its own SHA-256: it has changed")
+    if content.pop("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is of a format that this version does not know")
+    files = {name: StoredFile(**fields) for name, fields in content.pop("files").items()}
+    manifest = Manifest(**content, files=files)
+    if checkpoint_path(path.parent, manifest.step).name != path.name:
+        raise DamagedCheckpoint(f"{path.name}: {MANIFEST} is that of step {manifest.step}")
+    return manifest
+
+
+def glance(path: Path) -> Checkpoint:
+    """The checkpoint, which lacks nothing as far as that shows without reading it.
+
+    Raises:
+        DamagedCheckpoint: A file is missing, or is not as long as it was; or the checkpoint is refused.
+    """
+    refusal = refusal_of(path)
+    if refusal:
+        raise DamagedCheckpoint(f"{path.name} is refused: {refusal}")
+    manifest = read_manifest(path)
+    for name, file in sorted(manifest.files.items()):
+        try:
+            num_bytes = (path / name).stat().st_size
+        except OSError as error:
+            raise _unreadable(path, name, error) from error
+        _require_size(path, name, num_bytes, file)
+    return Checkpoint(path=path, manifest=manifest)
+
+
+def offer_of(manifest: Manifest) -> Offer:
+    """What names a checkpoint and its files among groups."""
+    digest = digest_of({"format": FORMAT, **asdict(manifest)})
+    return Offer(step=manifest.step, num_files=len(manifest.files), digest=digest)
+
+
+def verify(path: Path) -> Checkpoint:
+    """The checkpoint, every byte of which is what was written.
+
+    Raises:
+        DamagedCheckpoint: A file is missing, cut short or changed; or the checkpoint is refused.
+    """
+    checkpoint = glance(path)
+    for name, file in sorted(checkpoint.manifest.files.items()):
+        verify_file(path, name, file)
+    return checkpoint
+
+
+def verify_file(folder: Path, name: str, stored: StoredFile, on_read: Callable[[int], None] = lambda _: None) -> None:
+    """Reads the file from the disk, not from memory where the system allows to tell.
+
+    Args:
+        folder: The checkpoint, or a part of it.
+        name: The file below it.
+        stored: What was written.
+        on_read: Told of the bytes of each piece that has been read.
+
+    Raises:
+        DamagedCheckpoint: It is not what was written.
+    """
+    digest, num_bytes = hashlib.sha256(), 0
+    try:
+        with (folder / name).open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                num_bytes += len(chunk)
+                on_read(len(chunk))
+    except OSError as error:
+        raise _unreadable(folder, name, error) from error
+    _require_size(folder, name, num_bytes, stored)
+    if digest.hexdigest() != stored.sha256:
+        raise DamagedCheckpoint(f"{folder.name}: {name} does not fit its SHA-256: its content has changed")
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> DamagedCheckpoint:
+    if isinstance(error, FileNotFoundError):
+        return DamagedCheckpoint(f"{folder.name}: {name} is missing")
+    return DamagedCheckpoint(f"{folder.name}: {name} cannot be read: {error}")
+
+
+def _require_size(folder: Path, name: str, num_bytes: int, stored: StoredFile) -> None:
+    if num_bytes != stored.num_bytes:
+        raise DamagedCheckpoint(f"{folder.name}: {name} has {num_bytes} bytes, and {stored.num_bytes} were written")
+
+
+def newest_valid(folder: Path) -> Search:
+    """The newest checkpoint of a folder that can be used, which is read from its first to its last byte."""
+    rejected: list[Rejected] = []
+    for path in all_checkpoints(folder):
+        try:
+            return Search(found=verify(path), rejected=tuple(rejected))
+        except DamagedCheckpoint as error:
+            rejected.append(Rejected(path=path, reason=str(error)))
+    return Search(found=None, rejected=tuple(rejected))

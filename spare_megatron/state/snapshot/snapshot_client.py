@@ -1,0 +1,135 @@
+"""A rank's way to the keeper of its node."""
+
+import mmap
+import os
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from multiprocessing.reduction import recv_handle
+from typing import TypeVar
+
+from spare_megatron.process.snapshot_wire import (
+    COPIED,
+    CopyWanted,
+    HeldTold,
+    HeldWanted,
+    KeeperAddress,
+    MemoryWanted,
+    Part,
+    PassOver,
+)
+from spare_megatron.stacking.layout import SliceId
+
+T = TypeVar("T")
+
+
+class KeeperGone(Exception):
+    """The keeper is not there, or was lost before it had answered; or it has no memory."""
+
+
+class KeeperClient:
+    """One rank position's side. A keeper that is there and does not answer keeps the caller waiting.
+
+    Args:
+        address: Of the node's keeper.
+        position: The rank inside its group.
+    """
+
+    def __init__(self, address: KeeperAddress, position: int) -> None:
+        self._address = address
+        self._position = position
+
+    def copy(
+        self,
+        attempt: int,
+        previous: int,
+        num_bytes: Mapping[SliceId | None, int],
+        write: Callable[[Sequence[mmap.mmap]], None],
+    ) -> list[str]:
+        """Has a snapshot kept, and of all earlier ones of the position only the previous one.
+
+        Args:
+            attempt: The snapshot.
+            previous: The one before.
+            num_bytes: Of each slice to be kept, and of None: all but slices.
+            write: Fills memory of so many bytes for each.
+
+        Returns:
+            The SHA-256 of each, as the keeper has read it.
+
+        Raises:
+            KeeperGone: It is not kept.
+        """
+        parts = {Part(self._position, number): size for number, size in num_bytes.items()}
+        wanted = CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
+
+        def converse(connection: Connection) -> list[str]:
+            connection.send(wanted)
+            _expect_memory(connection)
+            write([_receive_memory(connection, mmap.PROT_READ | mmap.PROT_WRITE) for _ in parts])
+            connection.send(COPIED)
+            return [str(sha256) for sha256 in connection.recv()]
+
+        return self._converse(converse)
+
+    def pass_over(self, attempt: int, previous: int) -> None:
+        """Others have a snapshot kept; of all earlier ones of the position only the previous one is kept here.
+
+        Raises:
+            KeeperGone: Nobody is there.
+        """
+
+        def converse(connection: Connection) -> None:
+            connection.send(PassOver(position=self._position, attempt=attempt, previous=previous))
+            connection.recv()
+
+        self._converse(converse)
+
+    def memory(self, attempt: int, number: SliceId | None) -> mmap.mmap:
+        """The snapshot itself, to be read: of a slice, or of all but slices.
+
+        Raises:
+            KeeperGone: It is not there any more.
+        """
+
+        def converse(connection: Connection) -> mmap.mmap:
+            connection.send(MemoryWanted(part=Part(self._position, number), attempt=attempt))
+            _expect_memory(connection)
+            return _receive_memory(connection, mmap.PROT_READ)
+
+        return self._converse(converse)
+
+    def held(self, host: str) -> HeldTold:
+        """The snapshots of the position, which are served on this IP address of the machine from now on.
+
+        Raises:
+            KeeperGone: Nobody is there.
+        """
+
+        def converse(connection: Connection) -> HeldTold:
+            connection.send(HeldWanted(position=self._position, host=host))
+            told: HeldTold = connection.recv()
+            return told
+
+        return self._converse(converse)
+
+    def _converse(self, converse: Callable[[Connection], T]) -> T:
+        try:
+            with Client(self._address.name, "AF_UNIX", authkey=self._address.key) as connection:
+                return converse(connection)
+        except (AuthenticationError, EOFError, OSError) as error:
+            raise KeeperGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error
+
+
+def _expect_memory(connection: Connection) -> None:
+    refusal = str(connection.recv())
+    if refusal:
+        raise KeeperGone(refusal)
+
+
+def _receive_memory(connection: Connection, protection: int) -> mmap.mmap:
+    fd = recv_handle(connection)
+    try:
+        return mmap.mmap(fd, os.fstat(fd).st_size, prot=protection)
+    finally:
+        os.close(fd)

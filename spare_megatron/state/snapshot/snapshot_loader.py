@@ -1,0 +1,277 @@
+"""One rank's part in starting again from a snapshot, fetched from the memory of nodes."""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from spare_megatron.core.events import Waiting
+from spare_megatron.core.pieces import Piece, pieces_of
+from spare_megatron.core.snapshot_policy import Held, HeldSlice, held_by_group, in_order_to_ask
+from spare_megatron.mcore.host_copies import TensorBytes
+from spare_megatron.mcore.state import ForeignState, IncomingState
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
+from spare_megatron.process.snapshot_wire import Part
+from spare_megatron.stacking.layout import GroupId, Member, SliceId
+from spare_megatron.state.snapshot.snapshot_client import KeeperClient, KeeperGone
+from spare_megatron.state.transfer.piece_client import PieceClient
+from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
+from spare_megatron.store.interface import ControlStore
+from spare_megatron.voting.agreement import GroupAgreement
+
+_CONNECT_TIMEOUT_S = 5.0
+"""Longest wait for a keeper that may be cut off: another may have the copy, and this one is asked again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+"""Before the holders of a copy are asked again: twice as long every time."""
+
+
+class _Unusable(Exception):
+    """What is held there is not the snapshot."""
+
+
+class _Copy(NamedTuple):
+    """Of this rank position: a slice in the snapshot of an attempt, or all but slices."""
+
+    attempt: int
+    slice: SliceId | None
+
+
+class _Holder(NamedTuple):
+    """Who has said to have a copy, and its SHA-256."""
+
+    member: Member
+    sha256: str
+
+
+class SnapshotLoader:
+    """What the nodes hold for this rank.
+
+    Args:
+        member: The group.
+        position: The rank inside it.
+        trainer: The rank's part of the model.
+        keeper: That of its node.
+        agreement: The group's voice.
+        store: The control store, where keepers' addresses are told.
+        groups: All groups of the run.
+        timeout_s: Longest wait for the keeper, and for the snapshot.
+        progress: Told that the rank gets on.
+    """
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        position: int,
+        trainer: GroupTrainer,
+        keeper: KeeperClient,
+        agreement: GroupAgreement,
+        store: ControlStore,
+        groups: Sequence[GroupId],
+        timeout_s: float,
+        progress: Callable[[], None],
+    ) -> None:
+        self._member = member
+        self._position = position
+        self._trainer = trainer
+        self._keeper = keeper
+        self._agreement = agreement
+        self._store = store
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._own: dict[_Copy, str] = {}  # what the own node has, and its SHA-256
+        self._broken: set[str] = set()  # servers to be asked after the others
+        self._head = 0
+        self._lost: set[Member] = set()  # holders that were lost while they were asked
+
+    def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...], tuple[str, ...]]:
+        """Snapshots of the group's rank positions that are whole on its nodes.
+
+        Collective over: all ranks of the group.
+
+        Returns:
+            They, those of slices that are there for all ranks of the group, and why others are not whole.
+        """
+        held: tuple[Held, ...] = ()
+        slices: tuple[HeldSlice, ...] = ()
+        rejected: tuple[str, ...] = ()
+        asking = ThreadPoolExecutor(max_workers=1)
+        try:
+            told = asking.submit(self._keeper.held, self._store.local_host()).result(self._timeout_s)
+        except (KeeperGone, TimeoutError) as error:
+            rejected = (f"rank {self._position}: {error or 'the keeper of its node does not answer'}",)
+        else:
+            held, slices = told.held, told.slices
+            rejected = tuple(
+                f"rank {self._position}: the snapshot of attempt {attempt} is not what was copied, by its SHA-256"
+                for attempt in told.damaged
+            )
+            self._own = {_Copy(one.attempt, None): one.sha256 for one in held}
+            self._own |= {_Copy(one.attempt, one.slice): one.sha256 for one in slices}
+            copies = [[*copy, sha256] for copy, sha256 in self._own.items()]
+            self._store.put(_keeper_key(self._member, self._position), json.dumps([told.server, copies]))
+        finally:
+            asking.shutdown(wait=False)
+        gathered = self._agreement.gathered((held, slices, rejected))
+        return (
+            tuple(one for some, _, _ in gathered for one in some),
+            held_by_group([some for _, some, _ in gathered]),
+            tuple(text for _, _, texts in gathered for text in texts),
+        )
+
+    def load(self, attempt: int, slices: Collection[SliceId], members: Collection[Member], head: int) -> None:
+        """Takes over the snapshot of this attempt: from the own node what is there.
+
+        Args:
+            attempt: The snapshot.
+            slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
+            members: Who takes part, and takes it over as well.
+            head: Entries of the log folded so far.
+
+        Raises:
+            JoinFailed: Nobody has it any more, or nobody who has it has answered in time.
+        """
+        self._head = head
+
+        @cache
+        def waiting() -> Sequence[Waiting]:
+            return self._agreement.waiting_to_restart(self._groups)
+
+        def load_part(number: SliceId | None, begin: Callable[[bytes], TensorBytes]) -> None:
+            copy = _Copy(attempt, number)
+            failure = self._load_own(copy, begin)
+            if failure:
+                self._load_from(self._servers(copy, waiting(), members), copy, begin, failure)
+
+        incoming: list[IncomingState] = []
+
+        def begin(description: bytes) -> TensorBytes:
+            incoming.append(self._trainer.incoming_state(description))
+            return incoming[-1].tensors
+
+        load_part(None, begin)
+        incoming[-1].install()
+        optimizer = self._trainer.stacked
+        if optimizer is None:
+            return
+        states = {number: optimizer.empty_state(number) for number in slices}
+        for number, state in states.items():
+            load_part(number, partial(_in_place, state))
+        optimizer.hold(states)
+
+    def _load_own(self, copy: _Copy, begin: Callable[[bytes], TensorBytes]) -> str:
+        """Fills the tensors that belong to the description of what the own node has; else says why it cannot."""
+        if copy not in self._own:
+            return "nobody has it"
+        try:
+            self._read(_pieces_of(self._keeper.memory(*copy)), self._own[copy], begin)
+        except (KeeperGone, ForeignState, _Unusable) as error:
+            return str(error)
+        return ""
+
+    def _load_from(
+        self, servers: dict[str, _Holder], copy: _Copy, begin: Callable[[bytes], TensorBytes], failure: str
+    ) -> None:
+        """The same from the first of these that has it, and time.
+
+        After a wipe-out all groups may ask the few that have a copy. Who is turned away asks again, for as long as
+        somebody is there to turn it away: those that are served are done some time.
+        """
+        name = Part(self._position, copy.slice).name
+        alive_at_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while servers and time.monotonic() - alive_at_s < self._timeout_s:
+            for server, holder in list(servers.items()):
+                try:
+                    with contextlib.closing(self._connected(server, holder.member)) as client:
+                        self._read(partial(client.fetch, name, copy.attempt), holder.sha256, begin)
+                    self._broken.discard(server)
+                    return
+                except TurnedAway as error:
+                    failure, alive_at_s = str(error), time.monotonic()
+                except TransferBroken as error:
+                    failure = str(error)
+                    self._broken.add(server)
+                except (NotOffered, WrongStep, ForeignState, _Unusable) as error:
+                    failure = str(error)
+                    del servers[server]
+                self._progress()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise JoinFailed(f"the snapshot of attempt {copy.attempt} of rank {name} has not come: {failure}")
+
+    def _connected(self, server: str, holder: Member) -> PieceClient:
+        return PieceClient(
+            Address.parse(server),
+            self._timeout_s,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+            is_over=lambda: self._has_just_lost(holder),
+        )
+
+    def _has_just_lost(self, holder: Member) -> bool:
+        """Whether the log says for the first time that the holder is lost: another may have the copy.
+
+        Its node may be there nevertheless, and is waited for where nobody else has it.
+        """
+        if holder in self._lost or not self._agreement.is_lost(holder, self._head):
+            return False
+        self._lost.add(holder)
+        return True
+
+    def _servers(self, copy: _Copy, waiting: Sequence[Waiting], members: Collection[Member]) -> dict[str, _Holder]:
+        """Where it is said to be, in the order in which to ask: the broken ones last."""
+        holders = []
+        for one in waiting:
+            of_rank = {(held.attempt, held.position) for held in one.held}
+            of_slices = {(held.attempt, held.slice) for held in one.slices}
+            if (copy.attempt, self._position) in of_rank if copy.slice is None else copy in of_slices:
+                holders.append(one.member)
+        found: dict[str, _Holder] = {}
+        for holder in in_order_to_ask(holders, members, self._member.group):
+            server, copies = json.loads(self._store.wait(_keeper_key(holder, self._position), self._timeout_s))
+            for attempt, number, sha256 in copies:
+                if (attempt, number) == copy:
+                    found[server] = _Holder(holder, sha256)
+        return dict(sorted(found.items(), key=lambda one: one[0] in self._broken))
+
+    def _read(self, read: Callable[[Piece], memoryview], sha256: str, begin: Callable[[bytes], TensorBytes]) -> None:
+        """Reads all of it, which has to be what was copied."""
+        digest = hashlib.sha256()
+
+        def checked(piece: Piece) -> memoryview:
+            content = read(piece)
+            digest.update(content)
+            self._progress()
+            return content
+
+        head = checked(LengthFirst.PIECE)
+        description = b"".join(checked(piece) for piece in LengthFirst.pieces(head))
+        start = LengthFirst.PIECE.stop + len(description)
+        tensors = begin(description)
+        for piece in pieces_of(tensors.num_bytes):
+            tensors.write(piece, checked(Piece(start + piece.start, start + piece.stop)))
+        if digest.hexdigest() != sha256:
+            raise _Unusable("it is not what was copied, by its SHA-256")
+
+
+def _in_place(state: Tensor, description: bytes) -> TensorBytes:
+    """Of a slice nothing is told but the numbers."""
+    return TensorBytes([state])
+
+
+def _pieces_of(memory: mmap.mmap) -> Callable[[Piece], memoryview]:
+    """Reads pieces of it, each once and for all: what is checked is what is taken over."""
+    return lambda piece: memoryview(bytearray(memory[piece.start : piece.stop]))
+
+
+def _keeper_key(member: Member, rank: int) -> str:
+    """Where the address of the keeper of a rank's node stands in the control store, and what it has of the rank."""
+    return f"keeper/{member.group}/{member.incarnation}/{rank}"

@@ -1,0 +1,268 @@
+"""The keeper of a node: a process that holds snapshots of its ranks' states, and outlives these.
+
+It gives a rank shared memory to copy its state to, and holds what comes to be whole. Memory is the kernel's, without
+a name: it is gone with the last process that has it.
+"""
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import secrets
+import signal
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from multiprocessing.context import BaseContext
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+
+from spare_megatron.core.pieces import Piece
+from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.process.piece_wire import NotOffered
+from spare_megatron.process.processes import Child, die_with, end_child, log_to_file, start_child
+from spare_megatron.process.snapshot_wire import (
+    COPIED,
+    CopyWanted,
+    HeldTold,
+    HeldWanted,
+    KeeperAddress,
+    MemoryWanted,
+    Part,
+    PassOver,
+)
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.state.transfer.piece_server import PieceServer
+
+_BACKLOG = 64
+
+_SHARE = 0.75
+"""Of the memory that is left, a snapshot may take so much: where the kernel runs out of it, it kills whom it likes."""
+
+_TIMEOUT_S = 60.0
+"""Longest wait for whoever fetches a snapshot to take a piece of it."""
+
+
+def keep(address: KeeperAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection) -> None:
+    """The main function of a keeper's process. It ends with its supervisor."""
+    die_with(supervisor_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log_to_file(run_dir, name)
+    Keeper(address).serve()
+
+
+def available_bytes() -> int:
+    """Memory of the machine that may be had without taking any from others."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+class _Memory:
+    """Shared memory of one snapshot, mapped here.
+
+    Raises:
+        OSError: There is not as much.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        if num_bytes > (left := available_bytes()) * _SHARE:
+            raise OSError(errno.ENOMEM, f"more than {_SHARE:.0%} of the {left} that the node has left")
+        self.fd = os.memfd_create("spare-snapshot")
+        try:
+            # Now, and not page by page in the rank.
+            os.posix_fallocate(self.fd, 0, num_bytes)
+            self.content = mmap.mmap(self.fd, num_bytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self.num_bytes = num_bytes
+
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def is_still(self, sha256: str) -> bool:
+        """Whether its bytes are those that were copied."""
+        try:
+            return self.sha256() == sha256
+        except ValueError:  # it was closed meanwhile
+            return False
+
+    def close(self) -> None:
+        os.close(self.fd)
+        with contextlib.suppress(BufferError):  # who reads it now lets it go afterwards
+            self.content.close()
+
+
+class Keeper:
+    """What it holds, by part and attempt; a `piece_server.Source`."""
+
+    def __init__(self, address: KeeperAddress) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._held: dict[Part, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
+        self._idle: dict[Part, _Memory] = {}  # one of a part that is held, for its next snapshot
+        self._server: PieceServer | None = None
+
+    def serve(self) -> None:
+        """Answers ranks for as long as the process lives."""
+        with Listener(self._address.name, "AF_UNIX", backlog=_BACKLOG, authkey=self._address.key) as listener:
+            while True:
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, or it has left
+                    connection = listener.accept()
+                    threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: Connection) -> None:
+        with connection, contextlib.suppress(EOFError, OSError):  # the rank is gone
+            match connection.recv():
+                case CopyWanted() as wanted:
+                    self._take(connection, wanted)
+                case PassOver(position=position, attempt=attempt, previous=previous):
+                    self._let_go(position, attempt, previous)
+                    connection.send("")
+                case MemoryWanted(part=part, attempt=attempt):
+                    self._give(connection, part, attempt)
+                case HeldWanted(position=position, host=host):
+                    connection.send(self._tell(position, host))
+
+    def _take(self, connection: Connection, wanted: CopyWanted) -> None:
+        self._let_go(wanted.position, wanted.attempt, wanted.previous)
+        memories: dict[Part, _Memory] = {}
+        try:
+            for part, num_bytes in wanted.num_bytes.items():
+                memories[part] = self._memory(part, num_bytes)
+        except OSError as error:
+            self._give_back(memories)
+            connection.send(f"its keeper has no {sum(wanted.num_bytes.values())} bytes: {error}")
+            return
+        try:
+            connection.send("")
+            for memory in memories.values():
+                send_handle(connection, memory.fd, os.getpid())
+            is_whole = connection.recv() == COPIED
+            digests = [memory.sha256() if is_whole else "" for memory in memories.values()]
+        except (EOFError, OSError):
+            self._give_back(memories)
+            raise
+        with self._lock:
+            for (part, memory), sha256 in zip(memories.items(), digests, strict=True):
+                self._held.setdefault(part, {})[wanted.attempt] = (memory, sha256)
+        connection.send(digests)
+
+    def _give(self, connection: Connection, part: Part, attempt: int) -> None:
+        with self._lock:
+            memory, _ = self._held.get(part, {}).get(attempt, (None, ""))
+            if memory is not None:
+                connection.send("")
+                send_handle(connection, memory.fd, os.getpid())
+                return
+        connection.send(f"its keeper does not hold attempt {attempt} of rank {part.name}")
+
+    def _memory(self, part: Part, num_bytes: int) -> _Memory:
+        with self._lock:
+            memory = self._idle.pop(part, None)
+        if memory is not None and memory.num_bytes == num_bytes:
+            return memory
+        if memory is not None:
+            memory.close()
+        return _Memory(num_bytes)
+
+    def _give_back(self, memories: dict[Part, _Memory]) -> None:
+        """Memory for the next snapshot of parts."""
+        with self._lock:
+            former = [self._idle.pop(part) for part in memories if part in self._idle]
+            self._idle.update(memories)
+        for memory in former:
+            memory.close()
+
+    def _let_go(self, position: int, attempt: int, previous: int) -> None:
+        """What is earlier than an attempt goes, but for one; later ones may be others' on this node.
+
+        A part keeps a lot of memory for its next snapshot, unless nothing is left of it: then it is kept elsewhere.
+        """
+        useless: list[_Memory] = []
+        with self._lock:
+            for part in [part for part in {**self._held, **self._idle} if part.position == position]:
+                held = self._held.pop(part, {})
+                gone = [held.pop(other)[0] for other in list(held) if other < attempt and other != previous]
+                if held:
+                    self._held[part] = held
+                    if gone and part not in self._idle:
+                        self._idle[part] = gone.pop()
+                elif part in self._idle:
+                    gone.append(self._idle.pop(part))
+                useless += gone
+        for memory in useless:
+            memory.close()
+
+    def _tell(self, position: int, host: str) -> HeldTold:
+        """What of the position is as it was, read from the first to the last byte."""
+        with self._lock:
+            held = {part: dict(kept) for part, kept in self._held.items() if part.position == position}
+            if self._server is None:
+                self._server = PieceServer(host, self, _TIMEOUT_S)
+                self._server.start()
+        whole: dict[Part, list[tuple[int, str]]] = {}
+        damaged: set[int] = set()
+        for part, kept in held.items():
+            still = {attempt for attempt, (memory, sha256) in kept.items() if memory.is_still(sha256)}
+            whole[part] = [(attempt, kept[attempt][1]) for attempt in sorted(still)]
+            damaged |= self._drop(part, set(kept) - still)
+        return HeldTold(
+            held=tuple(Held(attempt, position, sha256) for attempt, sha256 in whole.pop(Part(position), ())),
+            slices=tuple(
+                HeldSlice(attempt, part.slice, sha256)
+                for part, kept in whole.items()
+                for attempt, sha256 in kept
+                if part.slice is not None
+            ),
+            damaged=tuple(sorted(damaged)),
+            server=str(self._server.address),
+        )
+
+    def _drop(self, part: Part, attempts: set[int]) -> set[int]:
+        """Lets go of damaged snapshots; returns those that were still there."""
+        with self._lock:
+            present = self._held.get(part, {})  # what went meanwhile may have been written over
+            dropped = {attempt: present.pop(attempt)[0] for attempt in attempts if attempt in present}
+        for memory in dropped.values():
+            memory.close()
+        return set(dropped)
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes:
+        with self._lock:
+            found = [kept[step][0] for part, kept in self._held.items() if part.name == name and step in kept]
+            if not found or piece.stop > found[0].num_bytes:
+                raise NotOffered(f"attempt {step} of {name}: {piece}")
+            return found[0].content[piece.start : piece.stop]
+
+
+class NodeKeeper:
+    """The process. What one held is gone with it; the next begins with nothing, at the same address.
+
+    Args:
+        spec: The node.
+        context: What processes are started with.
+    """
+
+    def __init__(self, spec: NodeSpec, context: BaseContext) -> None:
+        self._spec = spec
+        self._context = context
+        self._child: Child | None = None
+        # Abstract: the name is free again when the process has ended, however it did.
+        self.address = KeeperAddress(name=f"\0spare-keeper-{secrets.token_hex(16)}", key=secrets.token_bytes(32))
+
+    def look(self) -> None:
+        """Sees to it that there is one."""
+        if self._child is not None and self._child.process.is_alive():
+            return
+        self.end()
+        name = f"keeper-{self._spec.node}"
+        self._child = start_child(self._context, name, keep, self.address, self._spec.run_dir, name, os.getpid())
+
+    def end(self) -> None:
+        """Kills and reaps it."""
+        if self._child is not None:
+            end_child(self._child)
+            self._child = None

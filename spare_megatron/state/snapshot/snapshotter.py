@@ -1,0 +1,177 @@
+"""One rank's part in taking snapshots: copied between two updates to memory of the node's keeper, by a thread.
+
+The state does not change from one update to the next, so that only the update waits for the copy. That the keeper reads
+it once more, for its checksum, only the last update before the next snapshot waits for.
+"""
+
+import contextlib
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+
+from spare_megatron.core.actions import TakeSnapshot
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.journal.records import SnapshotRecord
+from spare_megatron.mcore.state import StateCopy
+from spare_megatron.mcore.trainer import GroupTrainer
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.state.snapshot.snapshot_client import KeeperClient, KeeperGone
+
+_PATIENCE_S = 30.0
+"""How long training waits for a keeper that is there and does not answer; then the rank asks it no more."""
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A snapshot of this rank from its beginning to its end."""
+
+    action: TakeSnapshot
+    parts: dict[SliceId | None, StateCopy]
+    began_s: float
+    stall_s: float = 0.0
+    copy_s: float = 0.0
+    failure: str = "its keeper has not answered"
+
+
+class Snapshotter:
+    """Copies the state when this rank is to keep it.
+
+    Args:
+        member: The group.
+        position: The rank inside it.
+        trainer: The rank's part of the model.
+        keeper: That of its node.
+        probe: Told that the rank waits.
+    """
+
+    def __init__(
+        self, *, member: Member, position: int, trainer: GroupTrainer, keeper: KeeperClient, probe: RankProbe
+    ) -> None:
+        self._member = member
+        self._position = position
+        self._trainer = trainer
+        self._keeper = keeper
+        self._probe = probe
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._asking: Future[None] | None = None
+        self._copied = threading.Event()
+        self._may_read = threading.Lock()
+        self._is_given_up = False  # the keeper
+        self._copy: _Copy | None = None
+        self._put_off: TakeSnapshot | None = None
+
+    def take(self, action: TakeSnapshot, *, has_params: bool) -> None:
+        """Begins to copy what this rank is to keep; if that is nothing, has its keeper give up what is of no use.
+
+        Args:
+            action: The controller's.
+            has_params: Whether the rank has all parameters of this step; else the copy begins when it has.
+        """
+        self._put_off = None if has_params else action
+        if self._is_given_up or not has_params:
+            return
+        began_s = time.monotonic()
+        parts = self._parts(action)
+        if not parts:
+            self._asking = self._thread.submit(self._pass_over, action)
+            return
+        self._copy = _Copy(action=action, parts=parts, began_s=began_s)
+        self._copied.clear()
+        self._asking = self._thread.submit(self._run, self._copy)
+        self._copy.stall_s = time.monotonic() - began_s
+
+    def go_on(self) -> None:
+        """The rank has all parameters of the step, which it lacked."""
+        if self._put_off is not None:
+            self.take(self._put_off, has_params=True)
+
+    def _parts(self, action: TakeSnapshot) -> dict[SliceId | None, StateCopy]:
+        """What this rank is to keep: slices, and under None all else."""
+        group = self._member.group
+        mine = [SliceId(number) for number, kept_by in enumerate(action.slice_holders) if group in kept_by]
+        parts: dict[SliceId | None, StateCopy] = {number: self._trainer.slice_copy(number) for number in mine}
+        if group in action.holders[self._position]:
+            parts[None] = self._trainer.state_copy()
+        return parts
+
+    def await_copy(self, step: int) -> None:
+        """Returns when the update may be done that makes so many committed steps."""
+        copy = self._copy
+        if copy is None:
+            return
+        began_s = time.monotonic()
+        with self._probe.during(Operation.SAVE):
+            is_done = self._copied.wait(_PATIENCE_S)
+            if is_done and step >= copy.action.settled_by:
+                is_done = self._settle()
+            if not is_done:
+                with self._may_read:  # a copy under way is let come to its end
+                    self._is_given_up = True
+        copy.stall_s += time.monotonic() - began_s
+
+    def finish(self) -> None:
+        """Returns when the last copy is made."""
+        with self._probe.during(Operation.SAVE):
+            self._settle()
+
+    def take_finished(self) -> list[SnapshotRecord]:
+        """How the last copy has ended, if this has not been asked since."""
+        copy = self._copy
+        if copy is None or self._asking is None or not (self._asking.done() or self._is_given_up):
+            return []
+        if self._asking.done():
+            self._asking.result()  # raises what is nobody's silence
+        self._copy = None
+        record = SnapshotRecord(
+            group=self._member.group,
+            rank=self._position,
+            step=copy.action.step,
+            attempt=copy.action.attempt,
+            is_kept=not copy.failure,
+            reason=copy.failure,
+            num_bytes=sum(part.num_bytes for part in copy.parts.values()),
+            slices=[number for number in copy.parts if number is not None],
+            has_params=None in copy.parts,
+            stall_s=round(copy.stall_s, 6),
+            copy_s=round(copy.copy_s, 6),
+            incarnation=self._member.incarnation,
+        )
+        return [record]
+
+    def _settle(self) -> bool:
+        return self._asking is None or self._is_given_up or bool(wait([self._asking], _PATIENCE_S).done)
+
+    # -------------------------------------------------------------------------------------------- the copying thread
+
+    def _run(self, copy: _Copy) -> None:
+        action = copy.action
+        num_bytes = {number: part.num_bytes for number, part in copy.parts.items()}
+        try:
+            self._keeper.copy(action.attempt, action.previous, num_bytes, partial(self._write, copy))
+            copy.failure = ""
+        except (KeeperGone, _GivenUp) as error:
+            copy.failure = str(error)
+        finally:
+            self._copied.set()
+            copy.copy_s = time.monotonic() - copy.began_s
+
+    def _write(self, copy: _Copy, memories: Sequence[mmap.mmap]) -> None:
+        with self._may_read:
+            if self._is_given_up:
+                raise _GivenUp("its keeper answered too late")
+            for part, memory in zip(copy.parts.values(), memories, strict=True):
+                part.write(memory)
+        self._copied.set()
+
+    def _pass_over(self, action: TakeSnapshot) -> None:
+        with contextlib.suppress(KeeperGone):  # and what it kept
+            self._keeper.pass_over(action.attempt, action.previous)
+
+
+class _GivenUp(Exception):
+    """Training has gone on without the copy."""

@@ -1,0 +1,258 @@
+"""Makes copies of slices in the background, from their hosts: those that are missing, and those that move."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from spare_megatron.core.actions import StartRepairs
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.partition_copies import Copying, WholeCopy
+from spare_megatron.core.pieces import TokenBucket
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import RedundancyRecord, RepairRecord
+from spare_megatron.mcore.probe import Probe
+from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
+from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, WrongStep
+from spare_megatron.process.processes import say
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.stacking.layout import Member, SliceId
+from spare_megatron.stacking.state_partitions import Repair
+from spare_megatron.state.transfer.piece_client import PieceClient
+from spare_megatron.state.transfer.state_source import SliceContent
+from spare_megatron.voting.agreement import GroupAgreement
+
+_TIMEOUT_S = 10.0
+"""A donor that has not sent a piece by then is asked anew. One that is lost is left as soon as the log says so."""
+
+_OTHER_STEP_S = 0.002
+"""The donor has made an update that this rank has not, or the other way round: soon both have."""
+
+_BROKEN_S = 0.2
+
+
+class SliceRepairs:
+    """The copies that one rank makes. They are assigned and asked for by the main thread, and made by one of its own.
+
+    Args:
+        member: The rank's group.
+        optimizer: The rank's slices.
+        contents: The same as bytes, by their numbers.
+        bytes_per_s: How fast copies are fetched, over all that this rank makes.
+        awaits_update: Whether sums of gradients go to those alone who were to get them when they were summed.
+        find_server: Where the rank of the same position of a member serves its state.
+        probe: Told of each piece that has come.
+    """
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        optimizer: StackedOptimizer,
+        contents: Sequence[SliceContent],
+        bytes_per_s: float,
+        awaits_update: bool,
+        find_server: Callable[[Member], Address],
+        probe: Probe,
+    ) -> None:
+        self._member = member
+        self._optimizer = optimizer
+        self._contents = contents
+        self._find_server = find_server
+        self._probe = probe
+        self._error: Exception | None = None  # that ended the thread
+        self._copying = Copying(member, lambda number: contents[number].num_pieces)
+        self._servers: dict[Member, Address] = {}  # of all who are asked for pieces
+        self._bytes_per_s = bytes_per_s
+        self._awaits_update = awaits_update
+        self._bucket: TokenBucket | None = None
+        self._earned_at_s: float | None = None
+        self._client: tuple[Member, PieceClient] | None = None
+        self._lock = threading.Lock()  # over what both threads use; held while a piece is installed
+        self._wake = threading.Event()
+
+    # ---------------------------------------------------------------------------------------------- the main thread
+
+    def run_in_background(self) -> None:
+        """Begins to make copies as soon as any are assigned, until the process ends."""
+        threading.Thread(target=self._run, name="repair", daemon=True).start()
+
+    def assign(self, action: StartRepairs) -> None:
+        """Makes these copies from now on, and lets go of what is neither hosted nor asked for.
+
+        Raises:
+            ValueError: The log says that slices are hosted here whose state is not, in a run that is under way. At the
+                start of one it begins here.
+        """
+        hosted = {SliceId(number) for number, row in enumerate(action.hosts) if self._member in row}
+        with self._lock:
+            first_step = action.first_step if self._awaits_update else 0
+            kept = self._copying.assign(action.copies, action.hosts, time.monotonic(), first_step)
+            for number in range(len(action.hosts)):
+                if number not in kept:
+                    self._optimizer.drop(SliceId(number))
+            if missing := hosted - self._optimizer.hosted:
+                self._optimizer.begin(sorted(missing))
+            donors = self._copying.donors
+            self._servers = {donor: self._servers.get(donor) or self._find_server(donor) for donor in donors}
+        self._wake.set()
+
+    def whole(self) -> dict[SliceId, bool]:
+        """Of the slices that the group is to copy, ascending, those whose copy is whole on this rank.
+
+        Raises:
+            Exception: What has ended the thread that copies.
+        """
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            return self._copying.whole()
+
+    def made(self, number: SliceId) -> WholeCopy:
+        """The copy of a slice that is whole."""
+        with self._lock:
+            return self._copying.made(number)
+
+    @property
+    def step(self) -> int:
+        """Committed steps that the slices held here have seen."""
+        return self._optimizer.num_updates
+
+    def num_bytes(self, number: SliceId) -> int:
+        """The state of a slice on this rank."""
+        return self._contents[number].num_bytes
+
+    # ------------------------------------------------------------------------------------------- the thread of its own
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                pause_s = self.work(time.monotonic())
+                self._wake.wait(pause_s)
+        except Exception as error:  # noqa: BLE001  (raised where it ends the rank: in its main thread)
+            self._error = error
+
+    def work(self, now_s: float) -> float | None:
+        """Fetches and installs a piece, if it is time.
+
+        Args:
+            now_s: The present time.
+
+        Returns:
+            Seconds until there is more to do; None if there is nothing until more is assigned.
+        """
+        with self._lock:
+            job = self._copying.next()
+            server = None if job is None else self._servers[job[0].donor]
+            is_early = job is not None and self._copying.first_step(job[0]) > self._optimizer.num_updates
+        if is_early:
+            return _OTHER_STEP_S
+        if job is None or server is None:
+            self._hang_up()
+            self._bucket = self._earned_at_s = None
+            return None
+        repair, index = job
+        self._bucket = self._bucket or TokenBucket(self._bytes_per_s, now_s)
+        if self._earned_at_s is None:
+            self._earned_at_s = self._bucket.take(self._contents[repair.slice].piece(index).size, now_s)
+        if self._earned_at_s > now_s:
+            return self._earned_at_s - now_s
+        try:
+            self._copy(repair, index, server)
+        except WrongStep:
+            return _OTHER_STEP_S
+        except (NotOffered, TransferBroken) as error:
+            say(f"slice {repair.slice}, from group {repair.donor.group}: {error}")
+            self._hang_up()
+            return _BROKEN_S
+        self._earned_at_s = None
+        return 0.0
+
+    def _copy(self, repair: Repair, index: int, server: Address) -> None:
+        """One piece, unless it is of another step by the time it is here, or nobody asks for it any more."""
+        content = self._contents[repair.slice]
+        step = self._optimizer.num_updates
+        data = self._connected(repair.donor, server).fetch(content.name, step, content.piece(index))
+        self._probe(Phase.REPAIR)
+        with self._lock:
+            if self._copying.is_wanted(repair) and content.install(index, step, bytes(data)):
+                self._copying.install(repair, index, time.monotonic())
+
+    def _connected(self, donor: Member, server: Address) -> PieceClient:
+        if self._client is None or self._client[0] != donor:
+            self._hang_up()
+            self._client = donor, PieceClient(server, _TIMEOUT_S, is_over=lambda: donor not in self._servers)
+        return self._client[1]
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._client[1].close()
+        self._client = None
+
+
+class GroupRepairs:
+    """One rank's part in the copies of its group.
+
+    Args:
+        repairs: The copies of this rank.
+        agreement: The group's voice.
+        journal: The rank's journal; only leaders write here.
+        probe: Told what the rank is about.
+    """
+
+    def __init__(
+        self, *, repairs: SliceRepairs, agreement: GroupAgreement, journal: JournalWriter, probe: RankProbe
+    ) -> None:
+        self._repairs = repairs
+        self._agreement = agreement
+        self._journal = journal
+        self._probe = probe
+        self._told: frozenset[SliceId] = frozenset()
+        self._moving: frozenset[SliceId] = frozenset()  # to this group
+
+    def start(self, action: StartRepairs) -> None:
+        """Makes these copies from now on; they are all that any group is to make."""
+        member = self._agreement.member
+        self._repairs.assign(action)
+        self._told &= frozenset(self._repairs.whole())
+        self._moving = frozenset(move.slice for move in action.moves if move.receiver == member)
+        if self._agreement.is_leader:
+            record = RedundancyRecord(
+                group=member.group,
+                step=self._repairs.step,
+                num_missing=len(action.repairs),
+                num_hosted=sum(member in row for row in action.hosts),
+            )
+            self._journal.write(record)
+
+    def restored(self) -> tuple[SliceId, ...]:
+        """The slices that the group was to copy and whose copies are whole on all of its ranks.
+
+        Collective over: all ranks of the group.
+        """
+        here = self._repairs.whole()
+        if not here:
+            return ()
+        with self._probe.during(Operation.SETTLE):
+            everywhere = self._agreement.shared(list(here.values()))
+        restored = tuple(number for number, is_whole in zip(here, everywhere, strict=True) if is_whole)
+        if self._agreement.is_leader:
+            for number in restored:
+                if number not in self._told:
+                    self._write(number)
+        self._told = frozenset(restored)
+        return restored
+
+    def _write(self, number: SliceId) -> None:
+        made = self._repairs.made(number)
+        record = RepairRecord(
+            group=self._agreement.member.group,
+            step=self._repairs.step,
+            slice=number,
+            donor=made.repair.donor.group,
+            is_move=number in self._moving,
+            num_bytes=self._repairs.num_bytes(number),
+            repair_s=round(made.repair_s, 6),
+        )
+        self._journal.write(record)

@@ -1,0 +1,106 @@
+"""Asks a rank of another group for pieces of its state."""
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+
+from spare_megatron.core.pieces import Piece
+from spare_megatron.process.piece_wire import (
+    LOOK_S,
+    NONCE_BYTES,
+    Address,
+    Channel,
+    Request,
+    TransferBroken,
+    TurnedAway,
+    receive,
+)
+
+
+class PieceClient:
+    """A connection to one server. For one thread.
+
+    Args:
+        address: The server's.
+        timeout_s: Longest wait for each piece.
+        connect_timeout_s: Longest wait for the connection, and for the greeting, which is sent at once; as long as for
+            a piece if absent.
+        is_over: Whether the server is of no use any more, as one of a lost group. Looked at every LOOK_S in each of
+            these waits, which it ends: a machine without power closes no connection.
+
+    Raises:
+        TurnedAway: The server has too much to do now.
+        TransferBroken: Nobody is there, or it is over.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        timeout_s: float,
+        *,
+        connect_timeout_s: float | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        greeted_within_s = timeout_s if connect_timeout_s is None else connect_timeout_s
+        self._connection = _connect(address, greeted_within_s, is_over)
+        try:
+            nonce = bytes(receive(self._connection, NONCE_BYTES, greeted_within_s, may_end=True, is_over=is_over))
+            if not nonce:
+                raise TurnedAway(f"{address.host} serves as many as it may")
+        except TransferBroken:
+            self.close()
+            raise
+        self._channel = Channel(self._connection, address.token, nonce, timeout_s, is_over)
+
+    def fetch(self, name: str, step: int, piece: Piece) -> memoryview:
+        """The piece of the state of this name, as of this step.
+
+        Raises:
+            WrongStep: The state there is of another step.
+            NotOffered: It is not to be had there.
+            TransferBroken: The connection is of no use any more.
+        """
+        return self._channel.ask(Request(name=name, step=step, piece=piece))
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _connect(address: Address, timeout_s: float, is_over: Callable[[], bool]) -> socket.socket:
+    """A connection to the server.
+
+    Raises:
+        TransferBroken: There is none in time, or it is over.
+    """
+    connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+    try:
+        connection.setblocking(False)
+        error = connection.connect_ex((address.host, address.port))
+        if error == errno.EINPROGRESS:
+            _await_connection(connection, timeout_s, is_over)
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+    except OSError as error:
+        connection.close()
+        raise TransferBroken(f"no connection to {address.host}: {error}") from error
+    return connection
+
+
+def _await_connection(connection: socket.socket, timeout_s: float, is_over: Callable[[], bool]) -> None:
+    """Returns when the connection stands or has failed.
+
+    Raises:
+        TimeoutError: Neither has happened in time, or it is over.
+    """
+    ready = select.poll()
+    ready.register(connection, select.POLLOUT)
+    end_s = time.monotonic() + timeout_s
+    while not ready.poll(1000.0 * min(LOOK_S, max(end_s - time.monotonic(), 0.0))):
+        if is_over():
+            raise TimeoutError("it is not waited for any longer")
+        if time.monotonic() >= end_s:
+            raise TimeoutError(f"none within {timeout_s:g} s")

@@ -1,0 +1,120 @@
+"""Serves pieces of this rank's state to ranks of other groups, in threads beside the training."""
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from typing import Protocol
+
+from spare_megatron.core.pieces import Piece
+from spare_megatron.process.piece_wire import (
+    NONCE_BYTES,
+    Address,
+    Channel,
+    NotOffered,
+    Request,
+    Status,
+    TransferBroken,
+    WrongStep,
+)
+
+_MOST_CONNECTIONS = 64
+"""Served at a time; more are turned away. A rank is the donor of a few."""
+_PAUSE_S = 0.05
+"""After a client that could not be let in: descriptors may be there again."""
+_IDLE_S = 60.0
+"""A client that asks for nothing for so long is gone."""
+
+
+class Source(Protocol):
+    """What is served. Read by several threads."""
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes:
+        """The piece of the state of this name, as of this step.
+
+        Raises:
+            WrongStep: The state is of another step.
+            NotOffered: There is none of this name, or it has no such range.
+        """
+
+
+class PieceServer:
+    """The server of one rank. Its threads are daemons: they end with the rank at the latest.
+
+    Args:
+        host: IP address of this machine to listen on; the port is a free one.
+        source: What is served.
+        timeout_s: Longest wait for a client to take an answer.
+    """
+
+    def __init__(self, host: str, source: Source, timeout_s: float) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_MOST_CONNECTIONS)
+        self.address = Address(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(32))
+        self._source = source
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._serving: list[threading.Thread] = []  # also those that have let go of their connection, and yet to end
+        self._is_closed = False
+        self._accepting = threading.Thread(target=self._accept, name="pieces", daemon=True)
+
+    def start(self) -> None:
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Ends all transfers under way; returns when no thread is left."""
+        with self._lock:
+            self._is_closed = True
+            open_now, serving = set(self._connections), self._serving
+        for connection in (self._listener, *open_now):
+            with contextlib.suppress(OSError):  # the other side was faster
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in (self._accepting, *serving):
+            thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # the client has left already, there are no descriptors left, or it is closed
+                with self._lock:
+                    if self._is_closed:
+                        return
+                time.sleep(_PAUSE_S)
+                continue
+            with self._lock:
+                if self._is_closed or len(self._connections) == _MOST_CONNECTIONS:
+                    connection.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(connection,), name="pieces", daemon=True)
+                self._connections.add(connection)
+                self._serving = [other for other in self._serving if other.is_alive()] + [thread]
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            connection.settimeout(self._timeout_s)
+            connection.sendall(nonce)
+            channel = Channel(connection, self.address.token, nonce, self._timeout_s)
+            while (asked := channel.next_request(_IDLE_S)) is not None:
+                self._answer(channel, *asked)
+        except (TransferBroken, OSError):
+            pass  # its client will see that it is closed
+        finally:
+            with self._lock:
+                self._connections.remove(connection)
+            connection.close()
+
+    def _answer(self, channel: Channel, request: Request, signed: bytes) -> None:
+        try:
+            content = self._source.read(request.name, request.step, request.piece)
+        except WrongStep as error:
+            channel.answer(signed, Status.WRONG_STEP, error.present)
+        except NotOffered:
+            channel.answer(signed, Status.NOT_OFFERED, request.step)
+        else:
+            channel.answer(signed, Status.PIECE, request.step, content)

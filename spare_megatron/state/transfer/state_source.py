@@ -1,0 +1,112 @@
+"""What a rank lets others read of its state: whole pieces of one step, never one that is changing."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from spare_megatron.core.pieces import Piece
+from spare_megatron.mcore.stacked_optimizer import PieceState, StackedOptimizer
+from spare_megatron.process.piece_wire import NotOffered, WrongStep
+from spare_megatron.stacking.layout import SliceId
+
+
+class Content(Protocol):
+    """Something to be read in pieces."""
+
+    num_bytes: int
+
+    def read(self, piece: Piece) -> bytes:
+        """The bytes of the piece.
+
+        Raises:
+            NotOffered: It is not here now.
+        """
+
+
+class StateSource:
+    """The state of one rank between two updates; a `piece_server.Source`.
+
+    Args:
+        always: What may be read after every update.
+    """
+
+    def __init__(self, always: Mapping[str, Content] | None = None) -> None:
+        self._always = always or {}
+        self._lock = threading.Lock()
+        self._step = 0
+        self._offered: dict[str, Content] = {}
+
+    def offer(self, step: int, contents: Mapping[str, Content]) -> None:
+        """Lets these be read, which are the state after this many steps, until it changes."""
+        with self._lock:
+            self._step = step
+            self._offered = dict(contents)
+
+    @contextlib.contextmanager
+    def changing(self, step: int) -> Iterator[None]:
+        """Inside the block nobody reads, and after it the state is that after this many steps.
+
+        It is entered as soon as the pieces have been copied that are being read.
+        """
+        with self._lock:
+            self._offered = {}
+            yield
+            self._step = step
+
+    def read(self, name: str, step: int, piece: Piece) -> bytes:
+        with self._lock:
+            if step != self._step:
+                raise WrongStep(self._step)
+            content = self._offered.get(name) or self._always.get(name)
+            if content is None or piece.stop > content.num_bytes:
+                raise NotOffered(f"{name}: {piece}")
+            return content.read(piece)
+
+
+class SliceContent:
+    """The state of one slice; a `state_source.Content`. Its pieces are the optimizer's, and only whole ones are read.
+
+    Args:
+        optimizer: The rank's slices.
+        number: The slice.
+    """
+
+    def __init__(self, optimizer: StackedOptimizer, number: SliceId) -> None:
+        self._optimizer = optimizer
+        self._number = number
+        self.num_bytes = optimizer.slices.length(number) * optimizer.element_bytes
+
+    @property
+    def name(self) -> str:
+        """By which it is asked for."""
+        return f"slice-{self._number}"
+
+    @property
+    def num_pieces(self) -> int:
+        return self._optimizer.slices.num_pieces(self._number)
+
+    def piece(self, index: int) -> Piece:
+        """The bytes of one of its pieces."""
+        place = self._optimizer.slices.place(self._number, index)
+        return Piece(place.start * self._optimizer.element_bytes, place.stop * self._optimizer.element_bytes)
+
+    def read(self, piece: Piece) -> bytes:
+        """The bytes of a piece.
+
+        Raises:
+            NotOffered: The slice is not hosted here, or it has no such piece.
+        """
+        index = piece.start // self.piece(0).size
+        if self._number not in self._optimizer.hosted or piece != self.piece(index):
+            raise NotOffered(f"slice {self._number}, {piece}")
+        return self._optimizer.read_piece(self._number, index).data
+
+    def install(self, index: int, step: int, data: bytes) -> bool:
+        """Takes over a piece as of a step; False if that is not the present one, and nothing is changed."""
+        return self._optimizer.install_piece(self._number, index, PieceState(num_updates=step, data=data))
+
+
+def slice_contents(optimizer: StackedOptimizer) -> list[SliceContent]:
+    """All slices, whoever hosts them, by their numbers."""
+    return [SliceContent(optimizer, SliceId(number)) for number in range(optimizer.slices.num_slices)]

@@ -1,0 +1,356 @@
+"""One client's connection to an etcd cluster: JSON over HTTP, as etcd's own gRPC gateway serves it (etcd 3.4 on).
+
+The gateway needs no generated stubs, no protobuf of a certain age, and no threads of its own, which a process that
+forks could not have. Whoever calls must send what may be sent twice: a request whose answer is lost is sent again to
+the next endpoint.
+"""
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from spare_megatron.config.store_space import FULL, REMEDY, StoreSpace, gib
+from spare_megatron.store.addresses import address_towards, hosts_of, is_loopback
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.spec import EtcdStoreSpec
+
+_FIRST_TRY_S = 0.5
+"""A try ends early at first: a write that a dead leader was to take is never answered; the next leader takes it."""
+
+_NUM_SHORT_TRIES, _NUM_DOUBLINGS = 3, 4
+"""An election takes no more than so many. Then each try that timed out doubles the next: a cluster that is merely slow
+must not be flooded with repetitions."""
+
+_PAUSE_S = 0.02
+
+_SILENCE_S = 600.0
+"""A stream that says nothing for so long is opened again."""
+
+
+_INVALID, _MISSING, _DENIED, _EXHAUSTED, _FAILED, _UNAUTHENTICATED = 3, 5, 7, 8, 9, 16
+"""gRPC's codes that say something about the request. All others may be a member that stops, or a cluster without a
+leader: etcd has no code of its own for much of that."""
+
+
+_NO_SPACE, _NO_SPACE_ALARM = "database space exceeded", "NOSPACE"
+"""What a write is answered when the database has reached its quota, and a member's status has from then on."""
+
+
+Message = dict[str, Any]
+
+
+class StoreRefused(StoreLost):
+    """etcd answers, and does not let this user do what was asked, or not at all."""
+
+
+class StoreLacks(StoreLost):
+    """etcd answers that it does not have what the request names: a lease that has run out."""
+
+
+class StoreFull(StoreLost):
+    """etcd's database has reached its quota: nothing can be written until somebody sees to it."""
+
+
+@dataclass(slots=True)
+class Session:
+    """What the connections of one client share. etcd takes some 100 ms to check a password, on purpose."""
+
+    tls: ssl.SSLContext | None
+    token: str = ""
+
+
+class EtcdGateway:
+    """A connection to one member at a time; serves one thread."""
+
+    def __init__(self, spec: EtcdStoreSpec, session: Session | None = None) -> None:
+        self._spec = spec
+        self._session = session or Session(tls=tls_context(spec))
+        self._endpoints = [urlsplit(endpoint) for endpoint in spec.endpoints]
+        self._turn = os.getpid() % len(self._endpoints)  # clients spread over the members
+        self._connection: http.client.HTTPConnection | None = None
+        self._host = ""
+        """The address of this machine's end of the last connection."""
+        self._num_timeouts = 0
+        """Tries that timed out, less the answers since: a cluster that was slow a moment ago still is."""
+
+    def another(self) -> "EtcdGateway":
+        """A connection of its own in the same session, for another thread. May be called from that thread."""
+        return EtcdGateway(self._spec, self._session)
+
+    def call(self, path: str, body: Mapping[str, Any]) -> Message:
+        """The answer to a request, from whichever member gives one.
+
+        Raises:
+            StoreRefused: The credentials or the permissions do not suffice.
+            StoreLacks: The request names a lease that is not there.
+            StoreFull: etcd takes no writes any more.
+            StoreLost: No member answered within `timeout_s` of the spec.
+        """
+        began_s = time.monotonic()
+        while True:
+            try_s = try_timeout_s(self._num_timeouts)
+            try:
+                if self._spec.credentials is not None and not self._session.token:
+                    self._authenticate(try_s)
+                answer = self._send(path, body, try_s)
+                self._num_timeouts = max(0, self._num_timeouts - 1)
+                return answer
+            except _Again as again:
+                self._num_timeouts += isinstance(again.__cause__, TimeoutError)
+                self.close()
+                if time.monotonic() - began_s >= self._spec.timeout_s:
+                    raise StoreLost(
+                        f"etcd at {', '.join(self._spec.endpoints)} did not answer within "
+                        f"control.store_timeout_s={self._spec.timeout_s:g}: {again}"
+                    ) from again
+                time.sleep(_PAUSE_S)
+
+    @contextlib.contextmanager
+    def stream(
+        self, path: str, body: Mapping[str, Any], try_s: float
+    ) -> Iterator[tuple[socket.socket, Iterator[Message]]]:
+        """The messages that one member answers with, one after another, and the socket they come through.
+
+        Shutting the socket down ends them from another thread.
+
+        Args:
+            path: Where to ask.
+            body: What to ask.
+            try_s: Longest wait for the stream to begin.
+
+        Raises:
+            OSError, http.client.HTTPException: The member does not answer; the next stream asks another.
+            StoreRefused: The credentials do not suffice.
+        """
+        try:
+            if self._spec.credentials is not None and not self._session.token:
+                self._authenticate(try_s)
+            connection = self._connect(try_s)
+            connection.request("POST", path, json.dumps(body), self._headers())
+            sock = connection.sock
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.UNAUTHORIZED:
+                self._session.token = ""
+            if response.status != http.HTTPStatus.OK:
+                raise http.client.HTTPException(f"etcd answered a stream with {response.status}")
+            sock.settimeout(_SILENCE_S)
+            yield sock, (_result(json.loads(line)) for line in iter(response.readline, b""))
+        except _Again as again:
+            raise http.client.HTTPException(str(again)) from None
+        finally:
+            self.close()
+
+    def local_host(self) -> str:
+        """The address of this machine by which it reaches etcd, and is reached by whoever reaches etcd, too."""
+        self.call("/v3/maintenance/status", {})
+        if is_loopback(self._host):  # as this machine's own name may have it
+            return address_towards([self._host, *hosts_of(self._spec.endpoints)])
+        return self._host
+
+    def check_space(self) -> None:
+        """Returns if writes are taken, as far as a member knows: whoever only reads would wait for one in vain.
+
+        Raises:
+            StoreFull: They are not.
+            StoreLost: No member answers.
+        """
+        status = self.call("/v3/maintenance/status", {})
+        if is_full(status):
+            raise _full(status)
+
+    def metrics(self) -> str:
+        """What the member of the last answer tells whoever watches it; empty where it does not tell it here."""
+        try:
+            connection = self._connect(_FIRST_TRY_S)
+            connection.request("GET", "/metrics", headers=self._headers())
+            response = connection.getresponse()
+            text = response.read().decode(errors="replace")
+            return text if response.status == http.HTTPStatus.OK else ""
+        except (OSError, http.client.HTTPException):
+            self.close()
+            return ""
+
+    def close(self) -> None:
+        """Drops the connection; the next one is to the next member."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+            self._turn += 1
+
+    # ---------------------------------------------------------------------------------------------------- one try
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._connection is not None and self._connection.sock is None:
+            self._connection = None  # the member, or a proxy, ended it with its last answer
+        if self._connection is None:
+            url = self._endpoints[self._turn % len(self._endpoints)]
+            self._connection = _connection_to(url, self._session.tls)
+            self._connection.timeout = timeout_s
+            self._connection.connect()
+            # Small messages go back and forth: waiting to fill a packet would cost 40 ms each.
+            self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._host = str(self._connection.sock.getsockname()[0])
+        self._connection.sock.settimeout(timeout_s)
+        return self._connection
+
+    def _send(self, path: str, body: Mapping[str, Any], timeout_s: float) -> Message:
+        try:
+            connection = self._connect(timeout_s)
+            connection.request("POST", path, json.dumps(body), self._headers())
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        except ssl.SSLCertVerificationError as error:
+            raise StoreRefused(f"etcd's certificate is not one that control.ca_file vouches for: {error}") from error
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            if isinstance(error, ssl.SSLError) and "CERTIFICATE" in str(error.reason):
+                raise StoreRefused(f"etcd refuses the certificate in control.cert_file: {error.reason}") from error
+            raise _Again(f"{type(error).__name__}: {error}") from error
+        if not isinstance(answer, dict):
+            raise _Again(f"etcd answered {response.status} with {answer!r}")
+        if response.status == http.HTTPStatus.OK and "error" not in answer:
+            return answer
+        return self._refused(*_error_in(answer), timeout_s)
+
+    def _refused(self, code: int, text: str, timeout_s: float) -> Message:
+        if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
+            self._session.token = ""  # it has expired, or the users have changed since
+        elif code == _EXHAUSTED and _NO_SPACE in text:
+            raise _full(self._send("/v3/maintenance/status", {}, timeout_s))
+        elif code == _MISSING:
+            raise StoreLacks(f"etcd does not have what is asked for: {text}")
+        elif code in (_INVALID, _DENIED, _FAILED):
+            raise StoreRefused(f"etcd refuses{self._as_user()}: {text}")
+        raise _Again(text)
+
+    def _as_user(self) -> str:
+        return f" user {self._spec.credentials.user}" if self._spec.credentials is not None else ""
+
+    def _authenticate(self, timeout_s: float) -> None:
+        assert self._spec.credentials is not None
+        body = {"name": self._spec.credentials.user, "password": self._spec.credentials.password}
+        self._session.token = str(self._send("/v3/auth/authenticate", body, timeout_s)["token"])
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        return headers | {"Authorization": self._session.token} if self._session.token else headers
+
+
+class _Again(Exception):
+    """This try did not succeed; another may."""
+
+
+def try_timeout_s(num_timeouts: int) -> float:
+    """How long the next try may last after so many that timed out."""
+    return float(_FIRST_TRY_S * 2 ** min(max(num_timeouts - _NUM_SHORT_TRIES, 0), _NUM_DOUBLINGS))
+
+
+def is_full(status: Message) -> bool:
+    """Whether a member's status says that no writes are taken."""
+    return any(_NO_SPACE_ALARM in error for error in status.get("errors", ()))
+
+
+def _full(status: Message) -> StoreFull:
+    """With the size of the database, which is its limit."""
+    return StoreFull(f"{FULL}: its database has {gib(int(status['dbSize']))}, its quota; {REMEDY}")
+
+
+def _error_in(answer: Message) -> tuple[int, str]:
+    """Code, -1 without one, and text of gRPC. A stream wraps them once more, and gateways name them differently."""
+    error = answer.get("error")
+    found = error if isinstance(error, dict) else answer
+    code = found["grpc_code"] if "grpc_code" in found else found.get("code", -1)
+    return int(code), str(found.get("message", error or answer))
+
+
+def _result(message: Message) -> Message:
+    """What a stream tells; it ends with an error."""
+    if "result" not in message:
+        raise http.client.HTTPException(f"etcd ended a stream: {message}")
+    return dict(message["result"])
+
+
+def _connection_to(url: SplitResult, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
+    assert url.hostname is not None, "validated with the configuration"
+    if tls is not None:
+        return http.client.HTTPSConnection(url.hostname, url.port, context=tls)
+    return http.client.HTTPConnection(url.hostname, url.port)
+
+
+def tls_context(spec: EtcdStoreSpec) -> ssl.SSLContext | None:
+    """What vouches for etcd and is shown to it; None over http.
+
+    Raises:
+        StoreRefused: A file cannot be used.
+    """
+    if urlsplit(spec.endpoints[0]).scheme != "https":
+        return None
+    try:
+        context = ssl.create_default_context(cafile=spec.ca_file or None)
+        if spec.cert_file:
+            context.load_cert_chain(spec.cert_file, spec.key_file)
+    except OSError as error:
+        files = [file for file in (spec.ca_file, spec.cert_file, spec.key_file) if file]
+        raise StoreRefused(f"cannot use control.ca_file, cert_file, key_file = {files}: {error}") from error
+    return context
+
+
+def encoded(text: str) -> str:
+    """Text as keys and values have it in JSON."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def decoded(text: str) -> str:
+    """The inverse of `encoded`."""
+    return base64.b64decode(text).decode()
+
+
+ANSWER_S = 5.0
+"""An election takes less."""
+
+
+def silence_of(spec: EtcdStoreSpec) -> str:
+    """Why no member with a quorum answers within some seconds; empty if one does, and be it that it refuses."""
+    with contextlib.closing(EtcdGateway(replace(spec, timeout_s=ANSWER_S))) as gateway:
+        try:
+            gateway.call("/v3/kv/range", {"key": encoded(spec.prefix)})
+        except StoreRefused:  # told where that which is refused is wanted
+            return ""
+        except StoreLost as lost:
+            return str(lost.__cause__)
+    return ""
+
+
+_QUOTA = re.compile(r"^etcd_server_quota_backend_bytes (\S+)$", re.MULTILINE)
+
+
+def etcd_space(spec: EtcdStoreSpec) -> StoreSpace:
+    """How large the database of one of the members is, as it tells; those of the others are much the same.
+
+    Raises:
+        StoreLost: None answers.
+    """
+    with contextlib.closing(EtcdGateway(spec)) as gateway:
+        status = gateway.call("/v3/maintenance/status", {})
+        return StoreSpace(
+            used_bytes=int(status.get("dbSizeInUse", 0)),
+            limit_bytes=_quota(status, gateway),
+            is_full=is_full(status),
+        )
+
+
+def _quota(status: Message, gateway: EtcdGateway) -> int | None:
+    """From etcd 3.6 on a member's status has it, before that only its metrics."""
+    if "dbSizeQuota" in status:
+        return int(status["dbSizeQuota"])
+    found = _QUOTA.search(gateway.metrics())
+    return None if found is None else int(float(found[1]))

@@ -1,0 +1,198 @@
+"""The production control store: etcd v3, replicated by raft.
+
+Every write can be sent twice without harm, which is what makes a lost answer harmless: a compare-and-set that was
+applied finds its own value standing, and a key that has been counted is there and is not counted again. A counter is
+made of etcd's own versions of keys, which rise by one with every write, so that counting needs no read before it: one
+key for each power of two, for a transaction may write a key only once.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from spare_megatron.store.decision_log import LOG
+from spare_megatron.store.etcd_gateway import EtcdGateway, Message, StoreLacks, decoded, encoded
+from spare_megatron.store.etcd_watch import EtcdDirectory, values_of
+from spare_megatron.store.interface import StoreTimeout
+from spare_megatron.store.spec import EtcdStoreSpec
+from spare_megatron.store.tcp_store import listen, without_name_lookups
+
+_OPERATIONS = 128
+"""What etcd takes in one transaction unless told otherwise."""
+_MOST_DIRECTORIES = 3
+"""What a connection asks about in turn, at most: the log, what all say of one save or gathering, and one thing more."""
+
+
+class EtcdControlStore:
+    """A client of etcd; a `ControlStore`. All keys of a run stand under the prefix of its spec."""
+
+    def __init__(self, spec: EtcdStoreSpec, gateway: EtcdGateway | None = None) -> None:
+        self._spec = spec
+        self._gateway = gateway or EtcdGateway(spec)
+        self._followed: dict[tuple[str, str], EtcdDirectory] = {}
+        """By their keys; last the one that was asked about last."""
+        self._leases: dict[str, str] = {}
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        answer = self._transact(_is_absent(self._key(key)), [self._put(key, value)], [self._range(key)])
+        if answer.get("succeeded"):
+            return value
+        return values_of(answer["responses"][0]["response_range"])[self._key(key)]
+
+    def put(self, key: str, value: str) -> None:
+        self._transact([], [self._put(key, value)], [])
+
+    def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
+        digits = [self._put(f"{counter}/{power}", "") for power in range(weight.bit_length()) if weight >> power & 1]
+        gone = [self._delete(old) for old in forget]
+        start, end = self._directory(f"{counter}/")
+        count = {"request_range": {"key": encoded(start), "range_end": encoded(end)}}
+        answer = self._transact(_is_absent(self._key(key)), [self._put(key, value), *digits, *gone, count], [count])
+        # No digits: asked again after the counter was removed.
+        return _sum_of(answer["responses"][-1]["response_range"], start)
+
+    def counted(self, counter: str) -> int:
+        start, end = self._directory(f"{counter}/")
+        return _sum_of(self._read(start, end), start)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), _OPERATIONS // 2):
+            some = keys[start : start + _OPERATIONS // 2]
+            self._transact([], [*map(self._delete, some), *map(self._delete_counter, some)], [])
+
+    def beat(self, key: str, value: str, ttl_s: int) -> None:
+        lease = self._leases.pop(key, None)
+        if lease is not None:
+            answer = self._gateway.call("/v3/lease/keepalive", {"ID": lease})
+            if not int(answer["result"].get("TTL", 0)):
+                lease = None  # it ran out
+        if lease is None:
+            lease = str(self._gateway.call("/v3/lease/grant", {"TTL": str(ttl_s)})["ID"])
+        pair = {"key": encoded(self._key(key)), "value": encoded(value), "lease": lease}
+        try:
+            self._gateway.call("/v3/kv/put", pair)
+        except StoreLacks:  # it has run out since: this process was stopped in between, or etcd was away
+            self.beat(key, value, ttl_s)
+        else:
+            self._leases[key] = lease
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        names = [self._key(key) for key in keys]
+        if not names:
+            return []
+        # One request whatever their number, and all of one moment.
+        found = values_of(self._read(min(names), max(names) + "\0"))
+        return [found.get(name) for name in names]
+
+    def exists(self, key: str) -> bool:
+        return self._find(key, 0.0) is not None
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        end_s = time.monotonic() + timeout_s
+        while True:
+            left_s = end_s - time.monotonic()
+            value = self._find(key, max(left_s, 0.0))
+            if value is not None:
+                return value
+            if left_s <= 0:
+                raise StoreTimeout(f"{key} was not written within {timeout_s:g} s")
+
+    def rendezvous(
+        self,
+        prefix: str,
+        rank: int,
+        timeout_s: float,
+        former: tuple[str, int] | None = None,  # noqa: ARG002  (it was served by a process that has let go of it)
+    ) -> Any:
+        """Rank 0 serves a TCPStore of its own and writes its address here; the others connect to that.
+
+        A communicator's members exchange some N^2 small values, which is nothing for a consensus to replicate, and
+        a member's death ends its communicator in any case.
+        """
+        # This may be called while another thread uses the present connection.
+        store = EtcdControlStore(self._spec, self._gateway.another())
+        try:
+            return store._meet(f"{prefix}/address", rank, timeout_s)
+        finally:
+            store.close()
+
+    def local_host(self) -> str:
+        return self._gateway.local_host()
+
+    def clear(self) -> None:
+        start, end = self._directory("")
+        self._gateway.call("/v3/kv/deleterange", {"key": encoded(start), "range_end": encoded(end)})
+
+    def close(self) -> None:
+        """Drops the connections."""
+        self._gateway.close()
+        for directory in self._followed.values():
+            directory.close()
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    def _key(self, key: str) -> str:
+        return f"{self._spec.prefix}/{key}"
+
+    def _put(self, key: str, value: str) -> Message:
+        return {"request_put": {"key": encoded(self._key(key)), "value": encoded(value)}}
+
+    def _delete(self, key: str) -> Message:
+        return {"request_delete_range": {"key": encoded(self._key(key))}}
+
+    def _delete_counter(self, counter: str) -> Message:
+        start, end = self._directory(f"{counter}/")
+        return {"request_delete_range": {"key": encoded(start), "range_end": encoded(end)}}
+
+    def _range(self, key: str) -> Message:
+        return {"request_range": {"key": encoded(self._key(key))}}
+
+    def _transact(self, compare: list[Message], success: list[Message], failure: list[Message]) -> Message:
+        return self._gateway.call("/v3/kv/txn", {"compare": compare, "success": success, "failure": failure})
+
+    def _read(self, start: str, end: str) -> Message:
+        return self._gateway.call("/v3/kv/range", {"key": encoded(start), "range_end": encoded(end)})
+
+    def _directory(self, key: str) -> tuple[str, str]:
+        """The range of keys beside this one; that of the key alone where it stands in no directory."""
+        folder, slash, _ = self._key(key).rpartition("/")
+        if folder == self._spec.prefix and key:
+            return self._key(key), self._key(key) + "\0"
+        return folder + slash, folder + chr(ord(slash) + 1)
+
+    # ---------------------------------------------------------------------------------------------------- waiting
+
+    def _find(self, key: str, timeout_s: float) -> str | None:
+        """The key's value, if there is one within this time, or before a read has to confirm that there is none."""
+        keys = self._directory(key)
+        directory = self._followed.pop(keys, None)
+        if directory is None:
+            directory = EtcdDirectory(self._gateway, keys, is_ordered=keys[0] == self._key(LOG))
+        self._followed[keys] = directory
+        if len(self._followed) > _MOST_DIRECTORIES:
+            self._followed.pop(next(iter(self._followed))).close()
+        return directory.find(self._key(key), timeout_s)
+
+    def _meet(self, key: str, rank: int, timeout_s: float) -> Any:
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=timeout_s)
+        if rank != 0:
+            host, port = self.wait(key, timeout_s).rsplit(" ", 1)
+            with without_name_lookups():
+                return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        host = self._gateway.local_host()
+        store = listen(host, timeout)
+        self.put(key, f"{host} {store.port}")
+        return store
+
+
+def _sum_of(digits: Message, directory: str) -> int:
+    """What a counter in this directory holds: of each power of two, as often as it was added."""
+    pairs = digits.get("kvs", [])
+    return sum(int(pair["version"]) << int(decoded(pair["key"]).removeprefix(directory)) for pair in pairs)
+
+
+def _is_absent(name: str) -> list[Message]:
+    return [{"key": encoded(name), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}]

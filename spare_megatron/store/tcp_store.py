@@ -1,0 +1,186 @@
+"""torch asks for the host name of whoever it connects to or accepts, for its log alone, and the rest waits for that.
+
+The control store's server does so in the loop that serves everybody, each rank in the middle of a recovery, and all
+ranks at once. A name server that is far away, busy, or loses one packet in a thousand would decide how long a recovery
+takes: glibc asks again after 5 s. torch 2.13 gives up for the life of the process once a name could not be looked up,
+so it is made to give up with the first.
+"""
+
+import contextlib
+import ctypes
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from spare_megatron.store.interface import StoreLost, StoreTimeout
+
+_RES_INIT = 1
+"""Of the options of a `_Resolver`: the rest holds."""
+
+
+@contextlib.contextmanager
+def without_name_lookups() -> Iterator[None]:
+    """Fails what this thread asks name servers meanwhile, at once. Names in /etc/hosts are found.
+
+    torch logs a warning that a host name cannot be retrieved, once per process.
+    """
+    libc = ctypes.CDLL(None)
+    try:
+        resolver = libc.__res_state
+    except AttributeError:  # another C library than glibc
+        yield
+        return
+    resolver.restype = ctypes.POINTER(_Resolver)
+    state = resolver().contents
+    if not state.options & _RES_INIT:
+        libc.__res_init()  # else the first look would do that, and overwrite what is set here
+    before, state.retry = state.retry, 0
+    try:
+        yield
+    finally:
+        state.retry = before
+
+
+class _Resolver(ctypes.Structure):
+    """The beginning of glibc's `struct __res_state`, one for each thread (resolv.h)."""
+
+    _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int), ("options", ctypes.c_ulong))
+
+
+_CONNECT_TIMEOUT_S = 60.0
+
+
+def serve(address: str, parent: Connection) -> None:
+    """Serves a store on this address until the other end of `parent` is closed; sends the port first."""
+    store = listen(address, timedelta(seconds=_CONNECT_TIMEOUT_S))
+    parent.send(store.port)
+    with contextlib.suppress(EOFError):
+        parent.recv()
+
+
+def listen(address: str, timeout: timedelta) -> Any:
+    """A TCPStore that serves on one IP address of this machine, and its own first client.
+
+    A bare TCPStore server binds every interface, so it is handed a socket that is bound to the one.
+    """
+    import torch.distributed as dist
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+    with without_name_lookups():
+        return dist.TCPStore(
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class TcpControlStore:
+    """A client connection to the embedded store; a `ControlStore`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        import torch.distributed as dist
+
+        self._address = (host, port)
+        with _lost_when_unreachable():
+            self._client = dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S)
+            )
+
+    def put_if_absent(self, key: str, value: str) -> str:
+        with _lost_when_unreachable():
+            return bytes(self._client.compare_set(key, "", value)).decode()
+
+    def put(self, key: str, value: str) -> None:
+        with _lost_when_unreachable():
+            self._client.set(key, value)
+
+    def beat(self, key: str, value: str, ttl_s: int) -> None:  # noqa: ARG002  (there are no leases)
+        self.put(key, value)
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        with _lost_when_unreachable():
+            # multi_get would wait for a key that is not there.
+            if self._client.check(list(keys)):
+                return [bytes(value).decode() for value in self._client.multi_get(list(keys))]
+        if len(keys) == 1:
+            return [None]
+        middle = len(keys) // 2  # few are absent, or there are few
+        return [*self.get(keys[:middle]), *self.get(keys[middle:])]
+
+    def exists(self, key: str) -> bool:
+        with _lost_when_unreachable():
+            return bool(self._client.check([key]))
+
+    def wait(self, key: str, timeout_s: float) -> str:
+        import torch.distributed as dist
+
+        with _lost_when_unreachable():
+            self._client.set_timeout(timedelta(seconds=timeout_s))  # `get` waits by itself, in fewer messages
+            try:
+                return bytes(self._client.get(key)).decode()
+            except dist.DistStoreError as error:
+                raise StoreTimeout(f"{key} was not written within {timeout_s:g} s") from error
+
+    def put_counted(self, key: str, value: str, counter: str, weight: int = 1, forget: Sequence[str] = ()) -> int:
+        with _lost_when_unreachable():
+            self._client.set(key, value)
+            count = int(self._client.add(counter, weight))
+        self.delete(forget)
+        return count
+
+    def counted(self, counter: str) -> int:
+        with _lost_when_unreachable():
+            return int(self._client.add(counter, 0))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with _lost_when_unreachable():
+            for key in keys:
+                self._client.delete_key(key)
+
+    def rendezvous(
+        self,
+        prefix: str,
+        rank: int,  # noqa: ARG002  (none is special)
+        timeout_s: float,
+        former: tuple[str, int] | None = None,
+    ) -> Any:
+        import torch.distributed as dist
+
+        with _lost_when_unreachable():
+            with without_name_lookups():
+                client = self._client.clone()
+            if former is not None:
+                client.delete_key(_gloo_key(*former))
+            store = dist.PrefixStore(prefix, client)
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+
+    def local_host(self) -> str:
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(self._address)  # sends nothing
+            return str(route.getsockname()[0])
+
+    def clear(self) -> None:
+        """Nothing to do: everything ends with the server."""
+
+
+def _gloo_key(prefix: str, rank: int) -> str:
+    """Where gloo writes the addresses of a rank, one for each of the others."""
+    return f"{prefix}/0/{rank}"
+
+
+@contextlib.contextmanager
+def _lost_when_unreachable() -> Iterator[None]:
+    import torch.distributed as dist
+
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise StoreLost(f"the control store does not answer: {error}") from error

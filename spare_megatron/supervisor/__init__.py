@@ -1,0 +1,5 @@
+"""A node's supervisor: starts ranks, watches them, fences their groups, starts replacements.
+
+Imports `voting`, `state`, `process` and the rooms above them.
+Start with `supervisor`; `remote_supervisor` stands for one on another machine.
+"""

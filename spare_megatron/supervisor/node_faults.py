@@ -1,0 +1,62 @@
+"""Faults of the trace that strike a rank from outside, or its supervisor."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+from spare_megatron.process.network import NodeNetwork
+from spare_megatron.process.reports import FaultWanted
+from spare_megatron.process.timers import Agenda
+from spare_megatron.supervisor.rank_processes import RankProcesses
+
+
+class NodeFaults:
+    """Inflicts them on one node.
+
+    Args:
+        ranks: The node's ranks.
+        agenda: For what ends by itself.
+        network: The node's own, where it has one.
+        pass_on: Tells the driver of a fault that is its affair: those of the run.
+    """
+
+    def __init__(
+        self,
+        ranks: RankProcesses,
+        agenda: Agenda,
+        network: NodeNetwork | None,
+        pass_on: Callable[[FaultWanted], None],
+    ) -> None:
+        self._ranks = ranks
+        self._agenda = agenda
+        self._network = network
+        self._pass_on = pass_on
+
+    def inflict(self, wanted: FaultWanted) -> None:
+        """The fault strikes, or is passed on."""
+        seconds = wanted.fault.seconds
+        match wanted.fault.kind:
+            case "stop":
+                if self._ranks.is_there((wanted.fault.group, wanted.fault.rank), wanted.pid):
+                    os.kill(wanted.pid, signal.SIGSTOP)
+                if seconds is not None:
+                    self._agenda.after(seconds, lambda: self.let_go_on(wanted))
+            case "cut":
+                assert self._network is not None, "validation refuses it otherwise"
+                self._network.cut()
+                if seconds is not None:
+                    self._agenda.after(seconds, self._network.mend)
+                self.let_go_on(wanted)
+            case "kill_supervisor":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case _:
+                self._pass_on(wanted)
+
+    def let_go_on(self, wanted: FaultWanted) -> None:
+        """The rank has what it wanted, and goes on if it is still there."""
+        key = (wanted.fault.group, wanted.fault.rank)
+        if self._ranks.is_there(key, wanted.pid):
+            os.kill(wanted.pid, signal.SIGCONT)
+            with contextlib.suppress(OSError):  # it has been killed meanwhile
+                self._ranks.child(key).reports.send("go on")

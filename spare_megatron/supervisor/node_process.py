@@ -1,0 +1,65 @@
+"""A supervisor's process from its first line to its last."""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from spare_megatron.config.own_code import code_mismatch
+from spare_megatron.journal.summary import Summary, conclude
+from spare_megatron.process import end_signal
+from spare_megatron.process.node_connection import connect
+from spare_megatron.process.processes import log_to_file, set_environment_of_ranks
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.store.interface import StoreLost
+from spare_megatron.store.open_store import open_store, with_credentials
+from spare_megatron.supervisor.run_end import wait_for_others
+from spare_megatron.supervisor.supervisor import Supervisor
+
+
+def supervise(spec: NodeSpec, driver: Connection) -> None:
+    """The main function of a supervisor's process. It ends with its ranks, or when the driver says so or is gone."""
+    look_after(spec, driver)
+    os._exit(0)  # the link's thread may be waiting for a store that does not answer
+
+
+def look_after(spec: NodeSpec, driver: Connection) -> bool:
+    """Looks after a node to its end.
+
+    Returns:
+        Whether the run has come to its end without a driver. A thread may still be waiting for the store.
+    """
+    log_to_file(spec.run_dir, spec.name)
+    supervisor = Supervisor(spec, driver)
+    end_signal.listen(supervisor.ask_to_end)
+    failure = supervisor.run()
+    is_orphaned = supervisor.close(failure)
+    sys.stdout.flush()
+    return is_orphaned
+
+
+def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
+    """Looks after the node to its end.
+
+    Returns:
+        How the run has ended, where that is for its nodes to tell: the driver is lost.
+
+    Raises:
+        ValueError: Nobody awaits the node, its code is not the driver's, or it cannot use the control store.
+    """
+    set_environment_of_ranks()
+    driver = connect(run_dir, node, wait_s)
+    importlib.import_module("spare_megatron.rank.rank")  # ranks that are forked from this process have it then
+    spec: NodeSpec = driver.recv()
+    if mismatch := code_mismatch(spec.code):
+        raise ValueError(f"{mismatch}: install the same on all nodes")
+    config = spec.config
+    spec = dataclasses.replace(spec, store=with_credentials(spec.store, config.control, os.environ))
+    if not look_after(spec, driver):
+        return None
+    with contextlib.suppress(StoreLost):
+        wait_for_others(open_store(spec.store), node, config.parallel.num_nodes, config.control.heartbeat_interval_s)
+    return conclude(spec.run_dir)

@@ -1,0 +1,94 @@
+"""A supervisor's eye on its ranks: which of them have stopped."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+from spare_megatron.core.failure_detector import Liveness, Operation, Pulse, first_to_stop
+from spare_megatron.process.reports import RankKey
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.supervisor.rank_processes import RankProcesses
+
+_QUIET_INTERVALS = 10.0
+"""Who is not up yet and has made no progress for so many heartbeat intervals does not get on."""
+
+
+class RankWatch:
+    """Judges the beacons of the ranks that are being watched.
+
+    Args:
+        ranks: The node's ranks.
+        interval_s: The heartbeat interval.
+        group_timeout_s: Longest wait of a rank for others of its group.
+        load_timeout_s: Longest time for a rank to read a checkpoint.
+    """
+
+    def __init__(self, ranks: RankProcesses, interval_s: float, group_timeout_s: float, load_timeout_s: float) -> None:
+        self._ranks = ranks
+        self._interval_s = interval_s
+        self._group_timeout_s = group_timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._liveness: dict[RankKey, Liveness] = {}
+        self._starved_s: dict[RankKey, float] = {}  # at the last look
+        self._group_starved_s: defaultdict[GroupId, float] = defaultdict(
+            float
+        )  # never less than before, though ranks end
+
+    def begin(self, group: GroupId) -> None:
+        """From here on: what comes before has the timeout of the start."""
+        for key in self._ranks.of(group):
+            self._liveness[key] = self._new_liveness()
+
+    def end(self, *keys: RankKey) -> None:
+        """These are not watched any more."""
+        for key in keys:
+            self._liveness.pop(key, None)
+            self._starved_s.pop(key, None)
+
+    def is_watched(self, group: GroupId) -> bool:
+        """Whether some rank of the group is."""
+        return any(key in self._liveness for key in self._ranks.of(group))
+
+    def is_getting_on(self, group: GroupId, now_s: float) -> bool:
+        """Whether the group is not watched, for it is not up yet, and some rank of it has made progress lately."""
+        progress_at_s = max(self._ranks.pulse(key).progress_at_s for key in self._ranks.of(group))
+        return not self.is_watched(group) and now_s - progress_at_s < _QUIET_INTERVALS * self._interval_s
+
+    def forgive(self) -> None:
+        """What they did up to now does not count."""
+        self._liveness = {key: self._new_liveness() for key in self._liveness}
+
+    def find_lost(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
+        """Groups of which a rank has stopped, with the rank that stopped first and what it was about.
+
+        Args:
+            now_s: Monotonic time.
+            known: Groups that are lost already. The caller adds each that it is given.
+        """
+        pulses = {key: self._ranks.pulse(key) for key in self._liveness}
+        self._add_starvation(pulses)
+        causes = {key: cause for key in pulses if (cause := self._look(key, pulses, now_s))}
+        for (group, rank), cause in causes.items():
+            if group not in known:
+                peers = {key[1]: pulse for key, pulse in pulses.items() if key[0] == group}
+                culprit = rank if "heartbeat" in cause else first_to_stop(peers)
+                pulse = peers[culprit]
+                yield group, culprit, f"{cause} in {pulse.operation} of step {pulse.step}"
+
+    def _look(self, key: RankKey, pulses: Mapping[RankKey, Pulse], now_s: float) -> str:
+        group = key[0]
+        is_held_up = any(
+            pulses[peer].operation is Operation.STORAGE
+            for peer in self._ranks.of(group)
+            if peer != key and peer in pulses
+        )
+        return self._liveness[key].look(
+            pulses[key], now_s, group_starved_s=self._group_starved_s[group], is_held_up=is_held_up
+        )
+
+    def _add_starvation(self, pulses: Mapping[RankKey, Pulse]) -> None:
+        for key, pulse in pulses.items():
+            self._group_starved_s[key[0]] += pulse.starved_s - self._starved_s.get(key, pulse.starved_s)
+            self._starved_s[key] = pulse.starved_s
+
+    def _new_liveness(self) -> Liveness:
+        return Liveness(self._interval_s, self._group_timeout_s, self._load_timeout_s)

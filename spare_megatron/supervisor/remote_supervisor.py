@@ -1,0 +1,226 @@
+"""A process of the driver's machine that stands for a supervisor on another one.
+
+It has that supervisor started, passes on what both sides say, and has another one started where the first is lost, or
+has not come. To the driver it is the supervisor.
+"""
+
+import contextlib
+import dataclasses
+import math
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from spare_megatron.core.rejoin import restart_delay_s
+from spare_megatron.process.node_connection import Door
+from spare_megatron.process.processes import describe_exit, log_to_file, say
+from spare_megatron.process.reports import LastWordTaken, NodeEnded, NodeMissing, NodeReport, RanksReady
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.store.open_store import open_store, without_credentials
+
+_RETRY_S, _LONGEST_RETRY_S = 2.0, 60.0
+"""Until it is looked again for a node that is free; twice as long each time, as all stand-ins ask the same server."""
+_LONG_LIFE_S = 30.0
+"""A supervisor that has been there for so long has shown that it can be."""
+_END_S = 5.0
+"""How long a step may take to end after its supervisor."""
+_TERMINATE_S = 2.0
+"""How long it may take when it is told to."""
+
+
+class Launcher(Protocol):
+    """How a supervisor comes to be on another machine. It is pickled on its way to the stand-in."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a lost supervisor is started again, there or on another node."""
+
+    def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
+        """Has `spare supervise` started for this node; None if that is for somebody else to do, or not possible now."""
+
+    def ended(self, run_dir: Path, node: int) -> None:
+        """The supervisor has ended or is lost: what it ran on is free."""
+
+
+class ByHand:
+    """Somebody runs `spare supervise` on every other node, and again where a node is back after its loss."""
+
+    replaces = True
+
+    def start(self, run_dir: Path, node: int, life: int) -> None:
+        """Waits for somebody."""
+
+    def ended(self, run_dir: Path, node: int) -> None:
+        """Is for somebody to see."""
+
+
+class _Over(Exception):
+    """The stand-in has done its part."""
+
+
+def stand_in(launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
+    """The main function of the process."""
+    log_to_file(spec.run_dir, f"node-{spec.node}")
+    try:
+        _StandIn(launcher, spec, driver).run()
+    except _Over:
+        pass
+
+
+class _StandIn:
+    def __init__(self, launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
+        self._launcher = launcher
+        self._spec = spec
+        self._driver = driver
+        self._host = open_store(spec.store).local_host()
+        self._life = 0
+        self._short_lives = 0
+        self._has_begun = False
+        self._step: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """One life of the supervisor after the other. Ends with the run, or with the first where none may follow.
+
+        Raises:
+            _Over: The driver is gone, or wants the node to end.
+        """
+        try:
+            while True:
+                supervisor, began_s = self._begin(), time.monotonic()
+                if supervisor is not None and self._forward(supervisor):
+                    self._end_step(_END_S)
+                    return
+                if not self._has_begun:
+                    cause = self._why_missing(has_come=supervisor is not None)
+                    self._tell(NodeMissing(node=self._spec.node, cause=cause))
+                self._end_step()
+                if not self._launcher.replaces:
+                    sys.exit(1)
+                say(f"node {self._spec.node}: its supervisor is lost; another one takes its place")
+                self._life += 1
+                self._pause(supervisor is not None and time.monotonic() - began_s > _LONG_LIFE_S)
+        finally:
+            self._end_step()
+
+    def _pause(self, has_lived: bool) -> None:
+        """Before another supervisor: longer and longer while they are lost soon after they have come."""
+        self._short_lives = 0 if has_lived else self._short_lives + 1
+        end_s = time.monotonic() + (restart_delay_s(0, 1, self._short_lives, _RETRY_S) or 0.0)
+        while (left_s := end_s - time.monotonic()) > 0:
+            if wait([self._driver], left_s):
+                self._obey(None)
+
+    def _begin(self) -> Connection | None:
+        """A new supervisor that has been told what to do; None if it did not come."""
+        spec = self._spec
+        door = Door(spec.run_dir, spec.node, self._host)
+        try:
+            self._step = self._start()
+            # With the run under way, whenever a node is there again.
+            end_s = math.inf if self._life else time.monotonic() + spec.config.control.startup_timeout_s
+            retry_s, retry_at_s = _RETRY_S, time.monotonic() + _RETRY_S
+            while time.monotonic() < end_s:
+                ready = wait([door.fileno(), self._driver], _RETRY_S)
+                if self._driver in ready:
+                    self._obey(None)
+                if door.fileno() in ready and (supervisor := door.accept()) is not None:
+                    store = without_credentials(spec.store)
+                    with contextlib.suppress(OSError):  # it is lost already, as who listens to it will see
+                        supervisor.send(dataclasses.replace(spec, store=store, life=self._life, is_remote=True))
+                    return supervisor
+                if self._step is not None and self._step.poll() is not None:
+                    break
+                if self._step is None and self._life and time.monotonic() >= retry_at_s:
+                    self._step = self._start()
+                    retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+                    retry_at_s = time.monotonic() + retry_s
+        finally:
+            door.close()
+        say(f"node {spec.node}: no supervisor has come")
+        return None
+
+    def _why_missing(self, *, has_come: bool) -> str:
+        node, step = self._spec.node, self._step
+        code = None if step is None else step.poll()
+        if has_come:
+            reason = "its supervisor was lost before training began"
+        elif code is not None:
+            reason = f"its supervisor has not come: what was to start it ended with {describe_exit(code)}"
+        else:
+            timeout_s = self._spec.config.control.startup_timeout_s
+            reason = f"its supervisor has not come within control.startup_timeout_s={timeout_s:g}"
+        return f"node {node}: {reason}; look at logs/node-{node}.log, and at the machine"
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        """The step of the supervisor; None if there is none yet. With the run under way a failure is not the last word.
+
+        Raises:
+            OSError, ValueError: The first one cannot be started.
+        """
+        spec = self._spec
+        try:
+            return self._launcher.start(spec.run_dir, spec.node, self._life)
+        except (OSError, ValueError) as error:
+            if self._life == 0:
+                raise
+            say(f"node {spec.node}: its supervisor cannot be started now: {error}")
+            self._launcher.ended(spec.run_dir, spec.node)
+            return None
+
+    def _forward(self, supervisor: Connection) -> bool:
+        """Passes on reports and orders until the supervisor has ended, or is lost: then False."""
+        with supervisor:
+            while True:
+                ready = wait([supervisor, self._driver])
+                if self._driver in ready:
+                    self._obey(supervisor)
+                if supervisor in ready:
+                    try:
+                        report = supervisor.recv()
+                    except (EOFError, OSError):
+                        return False
+                    self._has_begun = self._has_begun or isinstance(report, RanksReady)
+                    self._tell(report)
+                    if isinstance(report, NodeEnded):
+                        with contextlib.suppress(OSError):
+                            supervisor.send(LastWordTaken())
+                        return True
+
+    def _tell(self, report: NodeReport) -> None:
+        """Passes on what the supervisor says, or what is to be said in its place."""
+        try:
+            self._driver.send(report)
+        except OSError:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        """The driver is gone. The supervisor goes on without it: its step is not ended."""
+        self._step = None
+        raise _Over
+
+    def _obey(self, supervisor: Connection | None) -> None:
+        """What the driver says goes on to the supervisor; without a driver it is left to itself."""
+        try:
+            order = self._driver.recv()
+        except (EOFError, OSError):
+            self._leave()
+        if supervisor is not None:
+            with contextlib.suppress(OSError):
+                supervisor.send(order)
+        if order == "stop":
+            raise _Over
+
+    def _end_step(self, patience_s: float = 0.0) -> None:
+        """Ends the step that the supervisor was started in, if it has not ended so long after it."""
+        self._launcher.ended(self._spec.run_dir, self._spec.node)
+        step, self._step = self._step, None
+        if step is None:
+            return
+        for end, wait_s in ((lambda: None, patience_s), (step.terminate, _TERMINATE_S), (step.kill, _TERMINATE_S)):
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(wait_s)
+                return

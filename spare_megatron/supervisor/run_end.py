@@ -1,0 +1,73 @@
+"""What becomes of a run whose driver is lost: its supervisors bring it to its end, and tell how it ended."""
+
+import contextlib
+import time
+from collections.abc import Collection, Mapping
+
+from spare_megatron.core.failure_detector import ENDED
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import EndRecord, Outcome
+from spare_megatron.process.processes import say
+from spare_megatron.process.reports import ExitCode, RankKey
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.store.interface import ControlStore
+
+_SILENT_INTERVALS = 4.0
+"""A node whose beat stands still for so long is not waited for."""
+
+
+def outcome_of(codes: Collection[int]) -> Outcome:
+    """How a run has ended, by how ranks of groups that were not lost have."""
+    if ExitCode.HALTED in codes:
+        return "halted"
+    if ExitCode.WIPE_OUT in codes:
+        return "wipe_out"
+    return "finished" if set(codes) == {ExitCode.FINISHED} else "failed"
+
+
+def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> EndRecord | None:
+    """The end of the run as one node has seen it; None if it had no group in it any more, and does not know.
+
+    Args:
+        exits: How the node's ranks have ended.
+        lost: Groups that took no part any more.
+    """
+    codes = {code for (group, _), code in exits.items() if group not in lost}
+    if not codes:
+        return None
+    outcome = outcome_of(codes)
+    return EndRecord(outcome=outcome, reason="" if outcome == "finished" else f"exit codes {sorted(codes)}")
+
+
+def write_end(spec: NodeSpec, exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> None:
+    """Journals what `end_without_driver` returns, in the node's file, which has been closed. A full disk lacks it."""
+    end = end_without_driver(exits, lost)
+    if end is None:
+        return
+    try:
+        with contextlib.closing(JournalWriter(spec.run_dir, spec.name)) as journal:
+            journal.write(end)
+    except OSError as error:
+        say(f"the end of the run ({end.outcome}) is not in the journal: {error}")
+
+
+def wait_for_others(store: ControlStore, node: int, num_nodes: int, interval_s: float) -> None:
+    """Returns when every other supervisor has ended or is silent.
+
+    Raises:
+        StoreLost: The store does not answer, and nobody can be waited for.
+    """
+    others = [other for other in range(num_nodes) if other != node]
+    last: dict[int, tuple[str | None, float]] = {}
+    while others:
+        now_s = time.monotonic()
+        for other, beat in zip(others, store.get([f"beat/{other}" for other in others]), strict=True):
+            if last.get(other, ("", 0.0))[0] != beat:
+                last[other] = beat, now_s
+        others = [
+            other
+            for other in others
+            if last[other][0] not in (None, ENDED) and now_s - last[other][1] < _SILENT_INTERVALS * interval_s
+        ]
+        time.sleep(interval_s / 2)

@@ -1,0 +1,129 @@
+"""A supervisor's record of what its ranks were about around losses and returns of groups, and at the end.
+
+Also where the control store does not answer for a while: then everybody waits, and nobody is lost.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from spare_megatron.journal.spans import RankSpans, Span, SpansFile
+from spare_megatron.process.heartbeats import Page
+from spare_megatron.process.processes import say
+from spare_megatron.process.reports import GroupLost, GroupRejoined, GroupRestarted, RankKey, StepCommitted, StoreAway
+from spare_megatron.process.span_ring import read_spans
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.stacking.layout import GroupId
+from spare_megatron.supervisor.rank_processes import RankProcesses
+
+STEPS_BEFORE = 2
+STEPS_AFTER = 2
+"""Whole steps before and after an event that are kept with it."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What has been written of the spans of a process."""
+
+    page: Page
+    next: int = 0
+
+
+class Timeline:
+    """Writes the window around each event into the run's directory.
+
+    The ranks write into memory alone; this reads it, of the dead as well.
+
+    Args:
+        spec: The node.
+        ranks: Its ranks.
+    """
+
+    def __init__(self, spec: NodeSpec, ranks: RankProcesses) -> None:
+        layout = spec.config.layout
+        self._ranks = ranks
+        self._ranks_per_stage = layout.tensor_parallel * layout.context_parallel
+        self._file = SpansFile(spec.run_dir, spec.node)
+        self._machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self._kept: dict[RankKey, _Kept] = {}
+        self._step = -1
+        self._epoch = 0
+        self._first_step = 0
+        self._due_at: int | None = None
+
+    def take(self, report: object) -> None:
+        """What happened on the node, before it has consequences."""
+        match report:
+            case StepCommitted(step=step, epoch=epoch):
+                if epoch > self._epoch:  # groups were lost or came back, here or on another node
+                    self._open()
+                self._step, self._epoch = step, max(epoch, self._epoch)  # groups tell one after the other
+                if self._due_at is not None and step >= self._due_at:
+                    self._write_all()
+            case GroupLost(group=group):
+                self._open()
+                for key in self._ranks.of(group):
+                    self._write(key, is_lost=True)
+            case GroupRejoined() | GroupRestarted() | StoreAway():
+                self._open()
+
+    def close(self) -> None:
+        """Of the last steps, whatever has happened."""
+        self._open()
+        self._write_all()
+        with self._forgiving():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        """What the disk does not take is missing in the timeline, and nowhere else."""
+        try:
+            yield
+        except OSError as error:
+            say(f"the timeline is incomplete: {error}")
+
+    def _open(self) -> None:
+        """A window from some steps before now to some steps from now on."""
+        if self._due_at is None:
+            self._first_step = self._step - STEPS_BEFORE
+        self._due_at = self._step + 1 + STEPS_AFTER
+
+    def _write_all(self) -> None:
+        for key in self._ranks.pids:
+            self._write(key)
+        self._due_at = None
+
+    def _unfinished(self, key: RankKey) -> Span:
+        """What the rank did not come to the end of."""
+        pulse = self._ranks.pulse(key)
+        began_s = pulse.progress_at_s
+        return Span(name=f"lost in {pulse.operation}", step=pulse.step, began_s=began_s, ended_s=time.monotonic())
+
+    def _write(self, key: RankKey, *, is_lost: bool = False) -> None:
+        group, rank = key
+        page = self._ranks.page(key)
+        if page is None:
+            return
+        kept = self._kept.get(key)
+        if kept is None or kept.page is not page:
+            kept = self._kept[key] = _Kept(page)
+        spans, kept.next = read_spans(page.ring, kept.next)
+        # Stages of a recovery are known only later.
+        inside = sorted((span for span in spans if span.step >= self._first_step), key=lambda span: span.ended_s)
+        if is_lost:
+            inside.append(self._unfinished(key))
+        if not inside:
+            return
+        spans_of_rank = RankSpans(
+            group=group,
+            rank=rank,
+            incarnation=self._ranks.member(GroupId(group)).incarnation,
+            stage=rank // self._ranks_per_stage,
+            machine=self._machine,
+            wall_s=time.time() - time.monotonic(),
+            spans=inside,
+        )
+        with self._forgiving():
+            self._file.write(spans_of_rank)

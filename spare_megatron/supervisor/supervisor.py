@@ -1,0 +1,400 @@
+"""Looks after the ranks of one node: starts them, reaps them, watches them, and has the group of a lost one fenced."""
+
+import time
+from multiprocessing.connection import Connection, Pipe, wait
+
+from spare_megatron.core.actions import StopWipeOut
+from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import LossRecord, StartRecord
+from spare_megatron.process.network import NodeNetwork
+from spare_megatron.process.processes import close_or_tell, report_held
+from spare_megatron.process.reports import (
+    EndEarly,
+    ExitCode,
+    FaultStruck,
+    FaultWanted,
+    GoOn,
+    GroupLost,
+    GroupRejoined,
+    GroupRestarted,
+    NodeEnded,
+    RankKey,
+    RankRaised,
+    RankReport,
+    RanksReady,
+    RanksStarted,
+    RestartAwaited,
+    StepCommitted,
+    StoreGone,
+)
+from spare_megatron.process.specs import NodeSpec
+from spare_megatron.process.timers import Agenda
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.open_store import open_store
+from spare_megatron.supervisor.driver_link import DriverLink, Stopped
+from spare_megatron.supervisor.group_rendezvous import PartLost, PartsThere
+from spare_megatron.supervisor.node_faults import NodeFaults
+from spare_megatron.supervisor.rank_processes import LOSSLESS_EXITS, Raised, RankProcesses, cause_of_end
+from spare_megatron.supervisor.rank_watch import RankWatch
+from spare_megatron.supervisor.restarts import Restarts
+from spare_megatron.supervisor.run_end import write_end
+from spare_megatron.supervisor.span_files import Timeline
+from spare_megatron.supervisor.store_link import (
+    FenceWanted,
+    FenceWritten,
+    LinkEvent,
+    LinkLost,
+    LogStopped,
+    NodeReplaced,
+    NodeSilent,
+    StoreLink,
+    StoreWatch,
+)
+from spare_megatron.voting.log_follower import controller_setup
+
+_SAVING_S = 60.0
+"""How long ranks may take to save their state once the store is gone."""
+_FAREWELL_S = 5.0
+"""Longest wait for the store to take the node's last word."""
+
+
+class _Failed(Exception):
+    """The node cannot go on."""
+
+
+class Supervisor:
+    """One node. All of it happens in the main thread, but for what `StoreLink` does."""
+
+    def __init__(self, spec: NodeSpec, driver: Connection) -> None:
+        self._spec = spec
+        self._control = spec.config.control
+        self._interval_s = self._control.heartbeat_interval_s
+        on_held = report_held(lambda event: self._driver.tell(event))
+        self._journal = JournalWriter(spec.run_dir, spec.name, on_held=on_held)
+        self._ranks = RankProcesses(spec)
+        self._timeline = Timeline(spec, self._ranks)
+        self._driver = DriverLink(driver, is_needed=not spec.is_remote, listener=self._timeline.take)
+        load_timeout_s = spec.config.checkpoint.timeout_s
+        self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
+        self._raised = Raised()
+        self._lost: set[GroupId] = set()
+        self._num_fences_wanted = 0  # and not written yet
+        self._is_following = False  # the log, for want of ranks that do
+        self._agenda = Agenda()
+        self._restarts = Restarts(
+            most_restarts=spec.config.spare.rejoins,
+            interval_s=self._interval_s,
+            whole_groups=self._ranks.whole_groups,
+            agenda=self._agenda,
+            wait_for_parts=lambda group: self._link.wait_for_parts(self._ranks.next_member(group)),
+            start=self._start_again,
+        )
+        self._store_failure = ""
+        self._head_hint = 0
+        network = None if spec.hub_pid is None else NodeNetwork(spec.node, spec.hub_pid)
+        self._faults = NodeFaults(self._ranks, self._agenda, network, self._driver.tell)
+        self._looked_at_s = time.monotonic()
+        self._inbox, outbox = Pipe(duplex=False)
+        self._link = StoreLink(
+            node=spec.node,
+            layout=spec.config.parallel,
+            interval_s=self._interval_s,
+            connect=lambda: open_store(spec.store),
+            outbox=outbox,
+            life=spec.life if spec.is_remote else None,
+        )
+        self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
+
+    def run(self) -> str:
+        """Looks after the ranks until none is left. Returns why the run cannot go on, where that is so."""
+        try:
+            if self._spec.life:
+                self._take_over()
+            else:
+                self._ranks.start_all()
+                self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+            self._link.start()
+            self._watch()
+        except Stopped:
+            return "stopped"
+        except _Failed as error:
+            return str(error)
+        return self._store_failure
+
+    def ask_to_end(self) -> None:
+        """Has the run end with the step under way. Safe in a signal handler."""
+        self._ranks.ask_to_end()
+
+    def close(self, failure: str) -> bool:
+        """Leaves no process behind. Returns whether the run has come to its end without a driver."""
+        self._ranks.end()
+        if not failure:
+            self._link.stop(_FAREWELL_S)
+            self._serve_link()
+        self._timeline.close()
+        close_or_tell(self._journal, self._driver.tell)
+        self._driver.close(NodeEnded(node=self._spec.node, exits=self._ranks.exits, failure=failure))
+        if failure or self._driver.is_there:
+            return False
+        write_end(self._spec, self._ranks.exits, self._lost)
+        return True
+
+    # ----------------------------------------------------------------------------------------------------- watch
+
+    def _watch(self) -> None:
+        """Serves reports, deaths and silence until no rank is left, or about to come back."""
+        self._look()
+        ranks = self._ranks
+        while ranks.sentinels or self._is_awaiting_more():
+            ready = wait([*ranks.pipes, *ranks.sentinels, *self._driver.pipes, self._inbox], self._agenda.pause_s())
+            # Deaths first: a fence is urgent, a report is not.
+            for key in ranks.reap([item for item in ready if item in ranks.sentinels]):
+                self._reaped(key)
+            for pipe in [item for item in ready if item in ranks.pipes]:
+                if not self._serve(pipe):
+                    del ranks.pipes[pipe]
+            for _ in set(self._driver.pipes).intersection(ready):
+                self._obey()
+            self._serve_link()
+            self._agenda.run_due()
+        for group in ranks.groups:
+            self._hear(group)
+
+    def _is_awaiting_more(self) -> bool:
+        """Whether a fence is still to be written, or a group to be started again, be it after a wipe-out to come."""
+        restarts = self._restarts
+        if self._store_failure:
+            return False
+        if restarts.is_over:
+            return self._num_fences_wanted > 0
+        may_be_wiped_out = restarts.has_begun and self._spec.config.checkpoint.max_restarts > 0
+        # Either may last to the end of the run, which a node without ranks hears of from the log alone.
+        may_last = restarts.awaits_other_nodes if restarts.coming_back else may_be_wiped_out
+        if may_last and not self._is_following:
+            self._is_following = True
+            self._link.follow(controller_setup(self._spec.config))
+        return bool(self._num_fences_wanted or restarts.coming_back or may_be_wiped_out)
+
+    def _serve(self, pipe: Connection) -> bool:
+        """One report of a rank; False if there will be none any more."""
+        try:
+            report: RankReport = pipe.recv()
+        except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report
+            return False
+        match report:
+            case StepCommitted(head=head):
+                self._head_hint = max(self._head_hint, head)
+            case RankRaised(group=group, rank=rank):
+                self._raised.note(report)
+                if not (group in self._lost or self._restarts.is_over or self._store_failure):
+                    self._lose(group, rank, *self._raised.cause_of_end((group, rank), ExitCode.RAISED))
+            case RanksReady(group=group):
+                self._restarts.up(group)
+                self._agenda.after(self._interval_s, self._warm_spares)  # the processors are the group's until then
+                self._rank_watch.begin(group)
+            case GroupRejoined(member=member) | GroupRestarted(member=member):
+                self._restarts.admitted(member.group)
+            case RestartAwaited():
+                self._restarts.wiped_out()
+                return True
+            case FaultStruck(fault=fault):
+                self._ranks.forget_fault(fault)
+                return True
+            case FaultWanted():
+                self._faults.inflict(report)
+                return True
+        if isinstance(report, StepCommitted | GroupRejoined | GroupRestarted) and self._ranks.pipes[pipe][1] > 0:
+            self._timeline.take(report)
+            return True  # its leader tells, perhaps on another node
+        self._driver.tell(report)
+        return True
+
+    def _obey(self) -> None:
+        """What the driver says: go on after a fault, or end."""
+        match self._driver.hear():
+            case GoOn(wanted=wanted):
+                self._faults.let_go_on(wanted)
+            case EndEarly():
+                self.ask_to_end()
+
+    def _reaped(self, key: RankKey) -> None:
+        group, rank = key
+        code = self._ranks.exits[key]
+        self._rank_watch.end(key)
+        if code == ExitCode.RESTART and group not in self._lost:
+            if self._ranks.have_ended(group):
+                self._restarts.ended(group)
+            self._restarts.wiped_out()
+            return
+        if code in LOSSLESS_EXITS:
+            self._end_with_the_run()
+        if code in LOSSLESS_EXITS or group in self._lost or self._store_failure:
+            return
+        if code == ExitCode.STORE_LOST:
+            # Perhaps the store is gone for everybody. The link will know by then.
+            member = self._ranks.member(group)
+            self._agenda.after(self._interval_s, lambda: self._lose_without_store(member, rank))
+            return
+        self._hear(group)  # a traceback comes before the end of its rank, and that before those of its peers
+        rank = self._raised.first_rank(group, rank)
+        self._lose(group, rank, *self._raised.cause_of_end((group, rank), code))
+
+    def _lose_without_store(self, member: Member, rank: int) -> None:
+        is_present = member == self._ranks.member(member.group) and member.group not in self._lost
+        if is_present and not self._store_failure:
+            self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
+
+    def _hear(self, group: GroupId) -> None:
+        """All that the group's ranks have reported so far."""
+        for pipe in [pipe for pipe, key in self._ranks.pipes.items() if key[0] == group]:
+            while pipe.poll() and self._serve(pipe):
+                pass
+
+    def _end_with_the_run(self) -> None:
+        """Nobody waits for groups that have yet to be taken in."""
+        self._restarts.is_over = True
+        for group in sorted(self._restarts.not_admitted):
+            self._hear(group)
+        for group in self._restarts.not_admitted:
+            self._lost.add(group)
+            self._ranks.kill(group)
+
+    def _look(self) -> None:
+        """At all beacons, and at whether the store answers; from now on ever again."""
+        self._agenda.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
+        self._ranks.look_at_keeper()
+        now_s = time.monotonic()
+        if now_s - self._looked_at_s > self._interval_s:
+            self._link.forgive()  # this process was stopped, and the link's thread with it
+        self._looked_at_s = now_s
+        change = self._store_watch.look(now_s)
+        if change is not None:
+            self._driver.tell(change)
+        if self._store_watch.failure:
+            self._give_store_up(self._store_watch.failure)
+        if self._store_watch.is_away:
+            # Ranks wait for the store wherever they ask it. That is nobody's fault.
+            self._rank_watch.forgive()
+            return
+        for group, rank, cause in self._rank_watch.find_lost(now_s, self._lost):
+            self._lose(group, rank, cause)
+
+    def _give_store_up(self, reason: str) -> None:
+        """Ranks find out for themselves, save their state and end; who has not in time is ended."""
+        if self._store_failure:
+            return
+        self._store_failure, self._restarts.is_over = reason, True
+        self._driver.tell(StoreGone(node=self._spec.node, reason=reason))
+        self._agenda.after(_SAVING_S, self._stop_saving)
+
+    def _stop_saving(self) -> None:
+        raise _Failed(f"{self._store_failure}; some ranks had not saved their state {_SAVING_S:g} s later")
+
+    # ------------------------------------------------------------------------------------------------------ loss
+
+    def _take_over(self) -> None:
+        """The node's former supervisor is lost, and its groups with it: they start again here."""
+        self._restarts.has_begun = True
+        for group in sorted(self._ranks.foreign):
+            self._want_fence(group, -1, f"node {self._spec.node}: its supervisor is lost")
+
+    def _lose(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
+        """Fences the group, and ends what is left of it here: it is of no use and must not linger."""
+        self._lost.add(group)
+        self._want_fence(group, rank, cause, error)
+        self._ranks.kill(group)
+        self._rank_watch.end(*self._ranks.of(group))
+
+    def _want_fence(self, group: GroupId, rank: int, cause: str, error: str = "", member: Member | None = None) -> None:
+        member = self._ranks.member(group) if group in self._ranks.groups - self._ranks.foreign else member
+        wanted = FenceWanted(
+            group=group, member=member, rank=rank, cause=cause, error=error, from_index=self._head_hint
+        )
+        self._link.fence(wanted)
+        self._num_fences_wanted += 1
+
+    def _serve_link(self) -> None:
+        while self._inbox.poll():
+            event: LinkEvent = self._inbox.recv()
+            match event:
+                case FenceWritten(wanted=wanted, member=member, entry_index=index):
+                    self._fenced(wanted, member, index)
+                case NodeSilent(node=node, cause=cause, members=members):
+                    self._lose_members(members, f"node {node}: {cause}")
+                case PartLost(member=member, rank=rank, cause=cause):
+                    if member == self._ranks.member(member.group):
+                        self._lose_part(member.group, rank, cause)
+                    elif member == self._ranks.next_member(member.group):
+                        self._ranks.adopt(member)
+                        self._restarts.missed(member.group)
+                case PartsThere(member=member):
+                    self._restarts.start(member.group)
+                case LogStopped(stop=stop):
+                    if isinstance(stop, StopWipeOut) and not stop.reason:
+                        self._restarts.wiped_out()
+                    else:
+                        self._end_with_the_run()
+                case NodeReplaced():
+                    raise Stopped
+                case LinkLost(reason=reason):
+                    self._give_store_up(f"the control store is gone: {reason}")
+
+    def _lose_members(self, members: tuple[Member, ...], cause: str) -> None:
+        for member in members:
+            if member.group in self._ranks.groups:
+                self._lose_part(member.group, -1, cause)
+            else:
+                self._want_fence(member.group, -1, cause, member=member)
+
+    def _lose_part(self, group: GroupId, rank: int, cause: str) -> None:
+        """Of a group that is lost elsewhere, what is still running here."""
+        if group not in self._lost | self._ranks.foreign and not self._ranks.have_ended(group):
+            self._lose(group, rank, cause)
+
+    def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
+        """The loss is in the log: it is told, and the group may come back."""
+        self._num_fences_wanted -= 1
+        self._head_hint = max(self._head_hint, index)
+        group = wanted.group
+        if group in self._ranks.foreign:
+            self._ranks.adopt(member)
+            self._lost.add(group)
+        is_lost = group in self._ranks.groups and member == self._ranks.member(group) and group in self._lost
+        is_given_up = is_lost and not self._restarts.fenced(group)
+        record = LossRecord(
+            group=group,
+            rank=wanted.rank,
+            cause=wanted.cause,
+            entry_index=index,
+            incarnation=member.incarnation,
+            pending=self._ranks.pending(group),
+            is_given_up=is_given_up,
+        )
+        self._journal.write(record)
+        self._driver.tell(GroupLost.of(record, wanted.error, self._raised.take(group, wanted.rank)))
+
+    def _start_again(self, group: GroupId, takes_spares: bool) -> None:
+        self._hear(group)
+        num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
+        self._raised.forget(group)  # what its former life may have reported after it was lost
+        self._rank_watch.end(*self._ranks.of(group))
+        self._lost.discard(group)
+        member = self._ranks.member(group)
+        life, num_ranks = member.incarnation, len(self._ranks.of(group))
+        self._journal.write(StartRecord(group=group, incarnation=life, num_ranks=num_ranks, num_spares=num_spares))
+        self._link.begin(member)
+        self._is_following = False
+        self._driver.tell(RanksStarted(node=self._spec.node, pids=self._ranks.pids))
+        self._agenda.after(self._control.startup_timeout_s, lambda: self._give_up_if_not_ready(member))
+
+    def _give_up_if_not_ready(self, member: Member) -> None:
+        is_present = member == self._ranks.member(member.group) and member.group not in self._lost
+        if is_present and self._rank_watch.is_getting_on(member.group, time.monotonic()):  # perhaps with a long log
+            self._agenda.after(self._interval_s, lambda: self._give_up_if_not_ready(member))
+        elif is_present and not self._rank_watch.is_watched(member.group):
+            self._lose(member.group, 0, f"not up again: control.startup_timeout_s={self._control.startup_timeout_s:g}")
+
+    def _warm_spares(self) -> None:
+        if not self._restarts.is_over:
+            self._ranks.warm_spares()

@@ -1,0 +1,353 @@
+"""A group's voice: agreement between its ranks, its one vote on an attempt, and the log entries it folds.
+
+Only the leader (rank 0 of the group) talks to the control store about votes and entries; the other ranks hear of
+entries from it. Every rank may ask whether an entry is written, which is what ends a wait that nobody else can end.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from spare_megatron.core.actions import Offer, Reading
+from spare_megatron.core.entries import Entry, Fence, decode_entry, encode_entry
+from spare_megatron.core.events import VotesRead, Waiting
+from spare_megatron.core.relays import Blocks
+from spare_megatron.core.snapshot_policy import Held, HeldSlice
+from spare_megatron.core.votes import decode_vote
+from spare_megatron.stacking.layout import GroupId, Member
+from spare_megatron.store.decision_log import DecisionLog
+from spare_megatron.voting.fencing import fence
+
+T = TypeVar("T")
+
+_MOST_ENTRIES = 512
+"""Of the log, that are told at a time."""
+
+
+class Fenced(Exception):
+    """The log says that this group is lost. It must not touch the run any more."""
+
+
+class GroupBroken(Exception):
+    """A rank of this group is gone, so the group is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOpinion:
+    """What all ranks of a group found in one attempt.
+
+    Attributes:
+        is_complete: Every rank holds the whole cross-group sum.
+        loss_sum: The summed loss, known to every rank; NaN unless is_complete.
+        num_complete: Of each rank, the buckets whose sums it holds.
+        compute_s: Of each rank, seconds of its passes.
+    """
+
+    is_complete: bool
+    loss_sum: float
+    num_complete: tuple[int, ...]
+    compute_s: tuple[float, ...] = ()
+
+
+class GroupAgreement:
+    """One rank's part in its group's agreement.
+
+    Args:
+        member: The group, in its incarnation.
+        ranks: Process group of the group's ranks for CPU tensors; its timeout bounds how long ranks wait for their
+            leader, so it is longer than decision_timeout_s.
+        log: The decision log, on this rank's own connection.
+        decision_timeout_s: Longest wait for an entry.
+        may_come_back: Groups that may ask to be admitted after a loss.
+        fan_in: Most groups whose votes one of them casts.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        ranks: dist.ProcessGroup,
+        log: DecisionLog,
+        decision_timeout_s: float,
+        may_come_back: Sequence[GroupId] = (),
+        fan_in: int = 1,
+    ) -> None:
+        self.member = member
+        self._may_come_back = tuple(may_come_back)
+        self._fan_in = fan_in
+        self._voters: Sequence[Member] = ()
+        self._blocks = Blocks((), fan_in)
+        self._ranks = ranks
+        self._log = log
+        self._decision_timeout_s = decision_timeout_s
+        self.is_leader = ranks.rank() == 0
+        self.head = 0
+        """Entries of the log read so far."""
+
+    def is_written(self, index: int) -> bool:
+        """Whether the log entry is written, asked of the store by this rank alone."""
+        return self._log.has(index)
+
+    def tell_broken(self, index: int) -> None:
+        """Says that what all groups do together before this entry is broken, told to the store by this rank alone."""
+        self._log.tell_broken(index)
+
+    def is_broken(self, index: int) -> bool:
+        """Whether a rank of some group has said so, asked of the store by this rank alone."""
+        return self._log.is_broken(index)
+
+    def highest(self, value: int) -> int:
+        """The highest of what the group's ranks say.
+
+        Collective over: all ranks of the group.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+        """
+        values = torch.tensor([value])
+        self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks))
+        return int(values)
+
+    def settle(
+        self,
+        *,
+        is_complete: bool,
+        num_complete: int,
+        work_digest: str,
+        loss_sum: float | None,
+        compute_s: float = 0.0,
+    ) -> GroupOpinion:
+        """The group's opinion of an attempt.
+
+        Collective over: all ranks of the group.
+
+        Args:
+            is_complete: Whether this rank holds the whole sum.
+            num_complete: The buckets whose sums it holds.
+            work_digest: Digest in hex of the work this rank computed in the step.
+            loss_sum: The summed loss where this rank knows it (last pipeline stage), else None.
+            compute_s: Seconds of its passes in the step.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+            RuntimeError: The ranks computed different work.
+        """
+        work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
+        loss = -math.inf if loss_sum is None else loss_sum
+        num_ranks = self._ranks.size()
+        of_ranks = [0.0] * 2 * num_ranks
+        of_ranks[self._ranks.rank() :: num_ranks] = float(num_complete), compute_s
+        mine = torch.tensor([float(not is_complete), work, -work, loss, *of_ranks], dtype=torch.float64)
+        self._collective(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._ranks))
+        has_failed, highest, negated_lowest, loss, *of_ranks = mine.tolist()
+        if highest != -negated_lowest:
+            raise RuntimeError(f"the ranks of group {self.member.group} computed different work in one step")
+        return GroupOpinion(
+            is_complete=not has_failed,
+            loss_sum=math.nan if has_failed else loss,
+            num_complete=tuple(map(int, of_ranks[:num_ranks])),
+            compute_s=tuple(of_ranks[num_ranks:]),
+        )
+
+    def shared(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of the flags are set on all of the group's ranks.
+
+        Collective over: all ranks of the group, with as many flags.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+        """
+        values = torch.tensor([int(flag) for flag in flags])
+        self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._ranks))
+        return [bool(value) for value in values.tolist()]
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of the group's ranks in the order of the ranks.
+
+        Collective over: all ranks of the group.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+        """
+        values: list[Any] = [None] * self._ranks.size()
+        self._collective(lambda: dist.all_gather_object(values, value, group=self._ranks))
+        return values
+
+    def combine_digests(self, digests: Sequence[str]) -> list[str]:
+        """For each place in a row of digests, SHA-256 over those of the group's ranks in the order of the ranks.
+
+        Collective over: all ranks of the group, with as many digests, at least one.
+        """
+        mine = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
+        all_digests = [torch.empty_like(mine) for _ in range(self._ranks.size())]
+        self._collective(lambda: dist.all_gather(all_digests, mine, group=self._ranks))
+        of_ranks = [bytes(part.tolist()) for part in all_digests]
+        size = len(of_ranks[0]) // len(digests)
+        starts = range(0, len(of_ranks[0]), size)
+        return [hashlib.sha256(b"".join(row[start : start + size] for row in of_ranks)).hexdigest() for start in starts]
+
+    def blocks(self, voters: Sequence[Member]) -> Blocks:
+        """Who votes by way of whom."""
+        if voters is not self._voters:
+            self._voters, self._blocks = voters, Blocks(voters, self._fan_in)
+        return self._blocks
+
+    def cast(
+        self, attempt: int, votes: Mapping[Member, str], voters: Sequence[Member], forget: Sequence[int] = ()
+    ) -> VotesRead | None:
+        """Leader: casts votes. Returns all votes if the last one may be among them, for the leader to decide.
+
+        Args:
+            attempt: The attempt.
+            votes: Encoded, of the group, and of those whose relay it is.
+            voters: All who vote on the attempt.
+            forget: Earlier attempts of which nobody needs what this group has cast.
+        """
+        num_votes = self._log.cast(attempt, self.member, votes, forget)
+        return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
+
+    def num_votes(self, attempt: int) -> int:
+        """Leader: how many votes have been cast so far, or more: never fewer."""
+        return self._log.num_votes(attempt)
+
+    def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
+        """Leader: the votes that these have cast so far."""
+        votes = self._log.votes(attempt, voters, self.blocks(voters).relays)
+        decoded = {text: decode_vote(text) for text in set(votes.values())}
+        counted = {GroupId(g): decoded[text] for g, text in votes.items()}
+        return VotesRead(attempt=attempt, votes=counted, waiting=self._waiting(voters))
+
+    def _waiting(self, voters: Sequence[Member]) -> tuple[Member, ...]:
+        present = {voter.group for voter in voters}
+        absent = [group for group in self._may_come_back if group not in present]
+        return tuple(Member(GroupId(group), incarnation) for group, incarnation in self._log.waiting(absent))
+
+    # --------------------------------------------------------------------------------------------------- coming back
+
+    def is_at_end(self, index: int) -> bool:
+        """Whether the entry at the index is still to be written.
+
+        Collective over: all ranks of the group.
+        """
+        mine = torch.tensor([int(self.is_leader and not self._log.read(index, 1))])
+        self._collective(lambda: dist.broadcast(mine, group=self._ranks, group_src=0))
+        return bool(mine)
+
+    def announce(self) -> None:
+        """On the leader, says that the group is up and waits to be admitted."""
+        if self.is_leader:
+            self._log.announce(self.member)
+
+    def announce_restart(self, waiting: Waiting) -> None:
+        """Leader: says that the group waits for training to start again, and what there is to start from."""
+        what = [waiting.offers, waiting.held, waiting.slices, waiting.failure, waiting.readings, waiting.is_reading]
+        self._log.announce_restart(waiting.member, json.dumps(what))
+
+    def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[Waiting, ...]:
+        """Those of the groups that have ever said so, asked of the store by this rank alone."""
+        found = self._log.waiting_to_restart(groups)
+        return tuple(_waiting(Member(GroupId(group), incarnation), text) for (group, incarnation), text in found)
+
+    def is_lost(self, other: Member, from_index: int) -> bool:
+        """Whether an entry from this index on fences the other, asked of the store by this rank alone."""
+        index = from_index
+        while self._log.has(index):
+            entry = decode_entry(self._log.wait(index, self._decision_timeout_s))
+            if isinstance(entry, Fence) and entry.hits(other):
+                return True
+            index += 1
+        return False
+
+    def publish_digest(self, index: int, digest: str) -> None:
+        """On the leader, tells newcomers which parameters the group holds as of this entry."""
+        if self.is_leader:
+            self._log.publish_digest(index, self.member.group, digest)
+
+    def digests(self, index: int, groups: Sequence[GroupId]) -> list[str | None]:
+        """What these groups have told so far."""
+        return self._log.digests(index, groups)
+
+    def append(self, index: int, entry: Entry) -> None:
+        """Leader: writes the entry unless another stands at the index."""
+        self._log.append(index, encode_entry(entry))
+
+    def fence(self, member: Member, reason: str, from_index: int) -> int:
+        """Leader: makes sure that the log fences the member; returns the index of an entry that does."""
+        return fence(self._log, member, reason, from_index)
+
+    def await_entry(self, index: int) -> str:
+        """Leader: the entry at the index, encoded, as soon as it is written.
+
+        Raises:
+            StoreTimeout: The entry was not written within the decision timeout.
+        """
+        return self._log.wait(index, self._decision_timeout_s)
+
+    def read_entry(self, index: int, told: str = "") -> Entry:
+        """The entry at the index, as soon as it is written.
+
+        Collective over: all ranks of the group. Only the leader waits on the store, so that the store serves one
+        connection per group here.
+
+        Args:
+            index: The index.
+            told: The entry, encoded, where the leader has it already.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+            StoreTimeout: The entry was not written within the decision timeout.
+        """
+        entry = decode_entry(self._tell((told or self.await_entry(index)) if self.is_leader else ""))
+        self.head = index + 1
+        return entry
+
+    def read_entries(self, index: int) -> list[Entry]:
+        """The entry at the index, as soon as it is written, and those that follow it already, some hundred at most.
+
+        Collective over: all ranks of the group.
+
+        Raises:
+            GroupBroken: Another rank of the group is gone.
+            StoreTimeout: The entry was not written within the decision timeout.
+        """
+        texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
+        if self.is_leader and not texts:
+            texts = [self.await_entry(index)]
+        return [decode_entry(text) for text in self._tell("\n".join(texts)).split("\n")]
+
+    def _tell(self, text: str) -> str:
+        """What the leader says."""
+        content = text.encode()
+        length = torch.tensor([len(content)])
+        self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))
+        message = torch.frombuffer(bytearray(content or bytes(int(length))), dtype=torch.uint8)
+        self._collective(lambda: dist.broadcast(message, group=self._ranks, group_src=0))
+        return bytes(message.tolist()).decode()
+
+    def _collective(self, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except RuntimeError as error:
+            raise GroupBroken(f"a rank of group {self.member.group} is gone: {error}") from error
+
+
+def _waiting(member: Member, text: str) -> Waiting:
+    """What `announce_restart` has said."""
+    offers, held, slices, failure, readings, is_reading = json.loads(text)
+    return Waiting(
+        member=member,
+        offers=tuple(Offer(*one) for one in offers),
+        held=tuple(Held(*one) for one in held),
+        slices=tuple(HeldSlice(*one) for one in slices),
+        failure=failure,
+        readings=tuple(
+            Reading(Offer(*offer), tuple(whole), tuple(damaged), reason, num_bytes)
+            for offer, whole, damaged, reason, num_bytes in readings
+        ),
+        is_reading=is_reading,
+    )

@@ -1,0 +1,69 @@
+"""Evidence that a group is lost, and the fence that follows from it.
+
+The supervisor sees a dead child; a rank sees a reset socket inside its own group. Each writes the same fence, so it
+does not matter who is first. A reset socket between groups names nobody: the attempt fails, and the fence tells why.
+"""
+
+import re
+from collections.abc import Callable
+
+from spare_megatron.core.entries import Fence, decode_entry, encode_entry
+from spare_megatron.stacking.layout import Member
+from spare_megatron.store.decision_log import DecisionLog
+
+_CONNECTION_ERROR = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|"
+    r"timed out waiting|remote process exited",
+    re.IGNORECASE,
+)
+
+_NUM_RECENT = 64
+"""Whoever sees a loss is rarely that many entries behind who saw it first. A second fence loses nothing, but ends the
+reduction under way."""
+
+
+def is_connection_error(error: RuntimeError) -> bool:
+    """Whether a collective or a transfer failed because a peer is gone, rather than by a fault of its own.
+
+    gloo and NCCL raise RuntimeError for both, and only the text tells.
+    """
+    return _CONNECTION_ERROR.search(str(error)) is not None
+
+
+def fence(
+    log: DecisionLog,
+    member: Member,
+    reason: str,
+    from_index: int,
+    error: str = "",
+    on_entry: Callable[[], None] = lambda: None,
+) -> int:
+    """Makes sure that the log fences the member; returns the index of an entry that does.
+
+    Of the entries that are there already only the last ones are read: a member that is fenced twice is lost once.
+
+    Args:
+        log: The log.
+        member: The lost group, in the incarnation that was lost.
+        reason: For people.
+        from_index: An index at or before the head, the nearer the better.
+        error: The last line of the exception that ended it, if that was its own.
+        on_entry: Called after each entry that another has written first: there may be many.
+    """
+    text = encode_entry(
+        Fence(group=member.group, incarnation=member.incarnation, reason=reason[:200], error=error[:200])
+    )
+    head = log.find_head(from_index)
+    recent = range(max(0, head - _NUM_RECENT), head)  # also before from_index, which may have come from a later commit
+    for index, entry in zip(recent, log.entries(recent), strict=True):
+        if entry is not None and _fences(entry, member):
+            return index
+    while not _fences(log.append(head, text), member):
+        head += 1
+        on_entry()
+    return head
+
+
+def _fences(entry: str, member: Member) -> bool:
+    standing = decode_entry(entry)
+    return isinstance(standing, Fence) and standing.hits(member)

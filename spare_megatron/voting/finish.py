@@ -1,0 +1,59 @@
+"""The vote of a group that has committed the last step, where state is left to compare or parameters to gather."""
+
+from spare_megatron.core.actions import AttemptFinish
+from spare_megatron.core.events import Event
+from spare_megatron.core.failure_detector import Operation
+from spare_megatron.core.votes import Digests, Vote
+from spare_megatron.journal.files import JournalWriter
+from spare_megatron.journal.records import VoteRecord, digest_of_work
+from spare_megatron.process.rank_probe import RankProbe
+from spare_megatron.voting.voting import Voting
+
+
+def vote_to_finish(
+    action: AttemptFinish,
+    voting: Voting,
+    journal: JournalWriter,
+    probe: RankProbe,
+    digests: Digests,
+    *,
+    lacks_params: bool,
+) -> list[Event]:
+    """Votes on whether the run can end. Only the leader has something to say.
+
+    Args:
+        action: What is voted on.
+        voting: The group's voice.
+        journal: The rank's journal.
+        probe: Told what the rank is about.
+        digests: What the vote says of the group's state.
+        lacks_params: Whether parameters of the group are those of an earlier step.
+
+    Returns:
+        On the leader whose vote was the last, all votes; else nothing.
+    """
+    agreement = voting.agreement
+    if not agreement.is_leader:
+        return []
+    member = agreement.member
+    record = VoteRecord(
+        group=member.group,
+        step=action.step,
+        attempt=action.attempt,
+        is_complete=not lacks_params,
+        work_digest=digest_of_work([]),
+        incarnation=member.incarnation,
+    )
+    journal.write(record)
+    vote = Vote(
+        is_complete=not lacks_params,
+        plan_digest=action.plan_digest,
+        params_digest=digests.params,
+        lacks_params=lacks_params,
+        slice_digests=digests.slices,
+        state_digest=digests.state,
+        copied_from=digests.copied_from,
+    )
+    with probe.during(Operation.VOTE):
+        cast = voting.vote(action.attempt, vote, action.voters)
+        return [votes for votes in (cast, voting.confirm()) if votes is not None]

@@ -1,0 +1,111 @@
+"""The controller of a run, and what it makes of a whole log."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from spare_megatron.config.schema import RunConfig
+from spare_megatron.config.terms import step_of
+from spare_megatron.core.actions import FinishRun, StopHalted, StopWipeOut
+from spare_megatron.core.checkpoint_policy import SavePolicy
+from spare_megatron.core.controller import Controller, ControllerSetup
+from spare_megatron.core.entries import Restart, decode_entry
+from spare_megatron.core.events import EntryRead, RunStarted
+from spare_megatron.core.restart import RestartLimits
+from spare_megatron.core.snapshot_policy import SnapshotPolicy
+from spare_megatron.stacking.placement import make_placement
+from spare_megatron.stacking.state_partitions import Slicing
+from spare_megatron.store.decision_log import DecisionLog
+
+Stop = FinishRun | StopWipeOut | StopHalted
+
+_MOST_ENTRIES = 512
+"""Of the log, that are read at a time."""
+
+
+def controller_setup(config: RunConfig) -> ControllerSetup:
+    """What is fixed for the run."""
+    spare, checkpoint, num_groups = config.spare, config.checkpoint, config.layout.num_groups
+    slices = None
+    if config.optimizer.sharding == "stacked":
+        slices = Slicing(
+            num_groups=num_groups,
+            redundancy=config.optimizer.redundancy,
+            groups_per_domain=spare.groups_per_domain,
+        )
+    return ControllerSetup(
+        placement=make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain),
+        microbatches_per_shard=spare.microbatches_per_shard,
+        num_steps=config.train.steps,
+        granularity=spare.granularity,
+        last_resort=config.data.access == "shared",
+        restarts=RestartLimits(
+            max_restarts=config.checkpoint.max_restarts,
+            window_s=checkpoint.restart_window_s,
+            wait_s=checkpoint.restart_wait_s,
+        ),
+        saves=SavePolicy(
+            interval_s=checkpoint.interval_s,
+            interval_steps=checkpoint.interval_steps,
+            group_life_s=checkpoint.group_life_s if checkpoint.cadence == "optimal" else None,
+            saves_last=checkpoint.is_wanted,
+        ),
+        first_step=step_of(Path(checkpoint.load)) if checkpoint.load else 0,
+        slices=slices,
+        snapshots=_snapshots(config),
+    )
+
+
+def _snapshots(config: RunConfig) -> SnapshotPolicy | None:
+    if not config.snapshot.every_steps:
+        return None
+    return SnapshotPolicy(
+        every_steps=config.snapshot.every_steps,
+        redundancy=config.snapshot.redundancy,
+        layout=config.parallel,
+        groups_per_domain=config.spare.groups_per_domain,
+        num_slices=config.layout.num_groups if config.optimizer.sharding == "stacked" else 0,
+    )
+
+
+class LogFollower:
+    """Reads a log that this process has no part in.
+
+    Args:
+        log: The log.
+        setup: What is fixed for the run.
+    """
+
+    def __init__(self, log: DecisionLog, setup: ControllerSetup) -> None:
+        self._log = log
+        self._controller = Controller(setup)
+        self._controller.handle(RunStarted(), now_s=0.0)
+        self._stop: Stop | None = None
+
+    def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | None:
+        """How the log ends the run, as far as it is written; None if it does not. A restart undoes a wipe-out.
+
+        Args:
+            on_entry: Called after each entry: there may be many.
+        """
+        controller = self._controller
+        while texts := self._log.read(controller.head, _MOST_ENTRIES):
+            for text in texts:
+                entry = decode_entry(text)
+                actions = controller.handle(EntryRead(index=controller.head, entry=entry), now_s=0.0)
+                if isinstance(entry, Restart):
+                    self._stop = None
+                stops = [action for action in actions if isinstance(action, Stop)]
+                self._stop = stops[0] if stops else self._stop
+                on_entry()
+                if isinstance(self._stop, FinishRun | StopHalted):
+                    return self._stop
+        return self._stop
+
+
+def why_wiped_out(stop: StopWipeOut) -> str:
+    """What has no host any more, and why training does not start again, for people."""
+    reason = f"no surviving group hosts shards {[int(shard) for shard in stop.shards]}"
+    if stop.slices:
+        reason = f"no surviving group holds slices {[int(one) for one in stop.slices]} of the optimizer state"
+        reason += f": {stop.cause}" if stop.cause else ""
+    return f"{reason}; {stop.reason}" if stop.reason else reason

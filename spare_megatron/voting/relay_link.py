@@ -1,0 +1,131 @@
+"""A leader's connection to the relay of its block."""
+
+import select
+import socket
+import time
+from collections.abc import Callable
+
+from spare_megatron.process.piece_wire import Address
+from spare_megatron.process.vote_wire import Inbox, Kind, Message, RelayBroken, pack, send
+from spare_megatron.stacking.layout import Member
+
+RETRY_ATTEMPTS = 100
+"""A relay that cannot be reached, or does not pass on what the log says, is left alone for so many attempts."""
+
+
+class RelayLink:
+    """The connection. It is made with the first vote, and again when another becomes the relay.
+
+    Args:
+        member: Whose votes go over it.
+        find: Where a member takes votes of others, if it does.
+        timeout_s: Longest time for a relay to do its part.
+    """
+
+    def __init__(self, member: Member, find: Callable[[Member], Address | None], timeout_s: float) -> None:
+        self._member = member
+        self._find = find
+        self._timeout_s = timeout_s
+        self._relay: Member | None = None
+        self._connection: socket.socket | None = None
+        self._inbox, self._token = Inbox(""), ""
+        self._retry_at = 0  # an attempt
+        self._told: dict[int, str] = {}
+        self._last_told = -1
+        self._waited_for = -1  # in vain; an index
+        self._end_s = 0.0
+
+    def send(self, relay: Member, attempt: int, vote: str, head: int) -> bool:
+        """Sends a vote; False if the relay cannot be reached, does not want it, or has not been of use lately.
+
+        Args:
+            relay: Who is to pass it on.
+            attempt: The attempt.
+            vote: The vote.
+            head: Entries of the log read so far.
+        """
+        self._end_s = time.monotonic() + self._timeout_s
+        if relay != self._relay:
+            self.close()
+            self._relay, self._retry_at = relay, 0
+        if attempt < self._retry_at:
+            return False
+        try:
+            connection = self._connection or self._connect(relay)
+            is_closed = False
+            while _has_come(connection, 0.0):
+                is_closed |= attempt in self._hear(connection)
+            if self._last_told < self._waited_for:
+                raise RelayBroken("what it was to pass on has not come even now")
+            if not is_closed:
+                send(connection, self._pack(attempt, vote))
+        except RelayBroken:
+            self._give_up(attempt + RETRY_ATTEMPTS)
+            return False
+        self._told = {index: entry for index, entry in self._told.items() if index >= head}
+        return not is_closed
+
+    def await_entry(self, index: int, attempt: int) -> str:
+        """What stands in the log at the index, as the relay says.
+
+        Returns:
+            Empty if it says so too late after the vote, or that it does not pass the vote on this attempt on.
+        """
+        while index not in self._told and self._connection is not None and self._last_told < index:
+            # However late this leader itself looks: what has come meanwhile need not be asked for.
+            if not _has_come(self._connection, max(self._end_s - time.monotonic(), 0.0)):
+                self._waited_for = index
+                return ""
+            try:
+                if attempt in self._hear(self._connection):
+                    return ""
+            except RelayBroken:
+                self._give_up(0)
+        return self._told.get(index, "")
+
+    def close(self) -> None:
+        """Lets go of the relay."""
+        self._give_up(0)
+
+    def _connect(self, relay: Member) -> socket.socket:
+        address = self._find(relay)
+        if address is None:
+            raise RelayBroken("it has not said where it is")
+        try:
+            connection = socket.create_connection((address.host, address.port), timeout=self._timeout_s)
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise RelayBroken(str(error)) from error
+        self._connection, self._inbox, self._token = connection, Inbox(address.token), address.token
+        return connection
+
+    def _pack(self, attempt: int, vote: str) -> bytes:
+        message = Message(Kind.VOTE, attempt, vote, int(self._member.group), self._member.incarnation)
+        return pack(message, self._token)
+
+    def _hear(self, connection: socket.socket) -> list[int]:
+        """Takes in what has come. Returns the attempts that the relay does not pass votes on of."""
+        closed = []
+        for message in self._inbox.receive(connection):
+            if message.kind is Kind.ENTRY:
+                self._told[message.number] = message.text
+                self._last_told = max(self._last_told, message.number)
+            elif message.kind is Kind.CLOSED:
+                closed.append(message.number)
+                self._waited_for = -1  # nothing more was to come
+        return closed
+
+    def _give_up(self, retry_at: int) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        self._retry_at = retry_at
+        self._last_told = self._waited_for = -1
+
+
+def _has_come(connection: socket.socket, timeout_s: float) -> bool:
+    """Whether there is something to read, or nothing ever will be."""
+    poll = select.poll()  # a rank may have more descriptors open than select takes
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))

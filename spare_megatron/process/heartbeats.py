@@ -58,7 +58,7 @@ def read_page(page: Page, starved_s: float) -> Pulse:
     )
 
 
-class Beacon:
+class HeartbeatWriter:
     """The writing end."""
 
     def __init__(self, page: Page, passes: PassTimes) -> None:

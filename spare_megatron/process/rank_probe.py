@@ -6,14 +6,14 @@ from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import Phase
 from spare_megatron.faults.injection import Injector
 from spare_megatron.journal.spans import RecoveryStage
-from spare_megatron.process.heartbeats import Beacon
+from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.stacking.plans import Microbatch
 
 
 class RankProbe:
     """The probe of one rank; a `mcore.probe.Probe`."""
 
-    def __init__(self, injector: Injector, beacon: Beacon) -> None:
+    def __init__(self, injector: Injector, beacon: HeartbeatWriter) -> None:
         self._injector = injector
         self._beacon = beacon
 

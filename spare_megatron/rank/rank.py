@@ -23,7 +23,7 @@ from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import LOST_A_PEER, FaultRecord, RankRecord, TermsRecord, digest_of_terms
 from spare_megatron.mcore.corruption import CORRUPTIONS, corrupt
 from spare_megatron.mcore.trainer import GroupTrainer
-from spare_megatron.process.heartbeats import Beacon
+from spare_megatron.process.heartbeats import HeartbeatWriter
 from spare_megatron.process.piece_wire import Address
 from spare_megatron.process.processes import close_or_tell, leave, report_held, say
 from spare_megatron.process.rank_probe import RankProbe
@@ -91,7 +91,7 @@ class _Rank:
         self._log = DecisionLog(self._store)
         assert spec.page is not None, "who is a rank has its page"
         self._page = spec.page
-        self._beacon = Beacon(spec.page, pass_times_on(spec.device))
+        self._beacon = HeartbeatWriter(spec.page, pass_times_on(spec.device))
         self._journal = JournalWriter(
             spec.run_dir, spec.name, writing=self._beacon.writing, on_held=report_held(reports.send)
         )

@@ -17,7 +17,7 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import LOST_A_PEER, EntryRecord, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
 from spare_megatron.observe.trace import clock_offsets, trace_of
-from spare_megatron.process.heartbeats import Beacon, Page, new_page
+from spare_megatron.process.heartbeats import HeartbeatWriter, Page, new_page
 from spare_megatron.process.reports import GroupRejoined, RankKey, StepCommitted, StoreAway
 from spare_megatron.process.span_ring import NUM_SPANS, PassTimes, Ring, SpanRecorder, read_spans
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
@@ -79,7 +79,7 @@ def test_spans_add_up_to_what_a_step_is_spent_on(monkeypatch: pytest.MonkeyPatch
         clock = SimpleNamespace(monotonic=lambda: now_s[0])
         monkeypatch.setattr(f"spare_megatron.process.{module}.time", clock)
     page = new_page(multiprocessing.get_context("fork"))
-    beacon = Beacon(page, PassTimes(lambda: now_s[0], lambda began_s, ended_s: ended_s - began_s))
+    beacon = HeartbeatWriter(page, PassTimes(lambda: now_s[0], lambda began_s, ended_s: ended_s - began_s))
 
     def spend(operation: Operation) -> None:
         spent_s = rng.random()

@@ -17,7 +17,7 @@ _DECAY = 0.98
 """What is left of a slowest time after another operation of its kind: slow ones are forgotten in some hundred."""
 
 
-class Page(ctypes.Structure):
+class HeartbeatPage(ctypes.Structure):
     """The shared memory. Written by the rank alone, but for `end_asked`, which is its supervisor's."""
 
     _fields_ = (
@@ -32,14 +32,14 @@ class Page(ctypes.Structure):
     )
 
 
-def new_page(context: BaseContext) -> Page:
+def new_page(context: BaseContext) -> HeartbeatPage:
     """A page in memory that processes started from this context share."""
-    page: Page = context.RawValue(Page)
+    page: HeartbeatPage = context.RawValue(HeartbeatPage)
     page.step = -1
     return page
 
 
-def read_page(page: Page, starved_s: float) -> Pulse:
+def read_page(page: HeartbeatPage, starved_s: float) -> Pulse:
     """What the rank shows now. Fields may be some microseconds apart.
 
     Args:
@@ -61,7 +61,7 @@ def read_page(page: Page, starved_s: float) -> Pulse:
 class HeartbeatWriter:
     """The writing end."""
 
-    def __init__(self, page: Page, passes: PassTimes) -> None:
+    def __init__(self, page: HeartbeatPage, passes: PassTimes) -> None:
         self._page = page
         self.spans = SpanRecorder(page.ring, passes)
         self._thread = threading.get_ident()

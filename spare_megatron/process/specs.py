@@ -8,7 +8,7 @@ from pathlib import Path
 from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.trace import Fault
-from spare_megatron.process.heartbeats import Page
+from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.snapshot_wire import KeeperAddress
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.spec import StoreSpec
@@ -42,7 +42,7 @@ class RankSpec:
     device: str
     store: StoreSpec
     faults: tuple[Fault, ...]
-    page: Page | None = None
+    page: HeartbeatPage | None = None
     seconds_left: float | None = None
     wiped_out_at_s: float | None = None
     keeper: KeeperAddress | None = None

@@ -17,7 +17,7 @@ from spare_megatron.core.failure_detector import Pulse
 from spare_megatron.faults.injection import InjectedFault
 from spare_megatron.faults.trace import Fault
 from spare_megatron.journal.records import LOST_A_PEER
-from spare_megatron.process.heartbeats import Page, new_page, read_page
+from spare_megatron.process.heartbeats import HeartbeatPage, new_page, read_page
 from spare_megatron.process.processes import (
     Child,
     describe_exit,
@@ -118,7 +118,7 @@ class RankProcess:
     """
 
     child: Child
-    page: Page
+    page: HeartbeatPage
     starvation: Starvation
 
     def become(self, spec: RankSpec) -> None:
@@ -170,7 +170,7 @@ class Spares:
             self._waiting.remove(process)
 
 
-def _wait_for_place(rank_main: RankMain, page: Page, supervisor_pid: int, reports: Connection) -> None:
+def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, supervisor_pid: int, reports: Connection) -> None:
     die_with(supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's affair
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -346,7 +346,7 @@ class RankProcesses:
         process = self._processes[key]
         return read_page(process.page, process.starvation.seconds(process.page.beats, time.monotonic()))
 
-    def page(self, key: RankKey) -> Page | None:
+    def page(self, key: RankKey) -> HeartbeatPage | None:
         """The memory shared with the rank's present process; None if it has had none here."""
         return self._processes[key].page if key in self._processes else None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spare_megatron.journal.spans import RankSpans, Span, SpansFile
-from spare_megatron.process.heartbeats import Page
+from spare_megatron.process.heartbeats import HeartbeatPage
 from spare_megatron.process.processes import say
 from spare_megatron.process.reports import GroupLost, GroupRejoined, GroupRestarted, RankKey, StepCommitted, StoreAway
 from spare_megatron.process.span_ring import read_spans
@@ -27,7 +27,7 @@ STEPS_AFTER = 2
 class _Kept:
     """What has been written of the spans of a process."""
 
-    page: Page
+    page: HeartbeatPage
     next: int = 0
 
 

@@ -17,7 +17,7 @@ from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import LOST_A_PEER, EntryRecord, LossRecord
 from spare_megatron.journal.spans import RECOVERY_NAMES, RankSpans, Span, SpansFile, read_spans_of
 from spare_megatron.observe.trace import clock_offsets, trace_of
-from spare_megatron.process.heartbeats import HeartbeatWriter, Page, new_page
+from spare_megatron.process.heartbeats import HeartbeatPage, HeartbeatWriter, new_page
 from spare_megatron.process.reports import GroupRejoined, RankKey, StepCommitted, StoreAway
 from spare_megatron.process.span_ring import NUM_SPANS, PassTimes, Ring, SpanRecorder, read_spans
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
@@ -130,7 +130,7 @@ class Ranks:
         self.shared = new_page(multiprocessing.get_context("fork"))
         self.pids = {self.key: 1}
 
-    def page(self, key: RankKey) -> Page:
+    def page(self, key: RankKey) -> HeartbeatPage:
         assert key == self.key
         return self.shared
 

@@ -46,7 +46,7 @@ from spare_megatron.process.reports import (
     next_report,
 )
 from spare_megatron.process.specs import NodeSpec, RankMain
-from spare_megatron.process.timers import Agenda
+from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.emergency_checkpoint import saved_state
 from spare_megatron.store.addresses import hosts_of, refuse_loopback
@@ -109,7 +109,7 @@ class Driver:
         self._last_lost: dict[GroupId, int] = {}  # incarnation
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
-        self._agenda = Agenda()
+        self._agenda = Timers()
         self._stop_reason = ""
         self._last_cause = ""
         self._has_raised = False

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-class Agenda:
+class Timers:
     """Actions with the monotonic times from which on they are due."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from spare_megatron.process.network import NodeNetwork
 from spare_megatron.process.reports import FaultWanted
-from spare_megatron.process.timers import Agenda
+from spare_megatron.process.timers import Timers
 from spare_megatron.supervisor.rank_processes import RankProcesses
 
 
@@ -24,7 +24,7 @@ class NodeFaults:
     def __init__(
         self,
         ranks: RankProcesses,
-        agenda: Agenda,
+        agenda: Timers,
         network: NodeNetwork | None,
         pass_on: Callable[[FaultWanted], None],
     ) -> None:

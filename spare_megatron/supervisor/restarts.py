@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from spare_megatron.core.rejoin import LONG_LIFE_INTERVALS, restart_delay_s, takes_spares
-from spare_megatron.process.timers import Agenda
+from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 
 
@@ -36,7 +36,7 @@ class Restarts:
         most_restarts: int,
         interval_s: float,
         whole_groups: frozenset[GroupId],
-        agenda: Agenda,
+        agenda: Timers,
         wait_for_parts: Callable[[GroupId], None],
         start: Callable[[GroupId, bool], None],
     ) -> None:

@@ -29,7 +29,7 @@ from spare_megatron.process.reports import (
     StoreGone,
 )
 from spare_megatron.process.specs import NodeSpec
-from spare_megatron.process.timers import Agenda
+from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.open_store import open_store
 from spare_megatron.supervisor.driver_link import DriverLink, Stopped
@@ -81,7 +81,7 @@ class Supervisor:
         self._lost: set[GroupId] = set()
         self._num_fences_wanted = 0  # and not written yet
         self._is_following = False  # the log, for want of ranks that do
-        self._agenda = Agenda()
+        self._agenda = Timers()
         self._restarts = Restarts(
             most_restarts=spec.config.spare.rejoins,
             interval_s=self._interval_s,

@@ -9,7 +9,7 @@ import pytest
 from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, ENDED
 from spare_megatron.core.rejoin import Gathering
 from spare_megatron.process import timers
-from spare_megatron.process.timers import Agenda
+from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.supervisor import group_rendezvous, restarts
 from spare_megatron.supervisor.group_rendezvous import PartLost, Parts, PartsThere, incarnation_key
@@ -227,7 +227,7 @@ class Node:
         self.world, self.number, self.life = world, number, life
         self.incarnation, self.runs, self.is_up, self.beats = 0, life == 0, False, 0
         self.events: list[PartsThere | PartLost] = []
-        self.agenda = Agenda()
+        self.agenda = Timers()
         self.parts = Parts(world.layout, number, life, INTERVAL_S, self.events.append)
         self.restarts = Restarts(
             most_restarts=1_000_000,

@@ -18,7 +18,7 @@ from spare_megatron.config.schema import LayoutConfig, RunConfig, SpareConfig
 from spare_megatron.process import timers
 from spare_megatron.process.processes import end_child, rank_context
 from spare_megatron.process.specs import NodeSpec, RankSpec
-from spare_megatron.process.timers import Agenda
+from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import restarts
@@ -39,7 +39,7 @@ class Lives:
 
     def __init__(self, most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> None:
         self.now_s = 0.0
-        self.agenda = Agenda()
+        self.agenda = Timers()
         self.started: list[tuple[int, float, bool]] = []
         self.waiting: list[tuple[int, float]] = []
         self.restarts = Restarts(

@@ -22,7 +22,7 @@ from spare_megatron.config.diagnosis import nodes_per_group, own_etcd_ports
 from spare_megatron.config.node_facts import Clock, NodeFacts, NodeReport, Rate
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.driver.node_facts import Sink, look_at_node, send_speed, write_speed
-from spare_megatron.process.node_connection import Door, connect
+from spare_megatron.process.node_connection import Listener, connect
 
 _POLL_S = 0.2
 _LOOK_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
@@ -247,7 +247,7 @@ def _gathered(
     is_new = not folder.exists()
     logs.mkdir(parents=True, exist_ok=True)
     steps: dict[int, subprocess.Popen[bytes]] = {}
-    doors = {node: Door(folder, node, host) for node in awaited}
+    doors = {node: Listener(folder, node, host) for node in awaited}
     try:
         if start is not None:
             steps = {node: start(node, _log(logs, node)) for node in awaited}
@@ -267,7 +267,7 @@ def _gathered(
 
 def _await(
     nodes: _Nodes,
-    doors: dict[int, Door],
+    doors: dict[int, Listener],
     steps: Mapping[int, subprocess.Popen[bytes]],
     logs: Path,
     wait_s: float,

@@ -22,7 +22,7 @@ _SILENT_S = 10
 _POLL_S = 0.5
 
 
-class Door:
+class Listener:
     """Where one supervisor is awaited.
 
     Args:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from spare_megatron.core.rejoin import restart_delay_s
-from spare_megatron.process.node_connection import Door
+from spare_megatron.process.node_connection import Listener
 from spare_megatron.process.processes import describe_exit, log_to_file, say
 from spare_megatron.process.reports import LastWordTaken, NodeEnded, NodeMissing, NodeReport, RanksReady
 from spare_megatron.process.specs import NodeSpec
@@ -116,7 +116,7 @@ class _StandIn:
     def _begin(self) -> Connection | None:
         """A new supervisor that has been told what to do; None if it did not come."""
         spec = self._spec
-        door = Door(spec.run_dir, spec.node, self._host)
+        door = Listener(spec.run_dir, spec.node, self._host)
         try:
             self._step = self._start()
             # With the run under way, whenever a node is there again.

@@ -20,7 +20,7 @@ from spare_megatron.driver.slurm.steps import SrunLauncher, node_step, step_comm
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import EndRecord
 from spare_megatron.journal.summary import Summary
-from spare_megatron.process.node_connection import Door, connect
+from spare_megatron.process.node_connection import Listener, connect
 from spare_megatron.process.reports import ExitCode, StoreAway
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import GroupId, Layout, Member
@@ -36,13 +36,13 @@ WAIT_S = 30.0
 # ------------------------------------------------------------------------------------------------------ connection
 
 
-def accepted(door: Door) -> Any:
+def accepted(door: Listener) -> Any:
     assert wait([door.fileno()], WAIT_S)
     return door.accept()
 
 
 def test_a_supervisor_finds_the_driver_by_the_run_directory_and_both_are_heard(tmp_path: Path) -> None:
-    door = Door(tmp_path, 3, "127.0.0.1")
+    door = Listener(tmp_path, 3, "127.0.0.1")
     (file,) = (tmp_path / "nodes").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     found: list[Any] = []
@@ -61,7 +61,7 @@ def test_a_supervisor_finds_the_driver_by_the_run_directory_and_both_are_heard(t
 
 def test_whoever_has_not_the_key_is_not_served(tmp_path: Path) -> None:
     """Others keep their key, and the door stays open for who has it."""
-    door, other = Door(tmp_path / "a", 0, "127.0.0.1"), Door(tmp_path / "b", 0, "127.0.0.1")
+    door, other = Listener(tmp_path / "a", 0, "127.0.0.1"), Listener(tmp_path / "b", 0, "127.0.0.1")
     (file,), (theirs,) = (tmp_path / "a/nodes").iterdir(), (tmp_path / "b/nodes").iterdir()
     port = file.read_text().split('"port": ')[1].split(",")[0]
     wrong = theirs.read_text().replace(theirs.read_text().split('"port": ')[1].split(",")[0], port)
@@ -98,7 +98,7 @@ def test_a_file_that_shared_storage_has_lost_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver replaces it whenever it awaits the node again; a read at that moment ended the node's supervisor."""
-    door = Door(tmp_path, 1, "127.0.0.1")
+    door = Listener(tmp_path, 1, "127.0.0.1")
     text = next((tmp_path / "nodes").iterdir()).read_text()
     reads = [OSError(errno.ESTALE, "Stale file handle"), FileNotFoundError(), text]
 

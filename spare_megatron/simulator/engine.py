@@ -9,7 +9,7 @@ from spare_megatron.core.entries import Commit, Entry, Fence, Restart
 from spare_megatron.journal.lines import Line
 from spare_megatron.simulator.replication import disjoint_sets, run_replication
 from spare_megatron.simulator.scenario import Scenario
-from spare_megatron.simulator.simulated_journal import Chronicle, Sink
+from spare_megatron.simulator.simulated_journal import SimulatedJournal, Sink
 from spare_megatron.simulator.spare_run import Clock, SpareRun
 from spare_megatron.simulator.world import Result, World
 from spare_megatron.stacking.layout import GroupId
@@ -34,7 +34,7 @@ def simulate(scenario: Scenario, seed: int, journal: Sink | None = None, clock: 
             raise ValueError("the policy replication keeps no decision log, so that there is nothing to journal")
         run_replication(world, disjoint_sets(scenario))
         return world.result(decision_s=0.0)
-    run = SpareRun(world, Chronicle(scenario, world, journal) if journal else None, clock)
+    run = SpareRun(world, SimulatedJournal(scenario, world, journal) if journal else None, clock)
     run.run()
     return world.result(run.decision_s)
 
@@ -73,7 +73,7 @@ def timeline_of(scenario: Scenario, seed: int) -> tuple[Moment, ...]:
     return tuple(recorder.moments)
 
 
-class _Recorder(Chronicle):
+class _Recorder(SimulatedJournal):
     """A chronicle that keeps entries alone: what groups brought into attempts is most of a journal."""
 
     def __init__(self, scenario: Scenario, world: World) -> None:

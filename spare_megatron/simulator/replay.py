@@ -28,7 +28,7 @@ from spare_megatron.simulator.measured import (
     read_steps,
 )
 from spare_megatron.simulator.scenario import CostModel, Scenario
-from spare_megatron.simulator.simulated_journal import Chronicle
+from spare_megatron.simulator.simulated_journal import SimulatedJournal
 from spare_megatron.simulator.spare_run import SpareRun
 from spare_megatron.simulator.world import World
 from spare_megatron.stacking.layout import GroupId
@@ -286,7 +286,7 @@ def _scenario(run: RunRecord, num_steps: int, costs: CostModel) -> Scenario:
 def _simulate(world: ReplayedWorld) -> Journal:
     """The simulated journal."""
     lines: list[Line] = []
-    SpareRun(world, Chronicle(world.scenario, world, lines.append), clock=None).run()
+    SpareRun(world, SimulatedJournal(world.scenario, world, lines.append), clock=None).run()
     return in_order(lines)
 
 

@@ -50,7 +50,7 @@ class _Recovery:
         self.lap_from_s = now_s
 
 
-class Chronicle:
+class SimulatedJournal:
     """Writes lines at virtual times. Parameters, losses and gradients are not simulated: their fields are constant.
 
     Contributions and losses bear the times at which they happened, so the lines are not in the order of their times.

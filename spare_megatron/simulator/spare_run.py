@@ -32,7 +32,7 @@ from spare_megatron.core.entries import Entry, Fence, Restart, SaveEnd
 from spare_megatron.core.events import EntryRead, Event, RunStarted, VotesRead
 from spare_megatron.core.votes import Vote
 from spare_megatron.simulator.compute_fit import stacks_of
-from spare_megatron.simulator.simulated_journal import Chronicle
+from spare_megatron.simulator.simulated_journal import SimulatedJournal
 from spare_megatron.simulator.world import World
 from spare_megatron.stacking.layout import GroupId, Member, SliceId
 from spare_megatron.stacking.placement import make_placement
@@ -82,7 +82,7 @@ class SpareRun:
         decision_s: Seconds spent in the controller, by the clock.
     """
 
-    def __init__(self, world: World, chronicle: Chronicle | None, clock: Clock | None) -> None:
+    def __init__(self, world: World, chronicle: SimulatedJournal | None, clock: Clock | None) -> None:
         scenario = world.scenario
         self._world = world
         self._chronicle = chronicle

@@ -20,7 +20,7 @@ from spare_megatron.journal.follow import Follower
 from spare_megatron.journal.quantities import format_bytes
 from spare_megatron.journal.records import LossRecord, UpdateRecord
 from spare_megatron.journal.recoveries import Recovery
-from spare_megatron.journal.run_state import SavePlan, Standing
+from spare_megatron.journal.run_state import RunState, SavePlan
 from spare_megatron.journal.summary import NOT_RUN, Summary
 from spare_megatron.process.reports import (
     CheckpointRejected,
@@ -90,9 +90,9 @@ class RunProgress:
         if now_s < self._next_poll_s:
             return
         self._next_poll_s = 0.0 if self._console.is_terminal else now_s + STEP_LINE_INTERVAL_S
-        standing = self._follow()
-        if self._console.is_terminal and standing.run is not None:
-            self._live.update(view_of(standing, self._plan, now_s, num_events=0), refresh=True)
+        run_state = self._follow()
+        if self._console.is_terminal and run_state.run is not None:
+            self._live.update(view_of(run_state, self._plan, now_s, num_events=0), refresh=True)
 
     def take(self, event: RunEvent) -> None:
         """Shows an event, unless the journal tells of it."""
@@ -162,10 +162,10 @@ class RunProgress:
 
     def _committed(self, event: StepCommitted) -> None:
         """Tells of a step if the journal is behind."""
-        newest, now_s = self._follower.standing.newest, time.time()
+        newest, now_s = self._follower.run_state.newest, time.time()
         if self._reported is None or (newest is not None and newest.step >= self._reported[0]):
             self._reported = event.step, now_s
-        if now_s < self._next_at_s or not self._is_behind(now_s) or (run := self._follower.standing.run) is None:
+        if now_s < self._next_at_s or not self._is_behind(now_s) or (run := self._follower.run_state.run) is None:
             return
         self._next_at_s = now_s + STEP_LINE_INTERVAL_S
         update = UpdateRecord(
@@ -192,12 +192,12 @@ class RunProgress:
             self._lines.unrecorded.add(text)
             self._tell(text)
 
-    def _follow(self) -> Standing:
-        standing = self._follower.standing
+    def _follow(self) -> RunState:
+        run_state = self._follower.run_state
         with contextlib.suppress(OSError):  # of the journal's storage: what is new is shown the next time
             self._follower.poll()
-        self._print(*self._lines.take(standing, time.time()))
-        return standing
+        self._print(*self._lines.take(run_state, time.time()))
+        return run_state
 
     def _tell(self, text: str) -> None:
         self._follow()  # for what it may refer to

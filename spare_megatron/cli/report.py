@@ -11,7 +11,7 @@ from spare_megatron.cli.errors import explained_errors
 from spare_megatron.cli.folders import check_output_file
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.run_state import Standing
+    from spare_megatron.journal.run_state import RunState
 
 DEFAULT_NAME = "report.html"
 PROOF_S = 10.0
@@ -28,7 +28,7 @@ def report(
 
     A run that is still going on gives a page as well, of what has happened so far.
     """
-    from spare_megatron.journal.follow import read_standing
+    from spare_megatron.journal.follow import read_run_state
     from spare_megatron.journal.output import whole_file
     from spare_megatron.observe.history import history_of
     from spare_megatron.observe.page import comparison
@@ -41,9 +41,9 @@ def report(
         if out is not None or run_dirs[0].is_dir():  # else that is what is wrong
             check_output_file("--out", target)
         is_pair = len(run_dirs) == 2
-        standings = [(folder, read_standing(folder, with_params=is_pair)) for folder in run_dirs]
+        standings = [(folder, read_run_state(folder, with_params=is_pair)) for folder in run_dirs]
         now_s = time.time()
-        histories = [history_of(standing, verdict_of(folder, standing), now_s) for folder, standing in standings]
+        histories = [history_of(run_state, verdict_of(folder, run_state), now_s) for folder, run_state in standings]
         if is_pair:
             page = comparison({str(folder): history for folder, history in zip(run_dirs, histories, strict=True)})
         else:
@@ -63,14 +63,14 @@ def config_of(run_dir: Path) -> str:
         return ""
 
 
-def verdict_of(run_dir: Path, standing: "Standing") -> str:
+def verdict_of(run_dir: Path, run_state: "RunState") -> str:
     """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
     from spare_megatron.config.run_terms import terms_in
     from spare_megatron.journal.check import check
     from spare_megatron.journal.journal_index import FiledEvidence
 
     summary = run_dir / "summary.json"
-    if standing.end is not None and summary.exists():
+    if run_state.end is not None and summary.exists():
         told = json.loads(summary.read_text())
         return "; ".join((told["verdict"], *told["reasons"]))
     try:

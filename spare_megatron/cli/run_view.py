@@ -13,7 +13,7 @@ from spare_megatron.journal.events import Event, describe_storage
 from spare_megatron.journal.goodput import Goodput
 from spare_megatron.journal.quantities import format_duration, format_large
 from spare_megatron.journal.records import RunRecord, UpdateRecord
-from spare_megatron.journal.run_state import GroupState, SavePlan, Standing
+from spare_megatron.journal.run_state import GroupState, RunState, SavePlan
 from spare_megatron.journal.speed import flops_utilization, tokens_per_second
 
 _LETTERS: dict[GroupState, tuple[str, str]] = {
@@ -33,40 +33,40 @@ STEP_LINE_INTERVAL_S = 2.0
 
 
 def view_of(
-    standing: Standing, plan: SavePlan, now_s: float, note: str = "", num_events: int = _EVENTS_SHOWN
+    run_state: RunState, plan: SavePlan, now_s: float, note: str = "", num_events: int = _EVENTS_SHOWN
 ) -> RenderableType:
     """The view of a run.
 
     Args:
-        standing: How it stands.
+        run_state: How it stands.
         plan: When it saves.
         now_s: Seconds since the epoch.
         note: What is to be said that no journal tells.
         num_events: The last events to be listed, at most.
     """
-    run = standing.run
+    run = run_state.run
     if run is None:
         return Text(note or "the journal has no run yet")
-    done = 0 if standing.folding is None else standing.folding.step
+    done = 0 if run_state.folding is None else run_state.folding.step
     bar = ProgressBar(total=run.num_steps, completed=done, width=_BAR_WIDTH)
     rows: list[RenderableType] = [bar]
-    rows += [Text(line) for line in _headlines(standing, plan, now_s)]
-    rows += [_grid(standing.groups())]
-    rows += [Text(line) for line in _events(standing, num_events)]
+    rows += [Text(line) for line in _headlines(run_state, plan, now_s)]
+    rows += [_grid(run_state.groups())]
+    rows += [Text(line) for line in _events(run_state, num_events)]
     view = Table.grid()
     for row in (*rows, *([Text(note)] if note else [])):
         view.add_row(row)
     return view
 
 
-def lines_of(standing: Standing, plan: SavePlan, now_s: float) -> Iterator[str]:
+def lines_of(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]:
     """The same as text."""
-    if standing.run is None:
+    if run_state.run is None:
         yield "the journal has no run yet"
         return
-    yield from _headlines(standing, plan, now_s)
-    yield from _grid(standing.groups()).plain.split("\n")
-    yield from _events(standing, _EVENTS_SHOWN)
+    yield from _headlines(run_state, plan, now_s)
+    yield from _grid(run_state.groups()).plain.split("\n")
+    yield from _events(run_state, _EVENTS_SHOWN)
 
 
 class NewLines:
@@ -86,12 +86,12 @@ class NewLines:
         self._told = (-1, 0)  # the newest attempt, and restarts, as of the last line about a step
         self._next_at_s = 0.0
 
-    def take(self, standing: Standing, now_s: float) -> list[str]:
+    def take(self, run_state: RunState, now_s: float) -> list[str]:
         """The new lines in the order of their times."""
-        if standing.num_events > self._num_events or standing.end is not None:
+        if run_state.num_events > self._num_events or run_state.end is not None:
             self._next_at_s = now_s  # a step that came before an event is told before it
-        found = [*standing.events_since(self._num_events), *self._step(standing, now_s)]
-        self._num_events = standing.num_events
+        found = [*run_state.events_since(self._num_events), *self._step(run_state, now_s)]
+        self._num_events = run_state.num_events
         new = [event for event in sorted(found, key=lambda event: event.at_s) if event.text not in self.unrecorded]
         self.unrecorded -= {event.text for event in found}
         return [self.stamped(event.text, event.at_s) for event in new]
@@ -101,19 +101,19 @@ class NewLines:
         time = f"{datetime.datetime.fromtimestamp(at_s):{'%Y-%m-%d %H:%M:%S' if self._has_steps else '%H:%M:%S'}}"
         return "\n".join(f"{time} {line}" for line in text.split("\n"))
 
-    def _step(self, standing: Standing, now_s: float) -> Iterator[Event]:
-        folding, update = standing.folding, standing.newest
+    def _step(self, run_state: RunState, now_s: float) -> Iterator[Event]:
+        folding, update = run_state.folding, run_state.newest
         if not self._has_steps or folding is None or update is None:
             return
         newest = update.attempt, folding.num_restarts
         if newest != self._told and now_s >= self._next_at_s:
             self._told, self._next_at_s = newest, now_s + STEP_LINE_INTERVAL_S
-            yield Event(at_s=standing.committed_at_s, text=step_line(standing, now_s))
+            yield Event(at_s=run_state.committed_at_s, text=step_line(run_state, now_s))
 
 
-def step_line(standing: Standing, now_s: float) -> str:
+def step_line(run_state: RunState, now_s: float) -> str:
     """The step that the run has come to, in a line."""
-    run, folding, update = standing.run, standing.folding, standing.newest
+    run, folding, update = run_state.run, run_state.folding, run_state.newest
     assert run is not None, "nothing is told of a run that is not there"
     assert folding is not None, "a run has a log"
     if not folding.commits:
@@ -123,7 +123,7 @@ def step_line(standing: Standing, now_s: float) -> str:
     else:
         members = [commit.members for commit in folding.commits[-_RECENT_COMMITS:] if commit.attempt == update.attempt]
         parts = [*figures_of(run, update, len(members[0] if members else folding.members))]
-    left_s = standing.left_s(now_s)
+    left_s = run_state.left_s(now_s)
     if left_s:
         parts.append(f"left {format_duration(max(1, round(left_s)))}")
     return "  ".join(parts)
@@ -147,20 +147,20 @@ def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterato
     yield format_duration(update.step_s)
 
 
-def _headlines(standing: Standing, plan: SavePlan, now_s: float) -> Iterator[str]:
-    reason = "" if standing.end is None else standing.end.reason
-    outcome = f"{standing.outcome}: {reason}" if reason else standing.outcome
-    yield f"{step_line(standing, now_s)}  ({outcome})"
-    goodput = standing.goodput(now_s)
+def _headlines(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]:
+    reason = "" if run_state.end is None else run_state.end.reason
+    outcome = f"{run_state.outcome}: {reason}" if reason else run_state.outcome
+    yield f"{step_line(run_state, now_s)}  ({outcome})"
+    goodput = run_state.goodput(now_s)
     if goodput is not None:
         yield _describe_goodput(goodput)
-    next_s = standing.next_save_s(plan, now_s)
+    next_s = run_state.next_save_s(plan, now_s)
     if next_s is not None:
         yield f"next save in {format_duration(round(next_s))}"
-    if standing.storage is not None:
+    if run_state.storage is not None:
         stale = "lines stay in memory until there is room, and the figures here are as old as the last one written"
-        yield f"incomplete: {describe_storage(standing.storage)}" + ("" if standing.end else f"; {stale}")
-    for text in standing.damage[:1]:
+        yield f"incomplete: {describe_storage(run_state.storage)}" + ("" if run_state.end else f"; {stale}")
+    for text in run_state.damage[:1]:
         yield f"damaged: {text}"
 
 
@@ -187,6 +187,6 @@ def _grid(states: Sequence[GroupState]) -> Text:
     return grid
 
 
-def _events(standing: Standing, most: int) -> Iterator[str]:
-    for event in standing.events(most):
+def _events(run_state: RunState, most: int) -> Iterator[str]:
+    for event in run_state.events(most):
         yield f"{datetime.datetime.fromtimestamp(event.at_s):%H:%M:%S} {event.text}"

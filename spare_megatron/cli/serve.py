@@ -53,19 +53,19 @@ def open_server(run_dir: Path, port: int, now_s: Callable[[], float] = time.time
     follower = Follower(run_dir)
 
     def make(before: Content | None) -> Content:
-        standing = follower.poll()
-        version = standing.num_lines
+        run_state = follower.poll()
+        version = run_state.num_lines
         if before is not None and before.version == version:
             return before
-        if standing.run is None:
+        if run_state.run is None:
             return Content(version=version, text=NOTHING_YET, is_final=False)
-        verdict = "the run goes on" if standing.end is None else verdict_of(run_dir, standing)
-        history = history_of(standing, verdict, now_s())
+        verdict = "the run goes on" if run_state.end is None else verdict_of(run_dir, run_state)
+        history = history_of(run_state, verdict, now_s())
         return Content(
             version=version,
             text=live_content(history),
-            is_final=standing.end is not None,
-            newest_at_s=None if history.began_s is None else standing.told_s,
+            is_final=run_state.end is not None,
+            newest_at_s=None if history.began_s is None else run_state.told_s,
         )
 
     page = live_page(run_dir.resolve().name, config_of(run_dir))

@@ -18,7 +18,7 @@ from spare_megatron.journal.quantities import format_duration
 from spare_megatron.process.interrupts import raising
 
 if TYPE_CHECKING:
-    from spare_megatron.journal.run_state import SavePlan, Standing
+    from spare_megatron.journal.run_state import RunState, SavePlan
 
 _POLLS_PER_S = 4
 _EVENTS_TOLD = 20
@@ -72,23 +72,23 @@ def _newest_run(folder: Path) -> Path:
 
 def _tell_run(run_dir: Path, *, as_json: bool) -> None:
     from spare_megatron.cli.run_view import lines_of
-    from spare_megatron.journal.follow import read_standing
+    from spare_megatron.journal.follow import read_run_state
 
-    standing, plan, now_s = read_standing(run_dir), save_plan(run_dir), time.time()
+    run_state, plan, now_s = read_run_state(run_dir), save_plan(run_dir), time.time()
     if as_json:
-        typer.echo(json.dumps(_as_json(run_dir, standing, plan, now_s)))
+        typer.echo(json.dumps(_as_json(run_dir, run_state, plan, now_s)))
         return
-    for text in (*lines_of(standing, plan, now_s), *_notes(run_dir, standing, now_s)):
+    for text in (*lines_of(run_state, plan, now_s), *_notes(run_dir, run_state, now_s)):
         typer.echo(text)
 
 
-def _notes(run_dir: Path, standing: "Standing", now_s: float) -> list[str]:
+def _notes(run_dir: Path, run_state: "RunState", now_s: float) -> list[str]:
     """What is to be said that no journal tells."""
     from spare_megatron.config.store_space import held
 
     found = store_bytes(run_dir)
     store = "" if found is None else f"etcd holds {held(*found)}, as it told this run last"
-    return [note for note in (store, driverless(run_dir, standing, now_s)) if note]
+    return [note for note in (store, driverless(run_dir, run_state, now_s)) if note]
 
 
 def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
@@ -109,12 +109,12 @@ def store_bytes(run_dir: Path) -> tuple[int, int | None] | None:
     return None
 
 
-def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
+def driverless(run_dir: Path, run_state: "RunState", now_s: float) -> str:
     """That nobody drives a run which has not ended, for people; empty where somebody does, or where none can tell."""
     from spare_megatron.process.lock import is_held
 
-    silent_s = now_s - standing.told_s
-    if standing.run is None or standing.end is not None or silent_s < _SILENCE_S or is_held(run_dir) is not False:
+    silent_s = now_s - run_state.told_s
+    if run_state.run is None or run_state.end is not None or silent_s < _SILENCE_S or is_held(run_dir) is not False:
         return ""
     return (
         f"its driver is gone, and has not written how the run ended: it was killed, or its machine is lost. The last "
@@ -122,25 +122,25 @@ def driverless(run_dir: Path, standing: "Standing", now_s: float) -> str:
     )
 
 
-def _as_json(run_dir: Path, standing: "Standing", plan: "SavePlan", now_s: float) -> dict[str, Any]:
+def _as_json(run_dir: Path, run_state: "RunState", plan: "SavePlan", now_s: float) -> dict[str, Any]:
     from spare_megatron.journal.events import describe_storage
 
-    goodput, store = standing.goodput(now_s), store_bytes(run_dir) or (None, None)
+    goodput, store = run_state.goodput(now_s), store_bytes(run_dir) or (None, None)
     return {
-        **dict(standing.figures()),
-        "name": None if standing.run is None else standing.run.name,
-        "num_steps": None if standing.run is None else standing.run.num_steps,
-        "groups": standing.groups(),
+        **dict(run_state.figures()),
+        "name": None if run_state.run is None else run_state.run.name,
+        "num_steps": None if run_state.run is None else run_state.run.num_steps,
+        "groups": run_state.groups(),
         "goodput": None if goodput is None else goodput.goodput,
         "wall_s": None if goodput is None else goodput.wall_s,
         "lost_s": {} if goodput is None else goodput.lost_s,
-        "next_save_s": standing.next_save_s(plan, now_s),
-        "events": [{"at_s": event.at_s, "text": event.text} for event in standing.events(_EVENTS_TOLD)],
-        "damage": standing.damage,
-        "incomplete": "" if standing.storage is None else describe_storage(standing.storage),
+        "next_save_s": run_state.next_save_s(plan, now_s),
+        "events": [{"at_s": event.at_s, "text": event.text} for event in run_state.events(_EVENTS_TOLD)],
+        "damage": run_state.damage,
+        "incomplete": "" if run_state.storage is None else describe_storage(run_state.storage),
         "store_bytes": store[0],
         "store_limit_bytes": store[1],
-        "driverless": driverless(run_dir, standing, now_s),
+        "driverless": driverless(run_dir, run_state, now_s),
     }
 
 
@@ -156,26 +156,26 @@ def _watch(run_dir: Path) -> None:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while follower.poll().end is None:
                 now_s = time.time()
-                note = "\n".join(_notes(run_dir, follower.standing, now_s))
-                live.update(view_of(follower.standing, plan, now_s, note), refresh=True)
+                note = "\n".join(_notes(run_dir, follower.run_state, now_s))
+                live.update(view_of(follower.run_state, plan, now_s, note), refresh=True)
                 time.sleep(1 / _POLLS_PER_S)
     now_s = time.time()
-    for text in (*lines_of(follower.standing, plan, now_s), *_notes(run_dir, follower.standing, now_s)):
+    for text in (*lines_of(follower.run_state, plan, now_s), *_notes(run_dir, follower.run_state, now_s)):
         console.print(text, highlight=False, markup=False)
 
 
-def _watch_plainly(run_dir: Path, poll: Callable[[], "Standing"]) -> None:
+def _watch_plainly(run_dir: Path, poll: Callable[[], "RunState"]) -> None:
     """Without a terminal: a line when steps have been committed, and one for each event as it is known."""
     from spare_megatron.cli.run_view import NewLines
 
     lines, is_left = NewLines(has_steps=True), False
     while True:
-        standing, now_s = poll(), time.time()
-        for text in lines.take(standing, now_s):
+        run_state, now_s = poll(), time.time()
+        for text in lines.take(run_state, now_s):
             typer.echo(text)
-        if standing.end is not None:
+        if run_state.end is not None:
             return
-        note = driverless(run_dir, standing, now_s)
+        note = driverless(run_dir, run_state, now_s)
         if note and not is_left:
             typer.echo(lines.stamped(note, now_s))
         is_left = bool(note)
@@ -201,12 +201,12 @@ def _tell_job(folder: Path, *, as_json: bool) -> None:
 
 def _job(folder: Path) -> dict[str, Any]:
     from spare_megatron.driver.slurm.commands import job_fields, job_of
-    from spare_megatron.journal.follow import read_standing
+    from spare_megatron.journal.follow import read_run_state
 
     job_id = job_of(folder)
     fields = job_fields(job_id)
     runs = {
-        run_dir.name: {name: value for name, value in read_standing(run_dir).figures() if name in _FIGURES}
+        run_dir.name: {name: value for name, value in read_run_state(run_dir).figures() if name in _FIGURES}
         for run_dir in sorted(folder.glob("attempt-*"))
         if any(run_dir.glob("journal/*.jsonl"))
     }

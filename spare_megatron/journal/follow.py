@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from spare_megatron.journal.lines import KINDS, Line, decode_line, require_known_format
-from spare_megatron.journal.run_state import PARAMS, UNREAD, Standing
+from spare_megatron.journal.run_state import PARAMS, UNREAD, RunState
 
 _HEAD = re.compile(rb'\{"record":"([a-z]+)","source":"([^"\\]*)","at_s":([0-9][0-9.e+]*),')
 
@@ -99,30 +99,30 @@ class Follower:
         ValueError: It is of a later format.
 
     Attributes:
-        standing: How the run stood the last time.
+        run_state: How the run stood the last time.
     """
 
     def __init__(self, run_dir: Path, *, with_params: bool = False) -> None:
         require_known_format(run_dir)
         self._tail = JournalTail(run_dir, without=UNREAD if with_params else (*UNREAD, PARAMS))
-        self.standing = Standing()
+        self.run_state = RunState()
 
-    def poll(self) -> Standing:
+    def poll(self) -> RunState:
         """How the run stands now."""
-        standing = self.standing
+        run_state = self.run_state
         for line in self._tail.poll():
-            standing.take(line)
-        standing.begun(self._tail.sources)
-        standing.settle(is_whole=standing.end is not None)
-        return standing
+            run_state.take(line)
+        run_state.begun(self._tail.sources)
+        run_state.settle(is_whole=run_state.end is not None)
+        return run_state
 
     @property
     def damage(self) -> tuple[str, ...]:
         """What could not be read, or made sense of."""
-        return (*self._tail.damage, *self.standing.damage)
+        return (*self._tail.damage, *self.run_state.damage)
 
 
-def read_standing(run_dir: Path, *, with_params: bool = False) -> Standing:
+def read_run_state(run_dir: Path, *, with_params: bool = False) -> RunState:
     """How the run stands by everything that is in its journal now. The arguments are those of `Follower`.
 
     Raises:
@@ -133,5 +133,5 @@ def read_standing(run_dir: Path, *, with_params: bool = False) -> Standing:
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")
     follower = Follower(run_dir, with_params=with_params)
     follower.poll().settle(is_whole=True)
-    follower.standing.damage[:] = follower.damage
-    return follower.standing
+    follower.run_state.damage[:] = follower.damage
+    return follower.run_state

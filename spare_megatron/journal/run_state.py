@@ -160,7 +160,7 @@ class SavePlan:
     interval_steps: int = 0
 
 
-class Standing:
+class RunState:
     """The state of a run that its lines add up to, those of a file in their order.
 
     Attributes:

@@ -12,7 +12,7 @@ from spare_megatron.journal.goodput import Goodput
 from spare_megatron.journal.paces import over_others
 from spare_megatron.journal.records import CheckpointRecord, LossRecord, RunRecord
 from spare_megatron.journal.recoveries import Recovery
-from spare_megatron.journal.run_state import Standing
+from spare_megatron.journal.run_state import RunState
 from spare_megatron.journal.speed import flops_utilization, tokens_per_second
 
 Presence = Literal["training", "lost", "away"]
@@ -149,32 +149,34 @@ class History:
         return np.where(taken_s > 0, taken_s, np.nan)  # a clock may have been set back
 
 
-def history_of(standing: Standing, verdict: str, now_s: float) -> History:
+def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
     """The history of a run that stands so.
 
     Args:
-        standing: Everything that is in its journal.
+        run_state: Everything that is in its journal.
         verdict: As in `History`.
         now_s: Up to when time is counted if it goes on, in seconds since the epoch.
 
     Raises:
         ValueError: The journal lacks the run's record, with which every journal begins.
     """
-    if standing.run is None:
+    if run_state.run is None:
         raise ValueError("the journal has no run record: there is nothing to tell")
     return History(
-        run=standing.run,
+        run=run_state.run,
         verdict=verdict,
-        figures=dict(standing.figures()),
-        goodput=standing.goodput(now_s),
-        steps=_steps(standing),
-        paces=_paces(standing),
-        losses=[_loss(record, at_s - standing.began_s) for at_s, record in standing.losses],
-        recoveries=standing.recoveries.found(),
-        began_s=None if standing.run.reduce_mode == "simulated" else standing.began_s,
-        lasted_s=(standing.told_s if standing.end is not None else max(now_s, standing.told_s)) - standing.began_s,
-        checkpoints=[(at_s - standing.began_s, record) for at_s, record in sorted(standing.checkpoints, key=_written)],
-        params=standing.params(),
+        figures=dict(run_state.figures()),
+        goodput=run_state.goodput(now_s),
+        steps=_steps(run_state),
+        paces=_paces(run_state),
+        losses=[_loss(record, at_s - run_state.began_s) for at_s, record in run_state.losses],
+        recoveries=run_state.recoveries.found(),
+        began_s=None if run_state.run.reduce_mode == "simulated" else run_state.began_s,
+        lasted_s=(run_state.told_s if run_state.end is not None else max(now_s, run_state.told_s)) - run_state.began_s,
+        checkpoints=[
+            (at_s - run_state.began_s, record) for at_s, record in sorted(run_state.checkpoints, key=_written)
+        ],
+        params=run_state.params(),
     )
 
 
@@ -182,25 +184,25 @@ def _written(checkpoint: tuple[float, CheckpointRecord]) -> float:
     return checkpoint[0]
 
 
-def _told_commits(standing: Standing) -> list[Committed]:
-    assert standing.folding is not None, "a run has a log"
-    return [commit for commit in standing.folding.commits if commit.attempt < len(standing.steps.loss)]
+def _told_commits(run_state: RunState) -> list[Committed]:
+    assert run_state.folding is not None, "a run has a log"
+    return [commit for commit in run_state.folding.commits if commit.attempt < len(run_state.steps.loss)]
 
 
-def _paces(standing: Standing) -> Paces:
-    attempts = np.array([commit.attempt for commit in _told_commits(standing)], np.int64)
-    kept, pace_s = standing.steps.paces.of(attempts)
+def _paces(run_state: RunState) -> Paces:
+    attempts = np.array([commit.attempt for commit in _told_commits(run_state)], np.int64)
+    kept, pace_s = run_state.steps.paces.of(attempts)
     return Paces(commit=kept, ratio=over_others(pace_s))
 
 
-def _steps(standing: Standing) -> Steps:
-    assert standing.folding is not None, "a run has a log"
-    told, undone = standing.steps, standing.folding.undone
-    commits = _told_commits(standing)
+def _steps(run_state: RunState) -> Steps:
+    assert run_state.folding is not None, "a run has a log"
+    told, undone = run_state.steps, run_state.folding.undone
+    commits = _told_commits(run_state)
     attempts = np.array([commit.attempt for commit in commits], np.intp)
     return Steps(
         step=np.array([commit.step for commit in commits], np.int64),
-        ended_s=standing.entry_times(np.array([commit.index for commit in commits], np.intp)) - standing.began_s,
+        ended_s=run_state.entry_times(np.array([commit.index for commit in commits], np.intp)) - run_state.began_s,
         loss=told.loss[attempts],
         grad_norm=told.grad_norm[attempts],
         learning_rate=told.learning_rate[attempts],

@@ -65,5 +65,5 @@ def fence(
 
 
 def _fences(entry: str, member: Member) -> bool:
-    standing = decode_entry(entry)
-    return isinstance(standing, Fence) and standing.hits(member)
+    run_state = decode_entry(entry)
+    return isinstance(run_state, Fence) and run_state.hits(member)

@@ -17,7 +17,7 @@ from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfi
 from spare_megatron.core.fault_points import Phase
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import AppendingFile
-from spare_megatron.journal.follow import read_standing
+from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.paces import find_slowest
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from spare_megatron.journal.spans import read_spans_of
@@ -140,7 +140,7 @@ def test_a_rank_that_computes_slowly_is_told_from_those_that_wait_for_it(text_co
     config = alert_config(text_corpus, LAYOUT, steps=3)
     summary = start_run(config, tmp_path / "run", lambda _: None, rank_main=slow_rank)
     assert (summary.outcome, summary.verdict, summary.groups_lost) == ("finished", "valid", 0)
-    history = history_of(read_standing(tmp_path / "run"), "valid", now_s=0.0)
+    history = history_of(read_run_state(tmp_path / "run"), "valid", now_s=0.0)
     assert history.paces.ratio.shape == (3, 4, 2)
     slowest = find_slowest(history.paces.ratio)
     assert slowest is not None
@@ -170,7 +170,7 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
     assert_masked(run)
     assert fenced_groups(run.journal) == {1}
     assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
-    (loss,) = history_of(read_standing(run.run_dir), "valid", now_s=0.0).losses
+    (loss,) = history_of(read_run_state(run.run_dir), "valid", now_s=0.0).losses
     assert (loss.group, loss.rank) == (1, 1)
     assert "no heartbeat" in loss.cause
     parts = read_spans_of(run.run_dir)

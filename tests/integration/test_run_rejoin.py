@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConfig
 from spare_megatron.core.fault_points import Phase
-from spare_megatron.journal.follow import read_standing
+from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, StartRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRejoined, RanksStarted
 from spare_megatron.stacking.layout import GroupId, Member
@@ -46,7 +46,7 @@ def test_a_lost_group_comes_back_and_takes_its_load_again(
     admissions = [entry for entry in entries_of(run.journal) if entry.get("admit")]
     assert [(entry["step"] + 1, entry["admit"]) for entry in admissions] == [(step, [[1, 1]])]
     first = min(record.step for record in run.journal.of(ContributionRecord) if record.incarnation == 1)
-    told = [event.text for event in read_standing(run.run_dir).events(9) if "rejoined" in event.text]
+    told = [event.text for event in read_run_state(run.run_dir).events(9) if "rejoined" in event.text]
     assert told == [f"group 1 rejoined, and takes part from step {first} on"]
     updates = run.journal.of(UpdateRecord)
     assert {update.group for update in updates if update.step == STEPS - 1} == {0, 1, 2}

@@ -6,7 +6,7 @@ import numpy as np
 
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord, RunRecord
-from spare_megatron.journal.run_state import Standing
+from spare_megatron.journal.run_state import RunState
 from spare_megatron.observe.history import History, Loss, Steps, history_of
 
 HIGHEST_LOSS = 99.0
@@ -32,8 +32,8 @@ def long_history(num_steps: int, num_groups: int) -> History:
         flops_per_step=1e15,
         peak_tflops=989.0,
     )
-    standing = Standing()
-    standing.take(Line(source="driver", at_s=0.0, record=run))
+    run_state = RunState()
+    run_state.take(Line(source="driver", at_s=0.0, record=run))
     rng = np.random.default_rng(1)
     loss = rng.normal(size=num_steps)
     loss[num_steps // 3] = HIGHEST_LOSS
@@ -60,5 +60,5 @@ def long_history(num_steps: int, num_groups: int) -> History:
         for step in range(10, num_steps + 1, 10)
     ]
     checkpoints = [(float(steps.ended_s[record.step - 1]), record) for record in saved]
-    history = history_of(standing, "valid", now_s=0.0)
+    history = history_of(run_state, "valid", now_s=0.0)
     return dataclasses.replace(history, steps=steps, losses=losses, checkpoints=checkpoints)

@@ -5,7 +5,7 @@ from typing import Any
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import EntryRecord, RunRecord
-from spare_megatron.journal.run_state import Standing
+from spare_megatron.journal.run_state import RunState
 from spare_megatron.journal.summary import summarize
 
 RUN = RunRecord(
@@ -39,9 +39,9 @@ def test_a_group_that_comes_back_and_is_lost_again_is_lost_twice() -> None:
     ]
     told = [EntryRecord(group=0, index=index, entry=entry) for index, entry in enumerate(entries)]
     lines = [Line(source="told", at_s=float(at_s), record=record) for at_s, record in enumerate((RUN, *told))]
-    standing = Standing()
+    run_state = RunState()
     for line in lines:
-        standing.take(line)
-    standing.settle(is_whole=True)
-    assert standing.damage == []
-    assert dict(standing.figures())["groups_lost"] == summarize(Journal(lines=tuple(lines))).groups_lost == 3
+        run_state.take(line)
+    run_state.settle(is_whole=True)
+    assert run_state.damage == []
+    assert dict(run_state.figures())["groups_lost"] == summarize(Journal(lines=tuple(lines))).groups_lost == 3

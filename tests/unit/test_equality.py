@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
-from spare_megatron.journal.follow import read_standing
+from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.observe.equality import compare
@@ -33,7 +33,7 @@ class Histories:
     def __call__(self, lines: list[Line]) -> History:
         self._number += 1
         run_dir = write_journal(self._folder / f"run-{self._number}", lines)
-        return history_of(read_standing(run_dir, with_params=True), "valid", now_s=0.0)
+        return history_of(read_run_state(run_dir, with_params=True), "valid", now_s=0.0)
 
 
 def described(first: History, second: History) -> str:

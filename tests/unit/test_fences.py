@@ -93,11 +93,11 @@ def test_a_fence_by_who_knows_nothing_of_a_long_log_takes_few_requests() -> None
 
 
 def test_a_fence_is_not_repeated_right_after_it_whatever_is_known_of_the_log() -> None:
-    for standing in (0, 3, 7, 9, 10, 95, 99, 101):
+    for run_state in (0, 3, 7, 9, 10, 95, 99, 101):
         for later in (0, 1, 10, 40):
-            entries = [*commits(standing), Fence(group=LOST.group, incarnation=1), *commits(later)]
-            for hint in {0, standing // 2, standing, standing + 1, len(entries)}:
-                assert fence(log_of(Log(*entries)), LOST, "dead", from_index=hint) == standing
+            entries = [*commits(run_state), Fence(group=LOST.group, incarnation=1), *commits(later)]
+            for hint in {0, run_state // 2, run_state, run_state + 1, len(entries)}:
+                assert fence(log_of(Log(*entries)), LOST, "dead", from_index=hint) == run_state
 
 
 def test_fences_of_others_and_of_earlier_lives_are_not_taken_for_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.paces import MOST_SAMPLES, RankPaces, find_slowest, over_others
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, RunRecord, UpdateRecord
-from spare_megatron.journal.run_state import Standing
+from spare_megatron.journal.run_state import RunState
 from spare_megatron.observe.figures import LEAST_PACE, MOST_PACE, MOST_PACE_COLUMNS, rank_map
 from spare_megatron.observe.history import History, history_of
 from spare_megatron.observe.page import plots_of
@@ -33,15 +33,15 @@ def history_with_a_slow_rank(num_steps: int, ratio: float, seed: int) -> History
         reduce_mode="fast",
         faults=[],
     )
-    standing = Standing()
-    standing.take(Line(source="driver", at_s=0.0, record=run))
+    run_state = RunState()
+    run_state.take(Line(source="driver", at_s=0.0, record=run))
     for step in range(num_steps):
         pace_s = np.array([0.5, 0.7]) * rng.uniform(0.8, 1.3) * rng.normal(1.0, 0.05, (NUM_GROUPS, NUM_RANKS))
         pace_s[SLOW_GROUP, SLOW_RANK] *= ratio
         pace_s[rng.random(pace_s.shape) < 0.02] *= 20.0
         for record in records_of(step, pace_s):
-            standing.take(Line(source="group", at_s=float(step + 1), record=record))
-    return history_of(standing, "valid", now_s=float(num_steps + 1))
+            run_state.take(Line(source="group", at_s=float(step + 1), record=record))
+    return history_of(run_state, "valid", now_s=float(num_steps + 1))
 
 
 def records_of(step: int, pace_s: np.ndarray) -> list[ContributionRecord | UpdateRecord | EntryRecord]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import RunRecord
-from spare_megatron.journal.run_state import Standing
+from spare_megatron.journal.run_state import RunState
 from spare_megatron.observe import figures
 from spare_megatron.observe.figures import MOST_COLUMNS, MOST_ROWS, Unit, extremes, group_map, presence_map, shrink
 from spare_megatron.observe.history import History, history_of, presence
@@ -49,10 +49,10 @@ def lines() -> list[Line]:
 
 @pytest.fixture(scope="module")
 def history(lines: list[Line]) -> History:
-    standing = Standing()
+    run_state = RunState()
     for line in lines:
-        standing.take(line)
-    return history_of(standing, "valid", now_s=0.0)
+        run_state.take(line)
+    return history_of(run_state, "valid", now_s=0.0)
 
 
 def write_run(folder: Path, lines: list[Line]) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spare_megatron.journal.follow import read_standing
+from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import CheckpointRecord
 from spare_megatron.observe.history import History, history_of
@@ -29,7 +29,7 @@ NUM_STEPS = 8
 
 
 def history_from(run_dir: Path, lines: list[Line]) -> History:
-    return history_of(read_standing(write_journal(run_dir, lines)), "valid", now_s=0.0)
+    return history_of(read_run_state(write_journal(run_dir, lines)), "valid", now_s=0.0)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.store_space import StoreSpace, shortage
 from spare_megatron.journal.check import fold_journal
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.follow import Follower, read_standing
+from spare_megatron.journal.follow import Follower, read_run_state
 from spare_megatron.journal.goodput import find_goodput
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import (
@@ -40,7 +40,7 @@ from spare_megatron.journal.records import (
     RunRecord,
     UpdateRecord,
 )
-from spare_megatron.journal.run_state import SavePlan, Standing
+from spare_megatron.journal.run_state import RunState, SavePlan
 from spare_megatron.journal.summary import summarize
 from spare_megatron.process.reports import (
     GroupLost,
@@ -102,11 +102,11 @@ def commit(at_s: float, index: int, step: int, **fields: Any) -> Line:
     return entry(at_s, index, entry="commit", step=step, attempt=index, **fields)
 
 
-def standing_of(*lines: Line) -> Standing:
-    standing = Standing()
+def standing_of(*lines: Line) -> RunState:
+    run_state = RunState()
     for item in (line(100.0, RUN), *lines):
-        standing.take(item)
-    return standing
+        run_state.take(item)
+    return run_state
 
 
 def write(folder: Path, lines: list[Line]) -> Path:
@@ -136,12 +136,12 @@ def test_what_lines_add_up_to_is_what_the_whole_journal_says(
             file.write(text[begin:end])
             file.flush()
             follower.poll()
-    standing = follower.standing
+    run_state = follower.run_state
     assert follower.damage == ()
-    for name, value in standing.figures():
+    for name, value in run_state.figures():
         assert value == getattr(summary, name), name
-    assert standing.recoveries.found() == summary.recoveries
-    goodput = standing.goodput(now_s=0.0)
+    assert run_state.recoveries.found() == summary.recoveries
+    goodput = run_state.goodput(now_s=0.0)
     expected = find_goodput(journal, fold_journal(journal, journal.of(RunRecord)[0]))
     assert goodput is not None
     assert expected is not None
@@ -171,29 +171,29 @@ def test_what_is_read_is_never_read_again_and_a_torn_line_waits(tmp_path: Path) 
 
 
 def test_an_entry_that_is_not_there_is_waited_for_once() -> None:
-    standing = standing_of(commit(101.0, 0, 0), commit(103.0, 2, 2))
-    standing.settle()
-    assert standing.num_committed == 1
-    standing.take(commit(102.0, 1, 1))  # of a slower file
-    standing.settle()
-    assert (standing.num_committed, standing.damage) == (3, [])
-    standing.take(commit(105.0, 4, 4))
-    standing.settle()
-    standing.settle()
-    assert standing.num_committed == 5
-    assert standing.damage == ["log entries 3 to 3 are not in the journal"]
+    run_state = standing_of(commit(101.0, 0, 0), commit(103.0, 2, 2))
+    run_state.settle()
+    assert run_state.num_committed == 1
+    run_state.take(commit(102.0, 1, 1))  # of a slower file
+    run_state.settle()
+    assert (run_state.num_committed, run_state.damage) == (3, [])
+    run_state.take(commit(105.0, 4, 4))
+    run_state.settle()
+    run_state.settle()
+    assert run_state.num_committed == 5
+    assert run_state.damage == ["log entries 3 to 3 are not in the journal"]
 
 
 def test_a_loss_that_several_nodes_tell_of_is_one_and_given_up_if_one_of_them_says_so() -> None:
-    standing = standing_of(commit(101.0, 0, 0))
+    run_state = standing_of(commit(101.0, 0, 0))
     first, second = ({"rank": rank, "operation": "transfer", "step": 1} for rank in (0, 1))
     loss = LossRecord(group=1, rank=1, cause="SIGKILL", entry_index=1, pending=[second])
     given_up = replace(loss, pending=[first], is_given_up=True)
     for at_s, record in ((102.1, loss), (102.2, given_up), (102.0, loss)):
-        standing.take(line(at_s, record))
-    assert standing.losses == [(102.0, replace(loss, pending=[second, first], is_given_up=True))]
-    assert standing.groups() == ["alive", "given up", "alive"]
-    assert [event.text for event in standing.events(9)] == [
+        run_state.take(line(at_s, record))
+    assert run_state.losses == [(102.0, replace(loss, pending=[second, first], is_given_up=True))]
+    assert run_state.groups() == ["alive", "given up", "alive"]
+    assert [event.text for event in run_state.events(9)] == [
         "group 1 lost: rank 1: SIGKILL",
         "group 1 given up: it has used up spare.rejoins",
     ]
@@ -201,30 +201,30 @@ def test_a_loss_that_several_nodes_tell_of_is_one_and_given_up_if_one_of_them_sa
 
 @pytest.mark.parametrize("is_cause_first", [False, True])
 def test_of_several_nodes_of_a_group_the_one_of_the_rank_at_fault_is_believed(*, is_cause_first: bool) -> None:
-    standing = standing_of(commit(101.0, 0, 0))
+    run_state = standing_of(commit(101.0, 0, 0))
     cause = LossRecord(group=1, rank=1, cause="no heartbeat", entry_index=1)
     found = [cause, LossRecord(group=1, rank=0, cause=LOST_A_PEER, entry_index=1)]
     for at_s, record in enumerate(found if is_cause_first else reversed(found)):
-        standing.take(line(102.0 + at_s, record))
-    assert standing.losses == [(102.0, cause)]
+        run_state.take(line(102.0 + at_s, record))
+    assert run_state.losses == [(102.0, cause)]
 
 
 def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
-    standing = standing_of(commit(101.0, 0, 0))
-    assert standing.groups() == ["alive", "alive", "alive"]
-    standing.take(line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)))
-    assert standing.groups() == ["alive", "lost", "alive"]
-    standing.take(entry(102.1, 1, entry="fence", group=1, incarnation=0))
-    standing.begun({"group-0001-rank-0", "group-0002-rank-1", "driver"})
-    assert standing.groups() == ["alive", "lost", "alive"]
-    standing.begun({"group-0001-rank-0-life-1"})
-    assert standing.groups() == ["alive", "rejoining", "alive"]
-    standing.take(commit(103.0, 2, 1, admit=[[1, 1]]))
-    assert standing.groups() == ["alive", "alive", "alive"]
+    run_state = standing_of(commit(101.0, 0, 0))
+    assert run_state.groups() == ["alive", "alive", "alive"]
+    run_state.take(line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)))
+    assert run_state.groups() == ["alive", "lost", "alive"]
+    run_state.take(entry(102.1, 1, entry="fence", group=1, incarnation=0))
+    run_state.begun({"group-0001-rank-0", "group-0002-rank-1", "driver"})
+    assert run_state.groups() == ["alive", "lost", "alive"]
+    run_state.begun({"group-0001-rank-0-life-1"})
+    assert run_state.groups() == ["alive", "rejoining", "alive"]
+    run_state.take(commit(103.0, 2, 1, admit=[[1, 1]]))
+    assert run_state.groups() == ["alive", "alive", "alive"]
     again = LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=3, incarnation=1, is_given_up=True)
-    standing.take(line(104.0, again))
-    assert standing.groups() == ["alive", "given up", "alive"]
-    assert [event.text for event in standing.events(9)] == [
+    run_state.take(line(104.0, again))
+    assert run_state.groups() == ["alive", "given up", "alive"]
+    assert [event.text for event in run_state.events(9)] == [
         "group 1 lost: rank 0: SIGKILL",
         "group 1 rejoined, and takes part from step 2 on",
         "group 1 lost: rank 0: SIGKILL; given up: it has used up spare.rejoins",
@@ -232,12 +232,12 @@ def test_a_group_is_lost_then_rejoining_then_alive_or_given_up() -> None:
 
 
 def test_a_group_that_takes_far_longer_for_a_microbatch_is_slow() -> None:
-    standing = standing_of()
+    run_state = standing_of()
     for step in range(9):
         for group, pace_s in enumerate((1.0, 1.1, 2.5)):
             began_s, work = 200.0 + 10 * step, {str(group): [0, 1] if group else [0, 1, 2, 3]}
             load = len(work[str(group)])
-            standing.take(
+            run_state.take(
                 line(
                     began_s + pace_s * load,
                     ContributionRecord(
@@ -256,15 +256,15 @@ def test_a_group_that_takes_far_longer_for_a_microbatch_is_slow() -> None:
                 makespan=2,
                 step_s=10.0,
             )
-            standing.take(line(began_s + 10.0, update))
-        assert standing.groups() == ["alive", "alive", "slow" if step == 8 else "alive"]
+            run_state.take(line(began_s + 10.0, update))
+        assert run_state.groups() == ["alive", "alive", "slow" if step == 8 else "alive"]
 
 
 def test_the_next_save_is_told_by_the_cadence_or_the_settings() -> None:
-    standing = standing_of(commit(101.0, 0, 0), commit(102.0, 1, 1), commit(103.0, 2, 2, save=True))
-    assert standing.next_save_s(SavePlan(), 110.0) is None
-    assert standing.next_save_s(SavePlan(interval_s=60.0), 110.0) == 53.0
-    assert standing.next_save_s(SavePlan(interval_steps=10), 110.0) == 7 * 1.0
+    run_state = standing_of(commit(101.0, 0, 0), commit(102.0, 1, 1), commit(103.0, 2, 2, save=True))
+    assert run_state.next_save_s(SavePlan(), 110.0) is None
+    assert run_state.next_save_s(SavePlan(interval_s=60.0), 110.0) == 53.0
+    assert run_state.next_save_s(SavePlan(interval_steps=10), 110.0) == 7 * 1.0
     cadence = CadenceRecord(
         group=0,
         step=3,
@@ -277,21 +277,21 @@ def test_the_next_save_is_told_by_the_cadence_or_the_settings() -> None:
         exposure_s=1.0,
         num_members=3,
     )
-    standing.take(line(104.0, cadence))
-    assert standing.next_save_s(SavePlan(), 110.0) == 24.0
-    standing.take(line(112.0, EndRecord(outcome="finished", reason="")))
-    assert standing.next_save_s(SavePlan(), 113.0) is None
+    run_state.take(line(104.0, cadence))
+    assert run_state.next_save_s(SavePlan(), 110.0) == 24.0
+    run_state.take(line(112.0, EndRecord(outcome="finished", reason="")))
+    assert run_state.next_save_s(SavePlan(), 113.0) is None
 
 
 def test_the_view_can_be_read_without_colours() -> None:
-    standing = standing_of(
+    run_state = standing_of(
         commit(101.0, 0, 0),
         line(102.0, LossRecord(group=1, rank=0, cause="SIGKILL", entry_index=1)),
         entry(102.1, 1, entry="fence", group=1, incarnation=0),
         commit(103.0, 2, 1),
     )
     console = Console(file=io.StringIO(), width=120, record=True, force_terminal=True, no_color=True)
-    console.print(view_of(standing, SavePlan(interval_s=60.0), 104.0, note="starting"))
+    console.print(view_of(run_state, SavePlan(interval_s=60.0), 104.0, note="starting"))
     text = console.export_text()
     assert re.search("^step 2/20", text, re.MULTILINE), "the bar has a line of its own"
     for part in (
@@ -415,16 +415,16 @@ def test_while_the_journal_is_behind_what_is_reported_is_told_and_not_again(
 def test_a_step_that_came_before_an_event_is_told_before_it() -> None:
     """It was held back for two seconds after the one before, and came behind with an earlier time."""
     lines, update = NewLines(has_steps=True), replace(UPDATE, step=0, attempt=0)
-    standing = standing_of(commit(101.0, 0, 0), line(101.1, update))
-    (told,) = lines.take(standing, 101.2)
+    run_state = standing_of(commit(101.0, 0, 0), line(101.1, update))
+    (told,) = lines.take(run_state, 101.2)
     assert " step 1/20 " in told
     for item in (commit(102.0, 1, 1), line(102.1, replace(UPDATE, attempt=1))):
-        standing.take(item)
-    assert lines.take(standing, 102.2) == [], "too soon"
-    standing.take(line(102.5, LOST))
-    step, loss = lines.take(standing, 102.6)
+        run_state.take(item)
+    assert lines.take(run_state, 102.2) == [], "too soon"
+    run_state.take(line(102.5, LOST))
+    step, loss = lines.take(run_state, 102.6)
     assert (" step 2/20 " in step, loss.endswith(TOLD[1])) == (True, True)
-    assert lines.take(standing, 999.0) == []
+    assert lines.take(run_state, 999.0) == []
 
 
 def test_on_a_terminal_each_event_stands_once_in_the_lines_above_the_view(tmp_path: Path) -> None:
@@ -441,27 +441,27 @@ def test_a_step_is_told_in_the_same_line_everywhere(tmp_path: Path) -> None:
     )
     assert f" {text}\n" in follow_story(tmp_path / "run", is_terminal=False)
     assert f"{text}  (going on)\n" in CliRunner().invoke(app, ["status", str(tmp_path / "run")]).output
-    standing = standing_of(commit(101.0, 0, 0), line(101.1, replace(UPDATE, step=0, attempt=0)))
-    assert "loss 2.3456  lr 3.00e-04  grad norm 1.234  groups 3/3" in step_line(standing, 102.0), "nothing is known"
+    run_state = standing_of(commit(101.0, 0, 0), line(101.1, replace(UPDATE, step=0, attempt=0)))
+    assert "loss 2.3456  lr 3.00e-04  grad norm 1.234  groups 3/3" in step_line(run_state, 102.0), "nothing is known"
 
 
 def test_the_time_left_follows_the_recent_steps_and_their_recoveries() -> None:
-    standing = standing_of(*(commit(101.0 + step, step, step) for step in range(4)))
-    assert standing.left_s(104.0) == pytest.approx(16 * 1.0)
-    standing.take(commit(109.0, 4, 4))  # a recovery
-    assert standing.left_s(109.0) == pytest.approx(15 * (3 * 1.0 + 5.0) / 4)
-    standing.take(commit(1109.0, 5, 5))  # a restart, of a minute for each of the other steps
-    assert standing.left_s(1109.0) == pytest.approx(14 * (3 * 1.0 + 5.0 + 10 * 1.0) / 5)
-    standing.take(line(1110.0, EndRecord(outcome="finished", reason="")))
-    assert standing.left_s(1110.0) is None
+    run_state = standing_of(*(commit(101.0 + step, step, step) for step in range(4)))
+    assert run_state.left_s(104.0) == pytest.approx(16 * 1.0)
+    run_state.take(commit(109.0, 4, 4))  # a recovery
+    assert run_state.left_s(109.0) == pytest.approx(15 * (3 * 1.0 + 5.0) / 4)
+    run_state.take(commit(1109.0, 5, 5))  # a restart, of a minute for each of the other steps
+    assert run_state.left_s(1109.0) == pytest.approx(14 * (3 * 1.0 + 5.0 + 10 * 1.0) / 5)
+    run_state.take(line(1110.0, EndRecord(outcome="finished", reason="")))
+    assert run_state.left_s(1110.0) is None
 
 
 def test_no_more_time_is_left_than_the_run_is_to_take() -> None:
-    standing = Standing()
-    assert standing.left_s(100.0) is None
+    run_state = RunState()
+    assert run_state.left_s(100.0) is None
     for item in (line(100.0, replace(RUN, max_minutes=0.2)), *(commit(101.0 + step, step, step) for step in range(4))):
-        standing.take(item)
-    assert standing.left_s(104.0) == pytest.approx(112.0 - 104.0)
+        run_state.take(item)
+    assert run_state.left_s(104.0) == pytest.approx(112.0 - 104.0)
 
 
 def test_checkpoints_that_no_group_could_use_are_told_once_for_each_restart() -> None:
@@ -470,15 +470,15 @@ def test_checkpoints_that_no_group_could_use_are_told_once_for_each_restart() ->
     for index in (1, 2):
         restarts.append(entry(102.0, index, entry="restart", step=1, members=[[0, index], [1, index]]))
         restarts += [line(103.0, replace(record, group=group)) for group in (0, 1)]
-    standing = standing_of(commit(101.0, 0, 0, save=True), *restarts)
-    told = [event.text for event in standing.events_since(0)]
+    run_state = standing_of(commit(101.0, 0, 0, save=True), *restarts)
+    told = [event.text for event in run_state.events_since(0)]
     assert told.count("step 2: damaged") == told.count("training starts again from the checkpoint after 1 steps") == 2
 
 
 def test_why_a_run_was_halted_is_told_once() -> None:
     end = EndRecord(outcome="halted", reason="it diverged")
-    standing = standing_of(entry(101.0, 0, entry="halt", reason="it diverged"), line(102.0, end))
-    assert [event.text for event in standing.events(9)] == ["halted: it diverged", "the run ended: halted"]
+    run_state = standing_of(entry(101.0, 0, entry="halt", reason="it diverged"), line(102.0, end))
+    assert [event.text for event in run_state.events(9)] == ["halted: it diverged", "the run ended: halted"]
 
 
 def test_a_wipe_out_before_a_restart_is_told_once_though_each_group_says_so(tmp_path: Path) -> None:
@@ -573,7 +573,7 @@ def test_what_is_neither_a_run_nor_a_job_is_named(tmp_path: Path, arguments: lis
 
 def test_a_journal_without_any_run_record_tells_nothing(tmp_path: Path) -> None:
     run_dir = write(tmp_path / "run", [commit(101.0, 0, 0)])
-    assert read_standing(run_dir).groups() == []
+    assert read_run_state(run_dir).groups() == []
     assert "no run yet" in CliRunner().invoke(app, ["status", str(run_dir)]).output
 
 
@@ -589,7 +589,7 @@ def test_a_loss_in_a_trace_is_known_by_its_group() -> None:
         failures=FailureSpec(kind="trace", trace=(Loss(at_s=90.0, groups=(GroupId(1),)),)),
     )
     simulate(scenario, 1, journal=found.append)
-    standing = Standing()
+    run_state = RunState()
     for item in found:
-        standing.take(item)
-    assert standing.groups() == ["alive", "lost", "alive", "alive", "alive"]
+        run_state.take(item)
+    assert run_state.groups() == ["alive", "lost", "alive", "alive", "alive"]

@@ -35,7 +35,7 @@ from spare_megatron.stacking.placement import make_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class Forecast:
     """What to expect between a restart and the next wipe-out.
 
     Attributes:
@@ -47,7 +47,7 @@ class Outlook:
     stretch: float
 
 
-def outlook(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Outlook:
+def forecast(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Forecast:
     """With lost groups that stay away.
 
     Without domains losses come at a constant rate: lived_s is that interval times the sum over k of P(L > k), which
@@ -69,17 +69,17 @@ def outlook(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Outl
         covered = coverage_probabilities(n, n if facts.last_resort else redundancy, counts.middle)
         weights = covered * counts.width
         lived_s = facts.times.loss_interval_s * float(weights.sum())
-        return Outlook(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
+        return Forecast(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
     times_s, num_down, all_down = _num_down_for_good(facts)
     covered = 1 - all_down if facts.last_resort else _coverage(facts, redundancy)
     rate_per_s = 1 / _intervals(facts).group_s + 1 / _intervals(facts).domain_s
     elapsed_s = -np.expm1(-rate_per_s * times_s) / rate_per_s  # the integral of the share of groups that is up
     weights = trapezoid(covered[:, None] * num_down, elapsed_s, axis=0)
     lived_s = float(trapezoid(covered, elapsed_s))
-    return Outlook(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
+    return Forecast(lived_s=lived_s, stretch=_stretch(weights / weights.sum(), step_s, facts.times))
 
 
-def outlook_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches: int, rejoin: RejoinTimes) -> Outlook:
+def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches: int, rejoin: RejoinTimes) -> Forecast:
     """With lost groups that come back and are taken in with a pause.
 
     A group that is lost in a step and ready after R + X misses (R + X) / T steps of T on average; it is down for half a
@@ -108,14 +108,14 @@ def outlook_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches: 
         steady = num_down_in_ranges(facts.num_groups, counts, np.array([away.down_share]))
     cycle_s = _mean_step_s(steady, step_s)
     if not np.isfinite(cycle_s):
-        return Outlook(lived_s=facts.event_interval_s, stretch=float("inf"))
+        return Forecast(lived_s=facts.event_interval_s, stretch=float("inf"))
     lived = _survival(facts, redundancy, rejoin, replace(away, repair_s=away.repair_s + cycle_s / 2))
     if facts.has_domains or rejoin.num_spares:
         weights = steady
     else:
         weights = lived.shares_s @ num_down_over_time(facts.num_groups, counts, lived, away) / lived.mean_s
     # With none up there is no step; the little mass there counts as no progress.
-    return Outlook(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times))
+    return Forecast(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 
 from spare_megatron.core.cadence import optimal_cadence_s
 from spare_megatron.planner.facts import ClusterFacts, HoldingLimits, Policy
-from spare_megatron.planner.forecast import Outlook, outlook, outlook_with_rejoin
+from spare_megatron.planner.forecast import Forecast, forecast, forecast_with_rejoin
 from spare_megatron.stacking.golomb import check_redundancy
 
 _LEAST = 1e-300
@@ -199,17 +199,17 @@ def optimize(
     return next(plan for plan in plans if plan.time_to_train_ratio <= least * (1 + tolerance))
 
 
-def _outlook(facts: ClusterFacts, policy: Policy, redundancy: int) -> Outlook:
+def _outlook(facts: ClusterFacts, policy: Policy, redundancy: int) -> Forecast:
     match policy:
         case "stack" if facts.last_resort:
             raise ValueError("last_resort takes single microbatches; the policy stack moves whole shards")
         case "stack":
-            return outlook(facts, redundancy, 1)
+            return forecast(facts, redundancy, 1)
         case "microbatch":
-            return outlook(facts, redundancy, facts.num_microbatches)
+            return forecast(facts, redundancy, facts.num_microbatches)
         case "rejoin" if facts.rejoin is None:
             raise ValueError("the policy rejoin needs the time after which a lost group is back: rejoin.repair_s")
         case "rejoin":
-            return outlook_with_rejoin(facts, redundancy, facts.num_microbatches, facts.rejoin)
+            return forecast_with_rejoin(facts, redundancy, facts.num_microbatches, facts.rejoin)
         case _:
             raise ValueError(f"policy {policy!r} is unknown; known: {', '.join(get_args(Policy))}")

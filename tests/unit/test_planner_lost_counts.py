@@ -6,7 +6,7 @@ import pytest
 from spare_megatron.planner import endurance as module
 from spare_megatron.planner.endurance import coverage_probabilities, endured_losses, lost_counts
 from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
-from spare_megatron.planner.forecast import Outlook, outlook, outlook_with_rejoin
+from spare_megatron.planner.forecast import Forecast, forecast, forecast_with_rejoin
 from spare_megatron.planner.overhead import StepTimes
 from spare_megatron.planner.partition_redundancy import state_time_to_wipe_out_s
 from spare_megatron.planner.readmission import RejoinTimes
@@ -52,16 +52,16 @@ def facts(*, last_resort: bool = False) -> ClusterFacts:
     )
 
 
-def outlooks(redundancy: int) -> list[Outlook]:
+def outlooks(redundancy: int) -> list[Forecast]:
     returns = [
         RejoinTimes(repair_s=repair_s, join_s=10.0, num_spares=spares)
         for repair_s, spares in ((600.0, 0), (600.0, 40), (12_000.0, 0))
     ]
     return [
-        outlook(facts(), redundancy, 1),
-        outlook(facts(), redundancy, 16),
-        outlook(facts(last_resort=True), redundancy, 16),
-        *(outlook_with_rejoin(facts(), redundancy, 16, back) for back in returns),
+        forecast(facts(), redundancy, 1),
+        forecast(facts(), redundancy, 16),
+        forecast(facts(last_resort=True), redundancy, 16),
+        *(forecast_with_rejoin(facts(), redundancy, 16, back) for back in returns),
     ]
 
 

@@ -35,7 +35,7 @@ class _Save:
     num_commits: int = 0
 
 
-class Doubts:
+class CheckpointValidity:
     """Folds the log, from any entry at which no attempt is under way."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def _wrong_with(fence: Fence) -> str:
 
 def why_refused(action: SaveCheckpoint, entries: Iterator[Entry]) -> str:
     """Why the checkpoint does not count, by the entries since it was begun; empty if it does as far as they go."""
-    doubts = Doubts()
+    doubts = CheckpointValidity()
     doubts.begun(action)
     for entry in entries:
         for refusal in doubts.fold(entry):

@@ -24,7 +24,7 @@ from spare_megatron.core.actions import (
     UpdateModel,
 )
 from spare_megatron.core.checkpoint_policy import LogClock, SavePolicy, Saves
-from spare_megatron.core.checkpoint_validity import Doubts
+from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.decision import decide
 from spare_megatron.core.entries import Commit, Entry, Fence, Finish, GiveUp, Halt, Restart, Retry
 from spare_megatron.core.events import EntryRead, Event, RunStarted, VotesRead, WaitingRead
@@ -95,7 +95,7 @@ class Controller:
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=last_resort)
-        self._doubts = Doubts()
+        self._doubts = CheckpointValidity()
         self._num_admitted = 0
         self._clock = LogClock()
         self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)

@@ -14,7 +14,7 @@ from spare_megatron.core.actions import (
 )
 from spare_megatron.core.bucket_window import BucketWindow
 from spare_megatron.core.checkpoint_policy import superseded
-from spare_megatron.core.checkpoint_validity import Doubts
+from spare_megatron.core.checkpoint_validity import CheckpointValidity
 from spare_megatron.core.controller import Controller, ControllerSetup
 from spare_megatron.core.entries import Commit, Entry, Fence, Retry
 from spare_megatron.core.events import Event, VotesRead, WaitingRead
@@ -251,7 +251,7 @@ class TakesAnybodysWord(Controller):
         )
 
 
-class _DoubtsOfOneStep(Doubts):
+class _DoubtsOfOneStep(CheckpointValidity):
     def _committed(self) -> None:
         super()._committed()
         super()._committed()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
-from spare_megatron.core.checkpoint_validity import Doubts, why_refused
+from spare_megatron.core.checkpoint_validity import CheckpointValidity, why_refused
 from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Retry
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import Slicing, first_ownership
@@ -59,7 +59,7 @@ COUNTED: dict[str, Sequence[Entry]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_does_not_count_where(case: str) -> None:
     entries, reason = REFUSED[case]
-    doubts = Doubts()
+    doubts = CheckpointValidity()
     doubts.begun(SAVE)
     *before, found = map(doubts.fold, entries)
     assert found == (RefuseCheckpoint(step=8, member=SAVE.member, epoch=3, reason=reason),)
@@ -80,7 +80,7 @@ def test_with_slices_any_of_their_hosts_may_have_written_what_is_wrong(loss: Fen
 
 
 def test_two_checkpoints_may_be_compared_at_a_time() -> None:
-    doubts = Doubts()
+    doubts = CheckpointValidity()
     doubts.begun(SAVE)
     doubts.fold(COMMIT)
     doubts.begun(replace(SAVE, step=9, member=MEMBERS[1]))

@@ -22,10 +22,10 @@ def check(
     """
     from spare_megatron.config.run_terms import terms_in
     from spare_megatron.journal.check import check as check_evidence
-    from spare_megatron.journal.journal_index import FiledEvidence
+    from spare_megatron.journal.journal_index import JournalIndex
 
     with explained_errors("check"):
-        verdict = check_evidence(FiledEvidence(run_dir, settings=terms_in(run_dir)))
+        verdict = check_evidence(JournalIndex(run_dir, settings=terms_in(run_dir)))
     if as_json:
         typer.echo(json.dumps(asdict(verdict)))
     else:

@@ -67,7 +67,7 @@ def verdict_of(run_dir: Path, run_state: "RunState") -> str:
     """What is known of the proof from the journal: as the run's summary has it, or found now if soon."""
     from spare_megatron.config.run_terms import terms_in
     from spare_megatron.journal.check import check
-    from spare_megatron.journal.journal_index import FiledEvidence
+    from spare_megatron.journal.journal_index import JournalIndex
 
     summary = run_dir / "summary.json"
     if run_state.end is not None and summary.exists():
@@ -75,7 +75,7 @@ def verdict_of(run_dir: Path, run_state: "RunState") -> str:
         return "; ".join((told["verdict"], *told["reasons"]))
     try:
         until_s = time.monotonic() + PROOF_S
-        verdict = check(FiledEvidence(run_dir, until_s=until_s, settings=terms_in(run_dir)))
+        verdict = check(JournalIndex(run_dir, until_s=until_s, settings=terms_in(run_dir)))
     except TimeoutError:
         return f"not run, it takes more than {PROOF_S:.0f} s: spare check {run_dir}"
     return "; ".join((verdict.verdict, *verdict.reasons))

@@ -67,7 +67,7 @@ class _Block:
             self.first_attempt, self.last_attempt = min(self.first_attempt, attempt), max(self.last_attempt, attempt)
 
 
-class FiledEvidence:
+class JournalIndex:
     """A journal in files, as they are now.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from spare_megatron.journal.check import check
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import full_redundancy_s
-from spare_megatron.journal.journal_index import FiledEvidence
+from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import Attempts, Evidence, HeldEvidence, Steps
 from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.output import NotWritten, whole_file
@@ -170,7 +170,7 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
         end: How the run ended, where that is known without the journal.
     """
     try:
-        summary = sum_up(FiledEvidence(run_dir, until_s=time.monotonic() + PROOF_S))
+        summary = sum_up(JournalIndex(run_dir, until_s=time.monotonic() + PROOF_S))
     except TimeoutError:
         summary = _told(run_dir)
     if summary.outcome == UNKNOWN and end is not None:

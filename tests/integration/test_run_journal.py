@@ -13,7 +13,7 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.schema import LayoutConfig
 from spare_megatron.journal.check import check, check_journal
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.journal_index import FiledEvidence
+from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import RestartRecord, digest_of_terms
 from tests.integration.whole_run import Run, assert_masked, complete_run, kill, tiny_config
@@ -275,7 +275,7 @@ def test_a_doctored_journal_fails_the_check(
     answer = check_journal(read_journal(tmp_path))
     assert answer.verdict == verdict
     assert any(reason in text for text in answer.reasons), answer.reasons
-    assert check(FiledEvidence(tmp_path, stretch_bytes=1)) == answer, "an attempt at a time"
+    assert check(JournalIndex(tmp_path, stretch_bytes=1)) == answer, "an attempt at a time"
     exit_code = CliRunner().invoke(app, ["check", str(tmp_path)]).exit_code
     assert exit_code == {"invalid": 1, "unknown": 3}[verdict]
 
@@ -303,10 +303,10 @@ def test_a_doctored_origin_fails_the_check_and_a_journal_that_was_copied_without
         file.unlink(missing_ok=True)
         if text is not None:
             file.write_text(text)
-        assert check(FiledEvidence(tmp_path)).verdict == verdict, text
+        assert check(JournalIndex(tmp_path)).verdict == verdict, text
     file.write_text(json.dumps({**origin, "code": "0" * 64}))
     reason = f"invalid: origin.json names code 000000000000, the run record code {origin['code'][:12]}"
-    assert check(FiledEvidence(tmp_path)).reasons == (reason,)
+    assert check(JournalIndex(tmp_path)).reasons == (reason,)
     assert CliRunner().invoke(app, ["check", str(tmp_path)]).exit_code == 1
 
 

@@ -18,7 +18,7 @@ from spare_megatron.driver.run import start_run
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.journal.check import check
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.journal_index import FiledEvidence
+from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.records import CheckpointRecord, RestartRecord, StorageRecord
 from spare_megatron.process.reports import RecordsHeld, RecordsLost, RunEvent, StepCommitted
 from spare_megatron.process.specs import RankSpec
@@ -125,7 +125,7 @@ def test_a_disk_that_stays_full_costs_the_proof_of_a_run_and_not_the_run(text_co
     summary = start_run(config, run_dir, tell)
     assert (summary.outcome, summary.verdict) == ("finished", "unknown"), summary.reasons
     assert (summary.steps_committed, summary.steps_left) == (STEPS, 0)
-    assert check(FiledEvidence(run_dir)).verdict == "unknown"
+    assert check(JournalIndex(run_dir)).verdict == "unknown"
     assert exit_code(summary, is_timed=False) == 1
     assert unsaved_end(config, run_dir, summary) == ""
     [held] = [event for event in events if isinstance(event, RecordsHeld)]

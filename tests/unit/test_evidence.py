@@ -13,7 +13,7 @@ import pytest
 
 from spare_megatron.journal.check import check
 from spare_megatron.journal.files import read_journal
-from spare_megatron.journal.journal_index import FiledEvidence
+from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.journal_view import Evidence, HeldEvidence
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import ParamsRecord
@@ -100,7 +100,7 @@ def test_parts_of_any_size_give_the_same_findings_in_the_same_order(
         for _ in range(2 * seed):
             doctor(lines, random)
         write(lines, run_dir, random)
-        whole, evidence = sum_up(HeldEvidence(read_journal(run_dir))), FiledEvidence(run_dir, stretch_bytes)
+        whole, evidence = sum_up(HeldEvidence(read_journal(run_dir))), JournalIndex(run_dir, stretch_bytes)
         in_parts = sum_up(evidence)
         if seed:  # what groups told of their work may be out of order, which this one figure is counted in
             in_parts = dataclasses.replace(in_parts, microbatches_recomputed=whole.microbatches_recomputed)
@@ -124,7 +124,7 @@ def test_the_memory_that_a_proof_takes_hardly_grows_with_the_run(
         texts = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]
         (run_dir / "journal" / "all.jsonl").write_text("".join(texts))
         whole_bytes.append(peak_bytes(lambda at=run_dir: HeldEvidence(read_journal(at))))
-        parts_bytes.append(peak_bytes(lambda at=run_dir: FiledEvidence(at, stretch_bytes=20_000)))
+        parts_bytes.append(peak_bytes(lambda at=run_dir: JournalIndex(at, stretch_bytes=20_000)))
     assert parts_bytes[1] - parts_bytes[0] < (whole_bytes[1] - whole_bytes[0]) / 3
 
 
@@ -144,7 +144,7 @@ def test_a_number_that_is_none_is_damage(tmp_path: Path, key: str) -> None:
     line = next(line for line in lines if line["record"] == ("entry" if key == "index" else "vote"))
     line[key] = str(line[key])
     write(lines, tmp_path, Random(1))
-    [reason, *_] = check(FiledEvidence(tmp_path)).reasons
+    [reason, *_] = check(JournalIndex(tmp_path)).reasons
     assert reason.startswith("invalid: damaged line: ")
     assert f"{key}='" in reason
 
@@ -152,9 +152,9 @@ def test_a_number_that_is_none_is_damage(tmp_path: Path, key: str) -> None:
 def test_reading_ends_when_its_time_is_over(tmp_path: Path) -> None:
     write(journal_of(SCENARIO, 1, params_every_steps=1), tmp_path, Random(1))
     with pytest.raises(TimeoutError, match="the time for reading the journal is over"):
-        FiledEvidence(tmp_path, until_s=0.0)
+        JournalIndex(tmp_path, until_s=0.0)
 
 
 def test_what_is_no_run_has_no_journal(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is it the directory of a run"):
-        FiledEvidence(tmp_path)
+        JournalIndex(tmp_path)

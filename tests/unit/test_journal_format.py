@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from spare_megatron.cli.main import app
 from spare_megatron.journal.check import check
 from spare_megatron.journal.files import JournalWriter, read_journal
-from spare_megatron.journal.journal_index import FiledEvidence
+from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.records import CadenceRecord, EndRecord, ParamsRecord, RunRecord, VoteRecord
 
@@ -61,13 +61,13 @@ def journal_at(run_dir: Path, journal_format: int | None, *lines: dict[str, Any]
 def test_what_this_version_writes_says_its_format(tmp_path: Path) -> None:
     journal = read_journal(journal_at(tmp_path, FORMAT))
     assert [run.format for run in journal.of(RunRecord)] == [FORMAT]
-    assert check(FiledEvidence(tmp_path)).verdict == "valid"
+    assert check(JournalIndex(tmp_path)).verdict == "valid"
 
 
 def test_a_cadence_as_the_first_format_had_it_is_read(tmp_path: Path) -> None:
     """It had the mean time of a restart, too; `spare check` took that for damage."""
     run_dir = journal_at(tmp_path, None, {**OF_CADENCE, "restart_s": 30.0})
-    verdict = check(FiledEvidence(run_dir))
+    verdict = check(JournalIndex(run_dir))
     assert (verdict.verdict, verdict.reasons) == ("valid", ())
     journal = read_journal(run_dir)
     assert [run.format for run in journal.of(RunRecord)] == [1]
@@ -90,7 +90,7 @@ def test_a_cadence_as_the_first_format_had_it_is_read(tmp_path: Path) -> None:
 def test_a_line_that_fits_no_record_is_damage_in_a_journal_of_this_format_alone(
     tmp_path: Path, line: dict[str, Any], journal_format: int | None, verdict: str, reason: str
 ) -> None:
-    found = check(FiledEvidence(journal_at(tmp_path, journal_format, line)))
+    found = check(JournalIndex(journal_at(tmp_path, journal_format, line)))
     assert found.verdict == verdict
     assert found.reasons[0].startswith(reason)
 
@@ -116,4 +116,4 @@ def test_a_journal_whose_run_has_not_begun_is_read(tmp_path: Path) -> None:
     writer.write(VoteRecord(group=0, step=0, attempt=0, is_complete=True, work_digest=""))
     writer.close()
     (tmp_path / "journal" / "driver.jsonl").write_text("")
-    assert check(FiledEvidence(tmp_path)).reasons == ("unknown: 0 run records, expected 1",)
+    assert check(JournalIndex(tmp_path)).reasons == ("unknown: 0 run records, expected 1",)

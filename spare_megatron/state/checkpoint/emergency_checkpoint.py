@@ -20,7 +20,7 @@ from typing import Any
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import step_of
 from spare_megatron.journal.check import fold_evidence
-from spare_megatron.journal.journal_index import FiledEvidence
+from spare_megatron.journal.journal_index import JournalIndex
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.process.lock import LOCK
 from spare_megatron.state.checkpoint.checkpoint_folder import (
@@ -209,7 +209,7 @@ def _require_commit(path: Path, run_dir: Path) -> None:
     """The journal says that the last step was committed, and no restart has undone it."""
     last = step_of(path) - 1
     try:
-        evidence = FiledEvidence(run_dir)
+        evidence = JournalIndex(run_dir)
         [run] = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
         is_proven = any(commit.step == last for commit in fold_evidence(evidence, run).kept)
     except (OSError, ValueError) as error:

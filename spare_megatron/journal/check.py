@@ -28,7 +28,7 @@ from spare_megatron.journal.events import describe_storage
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.journal_view import Attempts, Evidence, HeldEvidence, Steps, attempts_of, steps_of
+from spare_megatron.journal.journal_view import Attempts, JournalInMemory, JournalView, Steps, attempts_of, steps_of
 from spare_megatron.journal.lines import FORMAT
 from spare_megatron.journal.records import EndRecord, FaultRecord, LossRecord, RunRecord, StorageRecord
 from spare_megatron.stacking.layout import GroupId, ShardId
@@ -84,10 +84,10 @@ _Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
 
 def check_journal(journal: Journal) -> Verdict:
     """Checks a run against its invariant."""
-    return check(HeldEvidence(journal))
+    return check(JournalInMemory(journal))
 
 
-def check(evidence: Evidence, tally: Tally | None = None) -> Verdict:
+def check(evidence: JournalView, tally: Tally | None = None) -> Verdict:
     """Checks a run against its invariant.
 
     Args:
@@ -123,7 +123,7 @@ def _apply(
         yield from sorted(findings, key=lambda finding: finding.place)
 
 
-def _verdict(evidence: Evidence, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
+def _verdict(evidence: JournalView, findings: list[Finding], steps_committed: int, journal_format: int) -> Verdict:
     findings = [*_check_lines(evidence, journal_format), *_check_storage(evidence), *findings]
     severities = {finding.severity for finding in findings}
     verdict: Literal["valid", "invalid", "unknown"] = "valid"
@@ -133,7 +133,7 @@ def _verdict(evidence: Evidence, findings: list[Finding], steps_committed: int, 
     return Verdict(verdict=verdict, reasons=reasons, steps_committed=steps_committed)
 
 
-def _check_lines(evidence: Evidence, journal_format: int) -> Iterator[Finding]:
+def _check_lines(evidence: JournalView, journal_format: int) -> Iterator[Finding]:
     """Every line can be read. One of an earlier format that cannot be may be as its version wrote it."""
     for text in evidence.damage:
         if journal_format < FORMAT:
@@ -145,10 +145,10 @@ def _check_lines(evidence: Evidence, journal_format: int) -> Iterator[Finding]:
 
 def fold_journal(journal: Journal, run: RunRecord) -> Fold:
     """The log as the groups read it, and what their supervisors tell of its end."""
-    return fold_evidence(HeldEvidence(journal), run)
+    return fold_evidence(JournalInMemory(journal), run)
 
 
-def fold_evidence(evidence: Evidence, run: RunRecord) -> Fold:
+def fold_evidence(evidence: JournalView, run: RunRecord) -> Fold:
     """The same of a journal that is read in parts."""
     entries = dict(evidence.entries)
     last_read = max(entries, default=-1)
@@ -160,7 +160,7 @@ def fold_evidence(evidence: Evidence, run: RunRecord) -> Fold:
     return fold_log(entries, run)
 
 
-def _check_log(evidence: Evidence, fold: Fold) -> Iterator[Finding]:
+def _check_log(evidence: JournalView, fold: Fold) -> Iterator[Finding]:
     """All groups read the same entries, and none is missing."""
     for _, record in evidence.disputed():
         yield Finding(severity="invalid", reason=f"groups read different entries at log index {record.index}")
@@ -206,7 +206,7 @@ def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
                 yield Finding(severity="invalid", reason=reason, place=place)
 
 
-def _check_faults(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_faults(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Every fault of the trace struck if its group was there to be hit, and cost the run the group it hit."""
     struck = {(r.step, r.group, r.rank, r.phase) for line in evidence.rare if isinstance(r := line.record, FaultRecord)}
     began_with = {commit.step: commit.began_with for commit in fold.kept}
@@ -225,7 +225,7 @@ def _check_faults(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Fi
                 yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=reason)
 
 
-def _check_end(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def _check_end(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run came to an end that the journal tells of."""
     ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
     if not ends:
@@ -249,7 +249,7 @@ def _check_end(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Findi
         yield Finding(severity="unknown", reason=f"the run ended as {ends[0].outcome}: {ends[0].reason}")
 
 
-def _check_storage(evidence: Evidence) -> Iterator[Finding]:
+def _check_storage(evidence: JournalView) -> Iterator[Finding]:
     """The storage took all lines."""
     for line in evidence.rare:
         if isinstance(record := line.record, StorageRecord) and record.outcome == "lost":

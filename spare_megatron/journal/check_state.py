@@ -12,7 +12,7 @@ from typing import Any
 
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold
-from spare_megatron.journal.journal_view import Evidence, Steps, Stretch
+from spare_megatron.journal.journal_view import JournalView, Steps, Stretch
 from spare_megatron.journal.records import EndRecord, ParamsRecord, RunRecord, VoteRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import Slicing, first_ownership
@@ -146,7 +146,7 @@ class _Slices:
         return [index for index, row in enumerate(self.hosts) if not row]
 
 
-def check_slices(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_slices(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """No step is committed while a slice has no host, copies are those of members, who lets go of one leaves enough,
     and the run ends with all of it.
     """

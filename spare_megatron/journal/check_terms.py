@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold
-from spare_megatron.journal.journal_view import Evidence
+from spare_megatron.journal.journal_view import JournalView
 from spare_megatron.journal.records import (
     FaultRecord,
     LossRecord,
@@ -19,7 +19,7 @@ from spare_megatron.journal.records import (
 )
 
 
-def check_terms(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_terms(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """The run record, the settings beside the journal and the record of each group's life have the same terms."""
     records = [line.record for line in evidence.rare if isinstance(line.record, TermsRecord)]
     terms = asdict(run)
@@ -51,7 +51,7 @@ def _lives(fold: Fold) -> set[tuple[int, int]]:
     return lives
 
 
-def check_told(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_told(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """Losses, recoveries, restarts and injected faults are those of the log and of the run record."""
     wanted = {(f["step"], f["group"], f["rank"], f["phase"], f["kind"]) for f in run.faults}
     restarts = [entry for entry in fold.entries.values() if entry["entry"] == "restart"]
@@ -99,7 +99,7 @@ def _is_of(restart: RestartRecord, entry: dict[str, object]) -> bool:
 _NUM_DIGITS = 12
 
 
-def check_code(evidence: Evidence, run: RunRecord, fold: Fold) -> Iterator[Finding]:
+def check_code(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
     """All ranks ran the code of the run record, and each rank of a group that was in a committed sum names its code."""
     if evidence.origin_code not in (None, run.code):
         reason = f"origin.json names {_code(evidence.origin_code)}, the run record {_code(run.code)}"

@@ -81,7 +81,7 @@ class Stretch:
         return self.first <= number < self.end
 
 
-class Evidence(Protocol):
+class JournalView(Protocol):
     """A journal that can be looked at in parts.
 
     Attributes:
@@ -118,7 +118,7 @@ class Evidence(Protocol):
         """The records of frequent kinds in a stretch, each kind in the order of their times."""
 
 
-class HeldEvidence:
+class JournalInMemory:
     """A journal that is in memory as a whole."""
 
     num_stretches = 1
@@ -171,7 +171,7 @@ class Attempts:
     decided: Sequence[tuple[int, int, Committed, Attempted, Attempted | None]]
 
 
-def attempts_of(evidence: Evidence, fold: Fold) -> Iterator[Attempts]:
+def attempts_of(evidence: JournalView, fold: Fold) -> Iterator[Attempts]:
     """All attempts, some at a time."""
     commits = _Sorted(commit.attempt for commit in fold.commits)
     places = [(number, which) for number, commit in enumerate(fold.commits) for which in range(len(commit.attempts))]
@@ -206,7 +206,7 @@ class Steps:
         commits: Number and entry of each commit that is kept and led to one of these numbers of steps.
     """
 
-    def __init__(self, evidence: Evidence, stretch: Stretch, commits: Sequence[tuple[int, Committed]]) -> None:
+    def __init__(self, evidence: JournalView, stretch: Stretch, commits: Sequence[tuple[int, Committed]]) -> None:
         self._evidence = evidence
         self.stretch = stretch
         self.commits = commits
@@ -232,7 +232,7 @@ class Steps:
             yield record
 
 
-def steps_of(evidence: Evidence, fold: Fold) -> Iterator[Steps]:
+def steps_of(evidence: JournalView, fold: Fold) -> Iterator[Steps]:
     """All numbers of committed steps, some at a time."""
     kept = [(number, commit) for number, commit in enumerate(fold.commits) if not commit.is_undone]
     steps = _Sorted(commit.step + 1 for _, commit in kept)

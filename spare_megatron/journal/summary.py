@@ -12,7 +12,7 @@ from spare_megatron.journal.check import check
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.goodput import full_redundancy_s
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.journal_view import Attempts, Evidence, HeldEvidence, Steps
+from spare_megatron.journal.journal_view import Attempts, JournalInMemory, JournalView, Steps
 from spare_megatron.journal.lines import decode_line
 from spare_megatron.journal.output import NotWritten, whole_file
 from spare_megatron.journal.quantities import format_bytes
@@ -68,10 +68,10 @@ class Summary:
 
 def summarize(journal: Journal) -> Summary:
     """The figures of a run that has ended."""
-    return sum_up(HeldEvidence(journal))
+    return sum_up(JournalInMemory(journal))
 
 
-def sum_up(evidence: Evidence) -> Summary:
+def sum_up(evidence: JournalView) -> Summary:
     """The figures of a run that has ended, from its journal in parts."""
     counts = _Counts()
     verdict = check(evidence, counts)

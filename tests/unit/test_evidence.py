@@ -14,7 +14,7 @@ import pytest
 from spare_megatron.journal.check import check
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.journal_index import JournalIndex
-from spare_megatron.journal.journal_view import Evidence, HeldEvidence
+from spare_megatron.journal.journal_view import JournalInMemory, JournalView
 from spare_megatron.journal.lines import Line, encode_line
 from spare_megatron.journal.records import ParamsRecord
 from spare_megatron.journal.summary import sum_up
@@ -100,7 +100,7 @@ def test_parts_of_any_size_give_the_same_findings_in_the_same_order(
         for _ in range(2 * seed):
             doctor(lines, random)
         write(lines, run_dir, random)
-        whole, evidence = sum_up(HeldEvidence(read_journal(run_dir))), JournalIndex(run_dir, stretch_bytes)
+        whole, evidence = sum_up(JournalInMemory(read_journal(run_dir))), JournalIndex(run_dir, stretch_bytes)
         in_parts = sum_up(evidence)
         if seed:  # what groups told of their work may be out of order, which this one figure is counted in
             in_parts = dataclasses.replace(in_parts, microbatches_recomputed=whole.microbatches_recomputed)
@@ -123,12 +123,12 @@ def test_the_memory_that_a_proof_takes_hardly_grows_with_the_run(
         (run_dir / "journal").mkdir(parents=True)
         texts = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]
         (run_dir / "journal" / "all.jsonl").write_text("".join(texts))
-        whole_bytes.append(peak_bytes(lambda at=run_dir: HeldEvidence(read_journal(at))))
+        whole_bytes.append(peak_bytes(lambda at=run_dir: JournalInMemory(read_journal(at))))
         parts_bytes.append(peak_bytes(lambda at=run_dir: JournalIndex(at, stretch_bytes=20_000)))
     assert parts_bytes[1] - parts_bytes[0] < (whole_bytes[1] - whole_bytes[0]) / 3
 
 
-def peak_bytes(make: Callable[[], Evidence]) -> int:
+def peak_bytes(make: Callable[[], JournalView]) -> int:
     """Memory that a proof takes at most, with what it looks at."""
     tracemalloc.start()
     try:

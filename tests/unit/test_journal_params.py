@@ -6,7 +6,7 @@ from typing import Any
 from spare_megatron.journal.check_state import check_compared, check_last_params, check_params
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.fold import fold_log
-from spare_megatron.journal.journal_view import HeldEvidence, steps_of
+from spare_megatron.journal.journal_view import JournalInMemory, steps_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ContributionRecord, ParamsRecord, Record, RunRecord
 
@@ -55,7 +55,7 @@ def found(entries: Sequence[Mapping[str, Any]], *records: Record) -> list[str]:
     """The findings, and the errors of the log itself."""
     journal = Journal(lines=tuple(Line(source="test", at_s=0.0, record=record) for record in (RUN, *records)))
     fold = fold_log({index: dict(entry) for index, entry in enumerate(entries)}, RUN)
-    [part] = steps_of(HeldEvidence(journal), fold)
+    [part] = steps_of(JournalInMemory(journal), fold)
     rules = (check_params, check_last_params, check_compared)
     return [*fold.errors, *(finding.reason for rule in rules for finding in rule(part, RUN, fold))]
 

@@ -8,7 +8,7 @@ from spare_megatron.journal.check_state import check_restored
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.finding import Finding
 from spare_megatron.journal.fold import Fold, fold_log
-from spare_megatron.journal.journal_view import HeldEvidence, steps_of
+from spare_megatron.journal.journal_view import JournalInMemory, steps_of
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import ParamsRecord, RunRecord
 
@@ -49,7 +49,7 @@ def compared(*digests: tuple[int, int, str]) -> Journal:
 
 
 def found(journal: Journal, fold: Fold) -> list[Finding]:
-    [part] = steps_of(HeldEvidence(journal), fold)
+    [part] = steps_of(JournalInMemory(journal), fold)
     return list(check_restored(part, RUN, fold))
 
 

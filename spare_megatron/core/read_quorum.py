@@ -16,7 +16,7 @@ _NUM_WITNESSES = 2
 """Groups that have to find a file damaged, if there are as many."""
 
 
-class Evidence:
+class FileVerification:
     """What has been read of one checkpoint.
 
     Args:

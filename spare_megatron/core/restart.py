@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from spare_megatron.core.actions import AppendEntry, Offer, ReadFiles, StopWipeOut, WithdrawOffers
 from spare_megatron.core.entries import GiveUp, Restart
 from spare_megatron.core.events import Waiting, WaitingRead
-from spare_megatron.core.read_quorum import Evidence
+from spare_megatron.core.read_quorum import FileVerification
 from spare_megatron.core.snapshot_policy import SnapshotPolicy, Snapshots, WholeSnapshot
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
 from spare_megatron.stacking.placement import Placement
@@ -151,14 +151,14 @@ class Search:
         self.groups = frozenset(item.member.group for item in self.able)
         self.is_over = waited_s >= limits.wait_s
         self.is_early = len(self.groups) < placement.num_groups and not self.is_over
-        self._evidence: dict[Offer, Evidence] = {}
+        self._evidence: dict[Offer, FileVerification] = {}
 
-    def evidence(self, offer: Offer) -> Evidence:
+    def evidence(self, offer: Offer) -> FileVerification:
         """What has been read of a checkpoint, and who has to read the rest: of those who offer it, and may yet come."""
         if offer not in self._evidence:
             groups = {item.member.group for item in self.able if offer in item.offers}
             readers = map(GroupId, range(self.placement.num_groups)) if self.is_early else groups
-            self._evidence[offer] = Evidence(offer, self.waiting, sorted(readers))
+            self._evidence[offer] = FileVerification(offer, self.waiting, sorted(readers))
         return self._evidence[offer]
 
     def refused_by(self, group: GroupId) -> dict[Offer, str]:

@@ -161,7 +161,7 @@ class AttemptFinish:
     plan_digest: str
 
 
-class Offer(NamedTuple):
+class CheckpointCandidate(NamedTuple):
     """A checkpoint that lacks nothing at a glance: its manifest is what was written, and all files have their sizes.
 
     Attributes:
@@ -186,7 +186,7 @@ class Reading(NamedTuple):
         num_bytes: Read so far, also of files that are under way.
     """
 
-    offer: Offer
+    offer: CheckpointCandidate
     whole: tuple[int, ...] = ()
     damaged: tuple[int, ...] = ()
     reason: str = ""
@@ -202,7 +202,7 @@ class ReadFiles:
         numbers: The files.
     """
 
-    offer: Offer
+    offer: CheckpointCandidate
     numbers: tuple[int, ...]
 
 
@@ -214,7 +214,7 @@ class WithdrawOffers:
         reasons: Why not.
     """
 
-    reasons: Mapping[Offer, str]
+    reasons: Mapping[CheckpointCandidate, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

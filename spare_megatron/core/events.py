@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spare_megatron.core.actions import (
-    Offer,
+    CheckpointCandidate,
     Reading,
 )
 from spare_megatron.core.entries import Entry
@@ -29,7 +29,7 @@ class Waiting:
     """
 
     member: Member
-    offers: tuple[Offer, ...]
+    offers: tuple[CheckpointCandidate, ...]
     held: tuple[Held, ...] = ()
     slices: tuple[HeldSlice, ...] = ()
     failure: str = ""

@@ -9,7 +9,7 @@ and that all of it is whole, writes the entry.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spare_megatron.core.actions import AppendEntry, Offer, ReadFiles, StopWipeOut, WithdrawOffers
+from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFiles, StopWipeOut, WithdrawOffers
 from spare_megatron.core.entries import GiveUp, Restart
 from spare_megatron.core.events import Waiting, WaitingRead
 from spare_megatron.core.read_quorum import FileVerification
@@ -117,7 +117,7 @@ class Restarts:
             last_resort=self._last_resort,
             first_step=self._first_step,
         )
-        if isinstance(decision, Offer):
+        if isinstance(decision, CheckpointCandidate):
             return (ReadFiles(offer=decision, numbers=search.evidence(decision).to_read(event.group)),)
         return () if decision is None else (AppendEntry(index=head, entry=decision),)
 
@@ -151,9 +151,9 @@ class Search:
         self.groups = frozenset(item.member.group for item in self.able)
         self.is_over = waited_s >= limits.wait_s
         self.is_early = len(self.groups) < placement.num_groups and not self.is_over
-        self._evidence: dict[Offer, FileVerification] = {}
+        self._evidence: dict[CheckpointCandidate, FileVerification] = {}
 
-    def evidence(self, offer: Offer) -> FileVerification:
+    def evidence(self, offer: CheckpointCandidate) -> FileVerification:
         """What has been read of a checkpoint, and who has to read the rest: of those who offer it, and may yet come."""
         if offer not in self._evidence:
             groups = {item.member.group for item in self.able if offer in item.offers}
@@ -161,7 +161,7 @@ class Search:
             self._evidence[offer] = FileVerification(offer, self.waiting, sorted(readers))
         return self._evidence[offer]
 
-    def refused_by(self, group: GroupId) -> dict[Offer, str]:
+    def refused_by(self, group: GroupId) -> dict[CheckpointCandidate, str]:
         """What the group offers and must not load, and why."""
         offers = [offer for item in self.able if item.member.group == group for offer in item.offers]
         found = {offer: self.evidence(offer).against(group) for offer in offers}
@@ -170,7 +170,7 @@ class Search:
 
 def decide_restart(
     step: int, search: Search, num_recent: int, *, last_resort: bool = False, first_step: int = 0
-) -> Restart | GiveUp | Offer | None:
+) -> Restart | GiveUp | CheckpointCandidate | None:
     """The entry that ends a wipe-out; or the checkpoint that has to be read before; None while it is better to wait.
 
     The newest checkpoint counts that lacks nothing for all who wait: every one of them has to load it. Where there is
@@ -225,7 +225,7 @@ def decide_restart(
     return found or (GiveUp(step=step, reason=_nothing_in_common(able)) if search.is_over else None)
 
 
-def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> Restart | Offer | None:
+def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> Restart | CheckpointCandidate | None:
     """From the newest checkpoint that lacks nothing for groups with hosts of all shards, without the others.
 
     Args:
@@ -245,7 +245,7 @@ def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> 
     return None
 
 
-def _newest_unread(search: Search, offers: Collection[Offer]) -> Offer | None:
+def _newest_unread(search: Search, offers: Collection[CheckpointCandidate]) -> CheckpointCandidate | None:
     """The newest of these checkpoints of which files have yet to be read."""
     return next((offer for offer in sorted(offers, reverse=True) if not search.evidence(offer).is_whole), None)
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences, step_of
-from spare_megatron.core.actions import AppendEntry, LoadCheckpoint, Offer, ReadFiles, RefuseCheckpoint, WithdrawOffers
+from spare_megatron.core.actions import (
+    AppendEntry,
+    CheckpointCandidate,
+    LoadCheckpoint,
+    ReadFiles,
+    RefuseCheckpoint,
+    WithdrawOffers,
+)
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import Waiting, WaitingRead
 from spare_megatron.core.failure_detector import Operation
@@ -76,8 +83,8 @@ class StartOver:
         self._load_s = 0.0
         self._probe = probe
         self.reader = CheckpointReader()
-        self._offered: dict[Offer, Checkpoint] = {}
-        self._withdrawn: dict[Offer, str] = {}
+        self._offered: dict[CheckpointCandidate, Checkpoint] = {}
+        self._withdrawn: dict[CheckpointCandidate, str] = {}
         self.rejected: tuple[str, ...] = ()
 
     def now_s(self) -> float:
@@ -98,7 +105,7 @@ class StartOver:
         self.reader.stop()
         self._wiped_out_at_s = None
 
-    def offers(self) -> tuple[Offer, ...]:
+    def offers(self) -> tuple[CheckpointCandidate, ...]:
         """The newest checkpoints of this training that lack nothing at a glance, but for those that are withdrawn.
 
         Raises:
@@ -127,11 +134,11 @@ class StartOver:
         self.rejected = tuple(rejected)
         return tuple(self._offered)
 
-    def withdraw(self, reasons: Mapping[Offer, str]) -> None:
+    def withdraw(self, reasons: Mapping[CheckpointCandidate, str]) -> None:
         """These are not offered any more until the next wipe-out."""
         self._withdrawn |= reasons
 
-    def read(self, offer: Offer, numbers: Collection[int]) -> None:
+    def read(self, offer: CheckpointCandidate, numbers: Collection[int]) -> None:
         """Has files of a checkpoint read, if it is offered."""
         if offer in self._offered:
             self.reader.read(offer, self._offered[offer], numbers)
@@ -309,7 +316,7 @@ class RestartSearch:
 
     def _search(self) -> None:
         """Looks which checkpoints lack nothing at a glance."""
-        offers: tuple[Offer, ...] = ()
+        offers: tuple[CheckpointCandidate, ...] = ()
         failure = ""
         try:
             offers = self._start_over.offers()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spare_megatron.core.actions import Offer, Reading
+from spare_megatron.core.actions import CheckpointCandidate, Reading
 from spare_megatron.core.entries import Entry, Fence, decode_entry, encode_entry
 from spare_megatron.core.events import VotesRead, Waiting
 from spare_megatron.core.relays import Blocks
@@ -341,12 +341,12 @@ def _waiting(member: Member, text: str) -> Waiting:
     offers, held, slices, failure, readings, is_reading = json.loads(text)
     return Waiting(
         member=member,
-        offers=tuple(Offer(*one) for one in offers),
+        offers=tuple(CheckpointCandidate(*one) for one in offers),
         held=tuple(Held(*one) for one in held),
         slices=tuple(HeldSlice(*one) for one in slices),
         failure=failure,
         readings=tuple(
-            Reading(Offer(*offer), tuple(whole), tuple(damaged), reason, num_bytes)
+            Reading(CheckpointCandidate(*offer), tuple(whole), tuple(damaged), reason, num_bytes)
             for offer, whole, damaged, reason, num_bytes in readings
         ),
         is_reading=is_reading,

@@ -16,12 +16,12 @@ from spare_megatron.core.actions import (
     AttemptFinish,
     AttemptReduce,
     BuildCommunicator,
+    CheckpointCandidate,
     ComputePatch,
     ComputeStep,
     FinishRun,
     GatherParams,
     LoadCheckpoint,
-    Offer,
     ReadEntry,
     ReadVotes,
     RefuseCheckpoint,
@@ -310,7 +310,9 @@ class Group:
 
     def _await_restart(self) -> Steps:
         """Says that it waits, and decides on every change of who does; ends when an entry is written."""
-        own = Waiting(member=self.member, offers=tuple(map(Offer, sorted(self._world.invariants.saves.params))))
+        own = Waiting(
+            member=self.member, offers=tuple(map(CheckpointCandidate, sorted(self._world.invariants.saves.params)))
+        )
         yield from self._links.speak(lambda voice: voice.announce_restart(own))
         self._world.wiped_out(self.member)
         while not self._world.is_written(self._links.head):

@@ -5,7 +5,14 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.actions import AppendEntry, Offer, ReadFiles, Reading, StopWipeOut, WithdrawOffers
+from spare_megatron.core.actions import (
+    AppendEntry,
+    CheckpointCandidate,
+    ReadFiles,
+    Reading,
+    StopWipeOut,
+    WithdrawOffers,
+)
 from spare_megatron.core.entries import GiveUp, Restart
 from spare_megatron.core.events import Waiting, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
@@ -19,10 +26,10 @@ GONE = "/shared/checkpoints is not the folder that the run began with"
 
 def waiting(group: int, *steps: int, failure: str = "") -> Waiting:
     """A group with checkpoints of no files, of which there is nothing to read."""
-    return Waiting(member=Member(GroupId(group), 1), offers=tuple(map(Offer, steps)), failure=failure)
+    return Waiting(member=Member(GroupId(group), 1), offers=tuple(map(CheckpointCandidate, steps)), failure=failure)
 
 
-def decide(*waits: Waiting, waited_s: float, first_step: int = 0) -> Restart | GiveUp | Offer | None:
+def decide(*waits: Waiting, waited_s: float, first_step: int = 0) -> Restart | GiveUp | CheckpointCandidate | None:
     return decide_restart(9, Search(RING, waits, waited_s, LIMITS), 0, first_step=first_step)
 
 
@@ -86,11 +93,16 @@ def test_what_this_training_has_not_saved_is_no_checkpoint_of_it() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
-NEW, OLD = Offer(step=6, num_files=4, digest="new"), Offer(step=4, num_files=4, digest="old")
+NEW, OLD = (
+    CheckpointCandidate(step=6, num_files=4, digest="new"),
+    CheckpointCandidate(step=4, num_files=4, digest="old"),
+)
 ALL = (0, 1, 2, 3)
 
 
-def reader(group: int, *readings: Reading, offers: tuple[Offer, ...] = (NEW, OLD), silent_s: float = 0.0) -> Waiting:
+def reader(
+    group: int, *readings: Reading, offers: tuple[CheckpointCandidate, ...] = (NEW, OLD), silent_s: float = 0.0
+) -> Waiting:
     return Waiting(
         member=Member(GroupId(group), 1),
         offers=offers,
@@ -147,7 +159,7 @@ def test_who_gets_no_further_is_stood_in_for_and_left_out() -> None:
 
 
 def test_what_another_life_or_another_checkpoint_of_the_step_has_read_does_not_count() -> None:
-    other = Reading(Offer(step=6, num_files=4, digest="another"), whole=ALL)
+    other = Reading(CheckpointCandidate(step=6, num_files=4, digest="another"), whole=ALL)
     waits = [reader(group, other) for group in range(3)]
     assert [files(group, *waits) for group in range(3)] == [(0, 3), (1,), (2,)]
 
@@ -193,10 +205,10 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
     The storage is known here: which files are damaged, and whose way to it is bad. From it follows the outcome.
     """
     random = Random(seed)
-    offers = [Offer(step, random.randint(1, 6), f"of {step}") for step in (2, 4, 6, 8)]
+    offers = [CheckpointCandidate(step, random.randint(1, 6), f"of {step}") for step in (2, 4, 6, 8)]
     damaged = {offer: {n for n in range(offer.num_files) if random.random() < 0.2} for offer in offers[1:]}
-    read: dict[int, dict[Offer, tuple[set[int], set[int]]]] = {group: {} for group in range(3)}
-    withdrawn: dict[int, set[Offer]] = {group: set() for group in range(3)}
+    read: dict[int, dict[CheckpointCandidate, tuple[set[int], set[int]]]] = {group: {} for group in range(3)}
+    withdrawn: dict[int, set[CheckpointCandidate]] = {group: set() for group in range(3)}
     lives = [1, 1, 1]
     restarts = Restarts(LIMITS, RING)
     restarts.wiped_out(StopWipeOut(step=9))

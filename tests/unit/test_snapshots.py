@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from spare_megatron.core.actions import AppendEntry, Offer, StopWipeOut, TakeSnapshot
+from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, StopWipeOut, TakeSnapshot
 from spare_megatron.core.events import Waiting, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.core.snapshot_policy import (
@@ -275,7 +275,10 @@ def test_none_is_taken_where_none_is_wanted_or_due() -> None:
 
 def test_a_restart_takes_the_newer_of_snapshot_and_checkpoint_and_memory_where_both_are_alike() -> None:
     ring = make_placement("golomb", 2, 1)
-    waiting = [Waiting(member=Member(GroupId(group), 1), offers=(Offer(8), Offer(4))) for group in (0, 1)]
+    waiting = [
+        Waiting(member=Member(GroupId(group), 1), offers=(CheckpointCandidate(8), CheckpointCandidate(4)))
+        for group in (0, 1)
+    ]
     for step, attempt in ((6, None), (8, 18), (10, 20)):
         snapshot = WholeSnapshot(step=step, attempt=step + 10)
         entry = decide_restart(11, Search(ring, waiting, 0.0, LIMITS, snapshot), 0)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from spare_megatron.core.actions import Offer, Reading
+from spare_megatron.core.actions import CheckpointCandidate, Reading
 from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify_file
 
@@ -40,10 +40,10 @@ class CheckpointReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
-        self._found: dict[Offer, _Found] = {}
+        self._found: dict[CheckpointCandidate, _Found] = {}
         self._is_stopped = False
 
-    def read(self, offer: Offer, checkpoint: Checkpoint, numbers: Collection[int]) -> None:
+    def read(self, offer: CheckpointCandidate, checkpoint: Checkpoint, numbers: Collection[int]) -> None:
         """Has these files read.
 
         Args:

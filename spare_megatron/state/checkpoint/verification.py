@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from spare_megatron.core.actions import Offer, RefuseCheckpoint, SaveCheckpoint
+from spare_megatron.core.actions import CheckpointCandidate, RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.checkpoint_validity import why_refused
 from spare_megatron.core.entries import Entry, decode_entry
 from spare_megatron.process.processes import say
@@ -176,10 +176,10 @@ def glance(path: Path) -> Checkpoint:
     return Checkpoint(path=path, manifest=manifest)
 
 
-def offer_of(manifest: Manifest) -> Offer:
+def offer_of(manifest: Manifest) -> CheckpointCandidate:
     """What names a checkpoint and its files among groups."""
     digest = digest_of({"format": FORMAT, **asdict(manifest)})
-    return Offer(step=manifest.step, num_files=len(manifest.files), digest=digest)
+    return CheckpointCandidate(step=manifest.step, num_files=len(manifest.files), digest=digest)
 
 
 def verify(path: Path) -> Checkpoint:

@@ -14,7 +14,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class RestartState:
     """A group that was started again after a wipe-out.
 
     Attributes:
@@ -49,7 +49,7 @@ class WaitingRead:
     """
 
     group: GroupId
-    waiting: tuple[Waiting, ...]
+    waiting: tuple[RestartState, ...]
     waited_s: float
 
 

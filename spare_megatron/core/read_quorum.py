@@ -9,7 +9,7 @@ read by another, too: it may be the way of the first one to the storage that is 
 from collections.abc import Iterable, Sequence
 
 from spare_megatron.core.actions import CheckpointCandidate
-from spare_megatron.core.events import Waiting
+from spare_megatron.core.events import RestartState
 from spare_megatron.stacking.layout import GroupId
 
 _NUM_WITNESSES = 2
@@ -25,7 +25,7 @@ class FileVerification:
         readers: Among whom its files are divided, ascending, at least one.
     """
 
-    def __init__(self, offer: CheckpointCandidate, waiting: Iterable[Waiting], readers: Sequence[GroupId]) -> None:
+    def __init__(self, offer: CheckpointCandidate, waiting: Iterable[RestartState], readers: Sequence[GroupId]) -> None:
         self._offer = offer
         self._readers = readers
         self._told = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from spare_megatron.core.actions import AppendEntry, CheckpointCandidate, ReadFiles, StopWipeOut, WithdrawOffers
 from spare_megatron.core.entries import GiveUp, Restart
-from spare_megatron.core.events import Waiting, WaitingRead
+from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.read_quorum import FileVerification
 from spare_megatron.core.snapshot_policy import SnapshotPolicy, Snapshots, WholeSnapshot
 from spare_megatron.stacking.layout import GroupId, Member, ShardId
@@ -140,7 +140,7 @@ class Search:
     def __init__(
         self,
         placement: Placement,
-        waiting: Sequence[Waiting],
+        waiting: Sequence[RestartState],
         waited_s: float,
         limits: RestartLimits,
         snapshot: WholeSnapshot | None = None,
@@ -250,7 +250,7 @@ def _newest_unread(search: Search, offers: Collection[CheckpointCandidate]) -> C
     return next((offer for offer in sorted(offers, reverse=True) if not search.evidence(offer).is_whole), None)
 
 
-def _with_failure(item: Waiting, limits: RestartLimits) -> Waiting:
+def _with_failure(item: RestartState, limits: RestartLimits) -> RestartState:
     """Who has got no further with reading for too long cannot look for checkpoints."""
     if not item.is_reading or item.silent_s < limits.wait_s:
         return item
@@ -261,11 +261,11 @@ def _with_failure(item: Waiting, limits: RestartLimits) -> Waiting:
     return replace(item, failure=item.failure or reason)
 
 
-def _members(waiting: Sequence[Waiting]) -> tuple[Member, ...]:
+def _members(waiting: Sequence[RestartState]) -> tuple[Member, ...]:
     return tuple(sorted(item.member for item in waiting))
 
 
-def _nothing_in_common(waiting: Sequence[Waiting]) -> str:
+def _nothing_in_common(waiting: Sequence[RestartState]) -> str:
     by_group = sorted((int(item.member.group), [offer.step for offer in item.offers]) for item in waiting)
     found = "; ".join(f"group {group} {steps or 'none'}" for group, steps in by_group)
     return f"no checkpoint is valid for groups with hosts of all shards; each finds those after these steps: {found}"

@@ -17,7 +17,7 @@ from spare_megatron.core.actions import (
     WithdrawOffers,
 )
 from spare_megatron.core.controller import Controller
-from spare_megatron.core.events import Waiting, WaitingRead
+from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import Phase
 from spare_megatron.core.snapshot_policy import Held, HeldSlice
@@ -254,14 +254,14 @@ class RestartSearch:
         self._groups = groups
         self._pause_s = max(_POLL_S, _POLL_S_PER_GROUP * len(groups))
         self._since_s = self._searched_at_s = 0.0
-        self._own = Waiting(member=agreement.member, offers=())
-        self._told: Waiting | None = None
-        self._heard: dict[Member, tuple[Waiting, float]] = {}  # and since when it has said just that
+        self._own = RestartState(member=agreement.member, offers=())
+        self._told: RestartState | None = None
+        self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it has said just that
 
     def begin(self) -> None:
         """Looks which checkpoints there are."""
         self._since_s = time.monotonic()
-        self._own = Waiting(member=self._agreement.member, offers=())
+        self._own = RestartState(member=self._agreement.member, offers=())
         self._told = None
         self._heard = {}
         self._search()
@@ -305,7 +305,7 @@ class RestartSearch:
                     raise AssertionError(f"nothing asks who waits for {action}")
         return False
 
-    def _listen(self) -> tuple[Waiting, ...]:
+    def _listen(self) -> tuple[RestartState, ...]:
         """What all groups say, and for how long they have said just that."""
         now_s = time.monotonic()
         for item in self._agreement.waiting_to_restart(self._groups):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from spare_megatron.core.actions import CheckpointCandidate, Reading
 from spare_megatron.core.entries import Entry, Fence, decode_entry, encode_entry
-from spare_megatron.core.events import VotesRead, Waiting
+from spare_megatron.core.events import RestartState, VotesRead
 from spare_megatron.core.relays import Blocks
 from spare_megatron.core.snapshot_policy import Held, HeldSlice
 from spare_megatron.core.votes import decode_vote
@@ -243,12 +243,12 @@ class GroupAgreement:
         if self.is_leader:
             self._log.announce(self.member)
 
-    def announce_restart(self, waiting: Waiting) -> None:
+    def announce_restart(self, waiting: RestartState) -> None:
         """Leader: says that the group waits for training to start again, and what there is to start from."""
         what = [waiting.offers, waiting.held, waiting.slices, waiting.failure, waiting.readings, waiting.is_reading]
         self._log.announce_restart(waiting.member, json.dumps(what))
 
-    def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[Waiting, ...]:
+    def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
         """Those of the groups that have ever said so, asked of the store by this rank alone."""
         found = self._log.waiting_to_restart(groups)
         return tuple(_waiting(Member(GroupId(group), incarnation), text) for (group, incarnation), text in found)
@@ -336,10 +336,10 @@ class GroupAgreement:
             raise GroupBroken(f"a rank of group {self.member.group} is gone: {error}") from error
 
 
-def _waiting(member: Member, text: str) -> Waiting:
+def _waiting(member: Member, text: str) -> RestartState:
     """What `announce_restart` has said."""
     offers, held, slices, failure, readings, is_reading = json.loads(text)
-    return Waiting(
+    return RestartState(
         member=member,
         offers=tuple(CheckpointCandidate(*one) for one in offers),
         held=tuple(Held(*one) for one in held),

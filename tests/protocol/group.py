@@ -33,7 +33,7 @@ from spare_megatron.core.actions import (
 )
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.entries import Fence
-from spare_megatron.core.events import EntryRead, Event, RunStarted, Waiting, WaitingRead
+from spare_megatron.core.events import EntryRead, Event, RestartState, RunStarted, WaitingRead
 from spare_megatron.core.votes import Vote
 from spare_megatron.stacking.layout import Member
 from spare_megatron.stacking.plans import StepPlan
@@ -310,7 +310,7 @@ class Group:
 
     def _await_restart(self) -> Steps:
         """Says that it waits, and decides on every change of who does; ends when an entry is written."""
-        own = Waiting(
+        own = RestartState(
             member=self.member, offers=tuple(map(CheckpointCandidate, sorted(self._world.invariants.saves.params)))
         )
         yield from self._links.speak(lambda voice: voice.announce_restart(own))

@@ -14,7 +14,7 @@ from spare_megatron.core.actions import (
     WithdrawOffers,
 )
 from spare_megatron.core.entries import GiveUp, Restart
-from spare_megatron.core.events import Waiting, WaitingRead
+from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.restart import RestartLimits, Restarts, Search, decide_restart
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
@@ -24,12 +24,14 @@ LIMITS = RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
 GONE = "/shared/checkpoints is not the folder that the run began with"
 
 
-def waiting(group: int, *steps: int, failure: str = "") -> Waiting:
+def waiting(group: int, *steps: int, failure: str = "") -> RestartState:
     """A group with checkpoints of no files, of which there is nothing to read."""
-    return Waiting(member=Member(GroupId(group), 1), offers=tuple(map(CheckpointCandidate, steps)), failure=failure)
+    return RestartState(
+        member=Member(GroupId(group), 1), offers=tuple(map(CheckpointCandidate, steps)), failure=failure
+    )
 
 
-def decide(*waits: Waiting, waited_s: float, first_step: int = 0) -> Restart | GiveUp | CheckpointCandidate | None:
+def decide(*waits: RestartState, waited_s: float, first_step: int = 0) -> Restart | GiveUp | CheckpointCandidate | None:
     return decide_restart(9, Search(RING, waits, waited_s, LIMITS), 0, first_step=first_step)
 
 
@@ -102,8 +104,8 @@ ALL = (0, 1, 2, 3)
 
 def reader(
     group: int, *readings: Reading, offers: tuple[CheckpointCandidate, ...] = (NEW, OLD), silent_s: float = 0.0
-) -> Waiting:
-    return Waiting(
+) -> RestartState:
+    return RestartState(
         member=Member(GroupId(group), 1),
         offers=offers,
         readings=readings,
@@ -112,7 +114,7 @@ def reader(
     )
 
 
-def asked(group: int, *waits: Waiting, waited_s: float = 0.0) -> object:
+def asked(group: int, *waits: RestartState, waited_s: float = 0.0) -> object:
     """What follows for the group."""
     restarts = Restarts(LIMITS, RING)
     restarts.wiped_out(StopWipeOut(step=9))
@@ -121,7 +123,7 @@ def asked(group: int, *waits: Waiting, waited_s: float = 0.0) -> object:
     return actions[0] if actions else None
 
 
-def files(group: int, *waits: Waiting, waited_s: float = 0.0) -> tuple[int, ...]:
+def files(group: int, *waits: RestartState, waited_s: float = 0.0) -> tuple[int, ...]:
     found = asked(group, *waits, waited_s=waited_s)
     assert isinstance(found, ReadFiles)
     assert found.offer == NEW
@@ -213,8 +215,8 @@ def test_in_whatever_order_groups_read_the_newest_sound_checkpoint_is_found(seed
     restarts = Restarts(LIMITS, RING)
     restarts.wiped_out(StopWipeOut(step=9))
 
-    def say(group: int) -> Waiting:
-        return Waiting(
+    def say(group: int) -> RestartState:
+        return RestartState(
             member=Member(GroupId(group), lives[group]),
             offers=tuple(offer for offer in reversed(offers) if offer not in withdrawn[group])[:2],
             readings=tuple(

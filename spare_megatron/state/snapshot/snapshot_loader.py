@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from spare_megatron.core.events import Waiting
+from spare_megatron.core.events import RestartState
 from spare_megatron.core.pieces import Piece, pieces_of
 from spare_megatron.core.snapshot_policy import Held, HeldSlice, held_by_group, in_order_to_ask
 from spare_megatron.mcore.host_copies import TensorBytes
@@ -143,7 +143,7 @@ class SnapshotLoader:
         self._head = head
 
         @cache
-        def waiting() -> Sequence[Waiting]:
+        def waiting() -> Sequence[RestartState]:
             return self._agreement.waiting_to_restart(self._groups)
 
         def load_part(number: SliceId | None, begin: Callable[[bytes], TensorBytes]) -> None:
@@ -226,7 +226,7 @@ class SnapshotLoader:
         self._lost.add(holder)
         return True
 
-    def _servers(self, copy: _Copy, waiting: Sequence[Waiting], members: Collection[Member]) -> dict[str, _Holder]:
+    def _servers(self, copy: _Copy, waiting: Sequence[RestartState], members: Collection[Member]) -> dict[str, _Holder]:
         """Where it is said to be, in the order in which to ask: the broken ones last."""
         holders = []
         for one in waiting:

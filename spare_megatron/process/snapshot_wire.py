@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperAddress:
+class SnapshotServerAddress:
     """Where a node's keeper listens, in every one of its lives.
 
     Attributes:

@@ -9,7 +9,7 @@ from spare_megatron.config.own_code import code_digest
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.faults.trace import Fault
 from spare_megatron.process.heartbeats import HeartbeatPage
-from spare_megatron.process.snapshot_wire import KeeperAddress
+from spare_megatron.process.snapshot_wire import SnapshotServerAddress
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.store.spec import StoreSpec
 
@@ -45,7 +45,7 @@ class RankSpec:
     page: HeartbeatPage | None = None
     seconds_left: float | None = None
     wiped_out_at_s: float | None = None
-    keeper: KeeperAddress | None = None
+    keeper: SnapshotServerAddress | None = None
     code: str = field(default_factory=code_digest)
 
     @property

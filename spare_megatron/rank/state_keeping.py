@@ -19,7 +19,7 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of, manifest_of
 from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, file_of, last_state_path
 from spare_megatron.state.checkpoint.saver import Saver
-from spare_megatron.state.snapshot.snapshot_client import KeeperClient
+from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.store.interface import ControlStore
@@ -134,7 +134,7 @@ class StateKeeping:
         self._trainer = trainer
         self._agreement = agreement
         self._probe = probe
-        self._keeper = None if spec.keeper is None else KeeperClient(spec.keeper, spec.rank)
+        self._keeper = None if spec.keeper is None else SnapshotClient(spec.keeper, spec.rank)
 
     def saves(
         self, journal: JournalWriter, report: Callable[[CheckpointTold], None], ended: Callable[[SaveEnd], None]
@@ -204,7 +204,7 @@ class StateKeeping:
             probe=self._probe,
         )
 
-    def _snapshotter(self, keeper: KeeperClient) -> Snapshotter:
+    def _snapshotter(self, keeper: SnapshotClient) -> Snapshotter:
         return Snapshotter(
             member=self._spec.member,
             position=self._spec.rank,
@@ -213,7 +213,7 @@ class StateKeeping:
             probe=self._probe,
         )
 
-    def _loader(self, keeper: KeeperClient, store: ControlStore) -> SnapshotLoader:
+    def _loader(self, keeper: SnapshotClient, store: ControlStore) -> SnapshotLoader:
         config = self._spec.config
         return SnapshotLoader(
             member=self._spec.member,

@@ -33,7 +33,7 @@ from spare_megatron.process.reports import ExitCode, RankKey, RankRaised
 from spare_megatron.process.specs import NodeSpec, RankMain, RankSpec
 from spare_megatron.process.starvation import Starvation
 from spare_megatron.stacking.layout import GroupId, Member
-from spare_megatron.state.snapshot.snapshot_server import NodeKeeper
+from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 
 LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
 """Ends that all groups come to by themselves: no reason to fence anybody."""
@@ -221,7 +221,7 @@ class RankProcesses:
         self._processes: dict[RankKey, RankProcess] = {}
         self._faults = set(spec.faults)  # that have yet to strike
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
-        self.keeper = NodeKeeper(spec, self._context) if spec.config.snapshot.every_steps else None
+        self.keeper = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
         self._is_end_asked = False
         self.pipes: dict[Connection, RankKey] = {}
         self.sentinels: dict[int, RankKey] = {}

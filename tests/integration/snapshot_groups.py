@@ -15,7 +15,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.snapshot_wire import HeldTold
 from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.state.snapshot.snapshot_client import KeeperClient
+from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.snapshot.snapshotter import Snapshotter
 from spare_megatron.store.interface import ControlStore
@@ -106,7 +106,7 @@ def take_late(keeper: KeptHere, trainers: Sequence[GroupTrainer], config: RunCon
             member=Member(GroupId(group)),
             position=0,
             trainer=trainer,
-            keeper=cast(KeeperClient, keeper),
+            keeper=cast(SnapshotClient, keeper),
             probe=PROBE,
         )
         for group, trainer in enumerate(trainers)
@@ -135,7 +135,7 @@ def loader_of(keeper: KeptHere, trainer: GroupTrainer, group: GroupId) -> Snapsh
         member=Member(group, 1),
         position=0,
         trainer=trainer,
-        keeper=cast(KeeperClient, keeper),
+        keeper=cast(SnapshotClient, keeper),
         agreement=cast(GroupAgreement, SimpleNamespace(gathered=lambda told: [told])),
         store=cast(ControlStore, SimpleNamespace(local_host=lambda: "", put=lambda key, value: None)),
         groups=[],

@@ -21,12 +21,12 @@ import pytest
 from spare_megatron.core.pieces import Piece
 from spare_megatron.core.snapshot_policy import Held, HeldSlice
 from spare_megatron.process.piece_wire import Address, NotOffered
-from spare_megatron.process.snapshot_wire import CopyWanted, KeeperAddress, Part
+from spare_megatron.process.snapshot_wire import CopyWanted, Part, SnapshotServerAddress
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.stacking.layout import SliceId
 from spare_megatron.state.snapshot import snapshot_server as keeper_module
-from spare_megatron.state.snapshot.snapshot_client import KeeperClient, KeeperGone
-from spare_megatron.state.snapshot.snapshot_server import NodeKeeper
+from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
+from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 from spare_megatron.state.transfer.piece_client import PieceClient
 from tests.integration.kept_snapshots import memory_files
 
@@ -45,9 +45,9 @@ class Node:
 
 
 @contextmanager
-def running_keeper(run_dir: Path) -> Iterator[NodeKeeper]:
+def running_keeper(run_dir: Path) -> Iterator[NodeSnapshotServer]:
     """A keeper that answers."""
-    keeper = NodeKeeper(cast(NodeSpec, Node(run_dir)), multiprocessing.get_context("fork"))
+    keeper = NodeSnapshotServer(cast(NodeSpec, Node(run_dir)), multiprocessing.get_context("fork"))
     try:
         await_keeper(keeper)
         yield keeper
@@ -57,12 +57,12 @@ def running_keeper(run_dir: Path) -> Iterator[NodeKeeper]:
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[NodeKeeper]:
+def keeper(tmp_path: Path) -> Iterator[NodeSnapshotServer]:
     with running_keeper(tmp_path) as keeper:
         yield keeper
 
 
-def await_keeper(keeper: NodeKeeper) -> None:
+def await_keeper(keeper: NodeSnapshotServer) -> None:
     """Its first life, or the next, has come up. Looked after again and again, as by a supervisor: threads of the last
     one may not have ended yet.
     """
@@ -70,9 +70,9 @@ def await_keeper(keeper: NodeKeeper) -> None:
     while True:
         keeper.look()
         try:
-            KeeperClient(keeper.address, 99).pass_over(1, 0)
+            SnapshotClient(keeper.address, 99).pass_over(1, 0)
             return
-        except KeeperGone:
+        except SnapshotServerGone:
             assert time.monotonic() < end_s
             time.sleep(0.01)
 
@@ -85,7 +85,7 @@ def fill(contents: Iterable[bytes]) -> Callable[[Sequence[mmap.mmap]], None]:
     return write
 
 
-def copy(client: KeeperClient, attempt: int, previous: int, content: bytes) -> str:
+def copy(client: SnapshotClient, attempt: int, previous: int, content: bytes) -> str:
     (digest,) = client.copy(attempt, previous, {None: len(content)}, fill([content]))
     return digest
 
@@ -94,7 +94,7 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def fetched(client: KeeperClient, position: int, attempt: int, num_bytes: int) -> bytes:
+def fetched(client: SnapshotClient, position: int, attempt: int, num_bytes: int) -> bytes:
     """What others get of it over the network."""
     pieces = PieceClient(Address.parse(client.held(HOST).server), START_S)
     try:
@@ -114,9 +114,9 @@ def num_kept() -> int:
     return len({file.stat().st_ino for file in memory_files(keeper_pid())})
 
 
-def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeKeeper) -> None:
+def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeSnapshotServer) -> None:
     """Two lots of memory do for any number of snapshots."""
-    client = KeeperClient(keeper.address, 3)
+    client = SnapshotClient(keeper.address, 3)
     contents = {attempt: os.urandom(5000) for attempt in range(1, 7)}
     for attempt, content in contents.items():
         assert copy(client, attempt, attempt - 1, content) == sha256(content)
@@ -125,15 +125,15 @@ def test_a_snapshot_is_kept_until_the_one_after_the_next_is_taken(keeper: NodeKe
         assert num_kept() == len(kept)
     assert fetched(client, 3, 5, 5000) == contents[5]
     assert client.memory(5, None)[:] == contents[5]
-    with pytest.raises(KeeperGone, match="does not hold attempt 4 of rank 3"):
+    with pytest.raises(SnapshotServerGone, match="does not hold attempt 4 of rank 3"):
         client.memory(4, None)
-    assert KeeperClient(keeper.address, 2).held(HOST).held == ()
+    assert SnapshotClient(keeper.address, 2).held(HOST).held == ()
     with pytest.raises(NotOffered):
         fetched(client, 3, 4, 5000)
 
 
-def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeKeeper) -> None:
-    client = KeeperClient(keeper.address, 0)
+def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeSnapshotServer) -> None:
+    client = SnapshotClient(keeper.address, 0)
     for attempt in (1, 2):
         copy(client, attempt, attempt - 1, bytes(9000))
     client.pass_over(2, 1)  # of a group beside this one, and late
@@ -146,10 +146,10 @@ def test_a_position_that_others_keep_from_now_on_takes_no_memory(keeper: NodeKee
     assert num_kept() == 0
 
 
-def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: NodeKeeper) -> None:
+def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: NodeSnapshotServer) -> None:
     """Two groups on the node: the first keeps slice 0 and all but slices, the second slice 1 and, later, slice 0."""
     zero, one = SliceId(0), SliceId(1)
-    groups = [KeeperClient(keeper.address, 2) for _ in range(2)]
+    groups = [SnapshotClient(keeper.address, 2) for _ in range(2)]
     kept: list[dict[SliceId | None, bytes]] = [{zero: os.urandom(700), None: os.urandom(900)}, {one: os.urandom(300)}]
     for attempt in (1, 2, 3):
         for client, contents in zip(groups, kept, strict=True):
@@ -164,7 +164,7 @@ def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: No
         HeldSlice(attempt, number, sha256(both[number])) for attempt in (2, 3) for number in (zero, one)
     }
     assert groups[1].memory(3, zero)[:] == kept[0][zero]
-    assert KeeperClient(keeper.address, 1).held(HOST).slices == ()
+    assert SnapshotClient(keeper.address, 1).held(HOST).slices == ()
     assert num_kept() == 3 * 2
     for attempt in (4, 5, 6):
         groups[0].pass_over(attempt, attempt - 1)
@@ -173,8 +173,8 @@ def test_slices_are_kept_beside_the_rest_and_go_when_others_keep_them(keeper: No
     assert num_kept() == 2
 
 
-def test_snapshots_may_change_their_size(keeper: NodeKeeper) -> None:
-    client = KeeperClient(keeper.address, 0)
+def test_snapshots_may_change_their_size(keeper: NodeSnapshotServer) -> None:
+    client = SnapshotClient(keeper.address, 0)
     for attempt, num_bytes in enumerate((10, 5000, 20)):
         content = os.urandom(num_bytes)
         assert copy(client, attempt, attempt - 1, content) == sha256(content)
@@ -182,7 +182,7 @@ def test_snapshots_may_change_their_size(keeper: NodeKeeper) -> None:
     assert num_kept() == 2
 
 
-def dying_rank(address: KeeperAddress, report: Connection) -> None:
+def dying_rank(address: SnapshotServerAddress, report: Connection) -> None:
     """Is killed when half of its copy is made."""
     with Client(address.name, "AF_UNIX", authkey=address.key) as connection:
         connection.send(CopyWanted(position=0, attempt=2, previous=1, num_bytes={Part(0): 4000}))
@@ -193,8 +193,8 @@ def dying_rank(address: KeeperAddress, report: Connection) -> None:
         signal.pause()
 
 
-def test_a_rank_that_is_killed_while_it_copies_leaves_the_snapshot_before(keeper: NodeKeeper) -> None:
-    client, content = KeeperClient(keeper.address, 0), os.urandom(4000)
+def test_a_rank_that_is_killed_while_it_copies_leaves_the_snapshot_before(keeper: NodeSnapshotServer) -> None:
+    client, content = SnapshotClient(keeper.address, 0), os.urandom(4000)
     copy(client, 1, -1, content)
     ours, theirs = multiprocessing.Pipe()
     rank = multiprocessing.get_context("fork").Process(target=dying_rank, args=(keeper.address, theirs))
@@ -210,19 +210,19 @@ def test_a_rank_that_is_killed_while_it_copies_leaves_the_snapshot_before(keeper
     assert [one.attempt for one in client.held(HOST).held] == [1, 3]
 
 
-def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(keeper: NodeKeeper) -> None:
-    client, content = KeeperClient(keeper.address, 0), os.urandom(4000)
+def test_a_killed_keeper_has_nothing_any_more_and_the_next_one_has_its_address(keeper: NodeSnapshotServer) -> None:
+    client, content = SnapshotClient(keeper.address, 0), os.urandom(4000)
     copy(client, 1, -1, content)
     pid = keeper_pid()
 
     def strike(memories: Sequence[mmap.mmap]) -> None:
         os.kill(pid, signal.SIGKILL)
 
-    with pytest.raises(KeeperGone):
+    with pytest.raises(SnapshotServerGone):
         client.copy(2, 1, {None: 4000}, strike)
     while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    with pytest.raises(KeeperGone):
+    with pytest.raises(SnapshotServerGone):
         client.held(HOST)
     await_keeper(keeper)
     assert keeper_pid() != pid
@@ -236,9 +236,9 @@ def flip_bit(kept: list[mmap.mmap], content: bytes, memories: Sequence[mmap.mmap
     kept.append(memory)
 
 
-def test_a_flipped_bit_in_a_keeper_s_memory_is_found_by_the_checksum(keeper: NodeKeeper) -> None:
+def test_a_flipped_bit_in_a_keeper_s_memory_is_found_by_the_checksum(keeper: NodeSnapshotServer) -> None:
     """The rank's mapping is the keeper's memory."""
-    client, content = KeeperClient(keeper.address, 0), os.urandom(4000)
+    client, content = SnapshotClient(keeper.address, 0), os.urandom(4000)
     kept: list[mmap.mmap] = []
     for attempt in (1, 2):
         client.copy(attempt, attempt - 1, {None: 4000}, partial(flip_bit, kept, content))
@@ -254,8 +254,8 @@ def test_more_memory_than_there_is_is_refused_with_the_reason(tmp_path: Path, mo
     """The keeper is forked, and believes in what this process does."""
     monkeypatch.setattr(keeper_module, "available_bytes", lambda: 4000)
     with running_keeper(tmp_path) as keeper:
-        client = KeeperClient(keeper.address, 0)
-        with pytest.raises(KeeperGone, match=r"no 5000 bytes.*75% of the 4000"):
+        client = SnapshotClient(keeper.address, 0)
+        with pytest.raises(SnapshotServerGone, match=r"no 5000 bytes.*75% of the 4000"):
             copy(client, 1, -1, bytes(5000))
         copy(client, 2, -1, bytes(3000))
 
@@ -264,8 +264,8 @@ def test_what_is_left_of_the_machine_s_memory_is_known() -> None:
     assert 0 < keeper_module.available_bytes() < psutil.virtual_memory().total
 
 
-def test_strangers_are_not_answered(keeper: NodeKeeper) -> None:
-    stranger = KeeperClient(KeeperAddress(name=keeper.address.name, key=b"guessed"), 0)
-    with pytest.raises(KeeperGone):
+def test_strangers_are_not_answered(keeper: NodeSnapshotServer) -> None:
+    stranger = SnapshotClient(SnapshotServerAddress(name=keeper.address.name, key=b"guessed"), 0)
+    with pytest.raises(SnapshotServerGone):
         stranger.held(HOST)
     await_keeper(keeper)

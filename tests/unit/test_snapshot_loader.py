@@ -22,7 +22,7 @@ from spare_megatron.process.piece_wire import Address, NotOffered, TurnedAway
 from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot import snapshot_loader
-from spare_megatron.state.snapshot.snapshot_client import KeeperClient
+from spare_megatron.state.snapshot.snapshot_client import SnapshotClient
 from spare_megatron.state.snapshot.snapshot_loader import SnapshotLoader
 from spare_megatron.state.transfer import piece_server
 from spare_megatron.state.transfer.piece_client import PieceClient
@@ -83,7 +83,7 @@ def loader(
         member=Member(GroupId(0), 1),
         position=0,
         trainer=cast(GroupTrainer, SimpleNamespace(incoming_state=lambda description: incoming, stacked=None)),
-        keeper=cast(KeeperClient, None),
+        keeper=cast(SnapshotClient, None),
         agreement=cast(
             GroupAgreement,
             SimpleNamespace(

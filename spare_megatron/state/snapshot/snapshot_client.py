@@ -13,21 +13,21 @@ from spare_megatron.process.snapshot_wire import (
     CopyWanted,
     HeldTold,
     HeldWanted,
-    KeeperAddress,
     MemoryWanted,
     Part,
     PassOver,
+    SnapshotServerAddress,
 )
 from spare_megatron.stacking.layout import SliceId
 
 T = TypeVar("T")
 
 
-class KeeperGone(Exception):
+class SnapshotServerGone(Exception):
     """The keeper is not there, or was lost before it had answered; or it has no memory."""
 
 
-class KeeperClient:
+class SnapshotClient:
     """One rank position's side. A keeper that is there and does not answer keeps the caller waiting.
 
     Args:
@@ -35,7 +35,7 @@ class KeeperClient:
         position: The rank inside its group.
     """
 
-    def __init__(self, address: KeeperAddress, position: int) -> None:
+    def __init__(self, address: SnapshotServerAddress, position: int) -> None:
         self._address = address
         self._position = position
 
@@ -118,13 +118,13 @@ class KeeperClient:
             with Client(self._address.name, "AF_UNIX", authkey=self._address.key) as connection:
                 return converse(connection)
         except (AuthenticationError, EOFError, OSError) as error:
-            raise KeeperGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error
+            raise SnapshotServerGone(f"the node's keeper is gone: {type(error).__name__}: {error}") from error
 
 
 def _expect_memory(connection: Connection) -> None:
     refusal = str(connection.recv())
     if refusal:
-        raise KeeperGone(refusal)
+        raise SnapshotServerGone(refusal)
 
 
 def _receive_memory(connection: Connection, protection: int) -> mmap.mmap:

@@ -21,7 +21,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.piece_wire import Address, NotOffered, TransferBroken, TurnedAway, WrongStep
 from spare_megatron.process.snapshot_wire import Part
 from spare_megatron.stacking.layout import GroupId, Member, SliceId
-from spare_megatron.state.snapshot.snapshot_client import KeeperClient, KeeperGone
+from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 from spare_megatron.state.transfer.piece_client import PieceClient
 from spare_megatron.state.transfer.state_transfer import JoinFailed, LengthFirst
 from spare_megatron.store.interface import ControlStore
@@ -72,7 +72,7 @@ class SnapshotLoader:
         member: Member,
         position: int,
         trainer: GroupTrainer,
-        keeper: KeeperClient,
+        keeper: SnapshotClient,
         agreement: GroupAgreement,
         store: ControlStore,
         groups: Sequence[GroupId],
@@ -107,7 +107,7 @@ class SnapshotLoader:
         asking = ThreadPoolExecutor(max_workers=1)
         try:
             told = asking.submit(self._keeper.held, self._store.local_host()).result(self._timeout_s)
-        except (KeeperGone, TimeoutError) as error:
+        except (SnapshotServerGone, TimeoutError) as error:
             rejected = (f"rank {self._position}: {error or 'the keeper of its node does not answer'}",)
         else:
             held, slices = told.held, told.slices
@@ -174,7 +174,7 @@ class SnapshotLoader:
             return "nobody has it"
         try:
             self._read(_pieces_of(self._keeper.memory(*copy)), self._own[copy], begin)
-        except (KeeperGone, ForeignState, _Unusable) as error:
+        except (SnapshotServerGone, ForeignState, _Unusable) as error:
             return str(error)
         return ""
 

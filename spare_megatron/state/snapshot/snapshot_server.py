@@ -27,10 +27,10 @@ from spare_megatron.process.snapshot_wire import (
     CopyWanted,
     HeldTold,
     HeldWanted,
-    KeeperAddress,
     MemoryWanted,
     Part,
     PassOver,
+    SnapshotServerAddress,
 )
 from spare_megatron.process.specs import NodeSpec
 from spare_megatron.state.transfer.piece_server import PieceServer
@@ -44,13 +44,13 @@ _TIMEOUT_S = 60.0
 """Longest wait for whoever fetches a snapshot to take a piece of it."""
 
 
-def keep(address: KeeperAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection) -> None:
+def keep(address: SnapshotServerAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection) -> None:
     """The main function of a keeper's process. It ends with its supervisor."""
     die_with(supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log_to_file(run_dir, name)
-    Keeper(address).serve()
+    SnapshotServer(address).serve()
 
 
 def available_bytes() -> int:
@@ -95,10 +95,10 @@ class _Memory:
             self.content.close()
 
 
-class Keeper:
+class SnapshotServer:
     """What it holds, by part and attempt; a `piece_server.Source`."""
 
-    def __init__(self, address: KeeperAddress) -> None:
+    def __init__(self, address: SnapshotServerAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
         self._held: dict[Part, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
@@ -238,7 +238,7 @@ class Keeper:
             return found[0].content[piece.start : piece.stop]
 
 
-class NodeKeeper:
+class NodeSnapshotServer:
     """The process. What one held is gone with it; the next begins with nothing, at the same address.
 
     Args:
@@ -251,7 +251,9 @@ class NodeKeeper:
         self._context = context
         self._child: Child | None = None
         # Abstract: the name is free again when the process has ended, however it did.
-        self.address = KeeperAddress(name=f"\0spare-keeper-{secrets.token_hex(16)}", key=secrets.token_bytes(32))
+        self.address = SnapshotServerAddress(
+            name=f"\0spare-keeper-{secrets.token_hex(16)}", key=secrets.token_bytes(32)
+        )
 
     def look(self) -> None:
         """Sees to it that there is one."""

@@ -20,7 +20,7 @@ from spare_megatron.mcore.state import StateCopy
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import Member, SliceId
-from spare_megatron.state.snapshot.snapshot_client import KeeperClient, KeeperGone
+from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 
 _PATIENCE_S = 30.0
 """How long training waits for a keeper that is there and does not answer; then the rank asks it no more."""
@@ -50,7 +50,7 @@ class Snapshotter:
     """
 
     def __init__(
-        self, *, member: Member, position: int, trainer: GroupTrainer, keeper: KeeperClient, probe: RankProbe
+        self, *, member: Member, position: int, trainer: GroupTrainer, keeper: SnapshotClient, probe: RankProbe
     ) -> None:
         self._member = member
         self._position = position
@@ -154,7 +154,7 @@ class Snapshotter:
         try:
             self._keeper.copy(action.attempt, action.previous, num_bytes, partial(self._write, copy))
             copy.failure = ""
-        except (KeeperGone, _GivenUp) as error:
+        except (SnapshotServerGone, _GivenUp) as error:
             copy.failure = str(error)
         finally:
             self._copied.set()
@@ -169,7 +169,7 @@ class Snapshotter:
         self._copied.set()
 
     def _pass_over(self, action: TakeSnapshot) -> None:
-        with contextlib.suppress(KeeperGone):  # and what it kept
+        with contextlib.suppress(SnapshotServerGone):  # and what it kept
             self._keeper.pass_over(action.attempt, action.previous)
 
 

@@ -36,7 +36,7 @@ class PartLost:
     cause: str
 
 
-class Parts:
+class GroupRendezvous:
     """One node's parts of such groups, in the thread that asks the store.
 
     Args:

@@ -20,7 +20,13 @@ from spare_megatron.process.reports import StoreAway, StoreBack
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore, StoreLost
-from spare_megatron.supervisor.group_rendezvous import PartLost, Parts, PartsThere, incarnation_key, present_members
+from spare_megatron.supervisor.group_rendezvous import (
+    GroupRendezvous,
+    PartLost,
+    PartsThere,
+    incarnation_key,
+    present_members,
+)
 from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import LogFollower, Stop
 
@@ -140,7 +146,7 @@ class StoreLink:
         self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
         self._follower: LogFollower | None = None
         self._stop: Stop | None = None  # as it has been told of
-        self._parts = Parts(layout, node, life or 0, interval_s, outbox.send)
+        self._parts = GroupRendezvous(layout, node, life or 0, interval_s, outbox.send)
         self._silent: set[int] = set()
         self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}

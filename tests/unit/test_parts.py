@@ -12,7 +12,7 @@ from spare_megatron.process import timers
 from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.supervisor import group_rendezvous, restarts
-from spare_megatron.supervisor.group_rendezvous import PartLost, Parts, PartsThere, incarnation_key
+from spare_megatron.supervisor.group_rendezvous import GroupRendezvous, PartLost, PartsThere, incarnation_key
 from spare_megatron.supervisor.restarts import Restarts
 from tests.unit.memory_store import MemoryStore
 
@@ -68,7 +68,9 @@ class OneNode:
 
     def __init__(self, store: MemoryStore, clock: Clock, node: int, life: int = 0) -> None:
         self.told: list[PartsThere | PartLost] = []
-        self.parts = Parts(Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, life, INTERVAL_S, self.hear)
+        self.parts = GroupRendezvous(
+            Layout(num_groups=2, pipeline_parallel=2, num_nodes=4), node, life, INTERVAL_S, self.hear
+        )
         self.store, self.clock, self.node = store, clock, node
         if life:
             store.put(f"life/{node}", str(life))
@@ -174,7 +176,7 @@ class World:
         self.nodes: list[Node | None] = [Node(self, node, 0) for node in range(NUM_NODES)]
         self.gone_at_s = dict.fromkeys(range(NUM_NODES), -1.0)
         self.num_lives = dict.fromkeys(range(NUM_NODES), 1)
-        self.watcher = Parts(self.layout, NUM_NODES, 0, INTERVAL_S, lambda _: None)  # a node of another group
+        self.watcher = GroupRendezvous(self.layout, NUM_NODES, 0, INTERVAL_S, lambda _: None)  # a node of another group
         self.begun: dict[int, set[int]] = {}
 
     @property
@@ -228,7 +230,7 @@ class Node:
         self.incarnation, self.runs, self.is_up, self.beats = 0, life == 0, False, 0
         self.events: list[PartsThere | PartLost] = []
         self.agenda = Timers()
-        self.parts = Parts(world.layout, number, life, INTERVAL_S, self.events.append)
+        self.parts = GroupRendezvous(world.layout, number, life, INTERVAL_S, self.events.append)
         self.restarts = Restarts(
             most_restarts=1_000_000,
             interval_s=INTERVAL_S,

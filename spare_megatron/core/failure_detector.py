@@ -105,7 +105,7 @@ class Pulse:
     starved_s: float = 0.0
 
 
-class Liveness:
+class FailureDetector:
     """Watches one rank.
 
     Args:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
-from spare_megatron.core.failure_detector import Liveness, Operation, Pulse, first_to_stop
+from spare_megatron.core.failure_detector import FailureDetector, Operation, Pulse, first_to_stop
 from spare_megatron.process.reports import RankKey
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_processes import RankProcesses
@@ -27,7 +27,7 @@ class RankWatch:
         self._interval_s = interval_s
         self._group_timeout_s = group_timeout_s
         self._load_timeout_s = load_timeout_s
-        self._liveness: dict[RankKey, Liveness] = {}
+        self._liveness: dict[RankKey, FailureDetector] = {}
         self._starved_s: dict[RankKey, float] = {}  # at the last look
         self._group_starved_s: defaultdict[GroupId, float] = defaultdict(
             float
@@ -90,5 +90,5 @@ class RankWatch:
             self._group_starved_s[key[0]] += pulse.starved_s - self._starved_s.get(key, pulse.starved_s)
             self._starved_s[key] = pulse.starved_s
 
-    def _new_liveness(self) -> Liveness:
-        return Liveness(self._interval_s, self._group_timeout_s, self._load_timeout_s)
+    def _new_liveness(self) -> FailureDetector:
+        return FailureDetector(self._interval_s, self._group_timeout_s, self._load_timeout_s)

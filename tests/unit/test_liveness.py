@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spare_megatron.core.failure_detector import Absence, Liveness, Operation, Pulse, first_to_stop
+from spare_megatron.core.failure_detector import Absence, FailureDetector, Operation, Pulse, first_to_stop
 
 INTERVAL_S = 1.0
 LOOK_S = 0.25
@@ -23,7 +23,7 @@ def found_at_s(
     until_s: float = 20.0,
 ) -> tuple[float, str] | None:
     """When a rank is found lost that stands still, in part or in whole, from time 0 on, and why."""
-    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S)
+    liveness = FailureDetector(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S)
     for number in range(round(until_s / LOOK_S)):
         now_s = number * LOOK_S
         pulse = Pulse(
@@ -109,7 +109,7 @@ def test_threads_that_wake_up_to_find_nothing_to_do_hide_no_rank_that_hangs() ->
 
 
 def test_a_wait_that_shows_when_it_is_over_counts_from_its_beginning() -> None:
-    liveness = Liveness(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S)
+    liveness = FailureDetector(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S)
     pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
     for number in range(6):
         assert liveness.look(pulse, number * LOOK_S, group_starved_s=0.0) == ""
@@ -134,7 +134,7 @@ def test_who_polls_is_missed_sooner_than_who_does_something_for_the_first_time()
 
 
 def test_a_watcher_that_was_away_begins_anew() -> None:
-    liveness, absence = Liveness(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S), Absence(INTERVAL_S)
+    liveness, absence = FailureDetector(INTERVAL_S, FIRST_LIMIT_S, LOAD_LIMIT_S), Absence(INTERVAL_S)
     pulse = Pulse(beats=1, progress=1, operation=Operation.COMPUTE, step=0, progress_at_s=0.0, slowest_s=0.01)
     for now_s in (0.0, 0.25, 30.0, 30.25, 31.25):
         assert liveness.look(pulse, now_s, group_starved_s=0.0) == ""

@@ -34,7 +34,7 @@ from benchmarks.peers.history import events_of_journal, spread
 from benchmarks.peers.peer_run import NvrxTimes, TorchftTimes, run_peer
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.preflight import preflight
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import Journal, read_journal
@@ -56,7 +56,13 @@ WAYS: dict[str, list[str]] = {
 }
 STEPS_AFTER = 10
 """The fewest after the last kill."""
-PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE)
+PHASES = (
+    FaultPoint.FORWARD,
+    FaultPoint.BACKWARD,
+    FaultPoint.BEFORE_REDUCE,
+    FaultPoint.IN_REDUCE,
+    FaultPoint.AFTER_REDUCE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

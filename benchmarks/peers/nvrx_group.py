@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.peers.peer_group import PeerGroup, begin_group
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 
 _LOOPBACK = "127.0.0.1"
 _UP_TIMEOUT_S = 120.0
@@ -56,12 +56,12 @@ class _Training:
             self.trained.compute(self.step)
             self.is_computed = True
             works = [backend.allreduce([buffer], dist.AllreduceOptions()) for buffer in self.trained.buffers]
-            self.trained.reach(Phase.IN_REDUCE)
+            self.trained.reach(FaultPoint.IN_REDUCE)
             for work in works:
                 while not work.is_completed():  # a wait in C++ would keep the restart out until gloo's own timeout
                     time.sleep(_POLL_S)
                 work.wait()
-            self.trained.reach(Phase.AFTER_REDUCE)
+            self.trained.reach(FaultPoint.AFTER_REDUCE)
             with call.atomic():
                 self.trained.update(self.step)
                 self.step += 1

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.peers.history import Event, EventKind, read_events
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.pieces import Piece
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault, resolve_trace
@@ -77,10 +77,10 @@ class PeerGroup:
         self._injector.step = step
         self._trainer.begin_step(step)
         self.write("computed", step, len(self._trainer.compute(self._work)))
-        self.reach(Phase.BEFORE_REDUCE)
+        self.reach(FaultPoint.BEFORE_REDUCE)
         self.buffers = [self._sums.stage(bucket, staging) for bucket, staging in enumerate(self._stagings)]
 
-    def reach(self, phase: Phase) -> None:
+    def reach(self, phase: FaultPoint) -> None:
         """Here a fault may strike."""
         self._injector(phase)
 
@@ -135,7 +135,7 @@ class _InjectingProbe(SilentProbe):
         self.phases = injector.phases
         self._injector = injector
 
-    def __call__(self, phase: Phase, /) -> None:
+    def __call__(self, phase: FaultPoint, /) -> None:
         self._injector(phase)
 
 

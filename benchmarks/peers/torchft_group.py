@@ -23,7 +23,7 @@ from torchft.checkpointing import HTTPTransport
 
 from benchmarks.peers.peer_group import PeerGroup, begin_group
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.store.tcp_store import listen
 
 _LOOPBACK = "127.0.0.1"
@@ -62,10 +62,10 @@ def _train(trained: PeerGroup, manager: Manager) -> None:
         manager.start_quorum()
         trained.compute(begun)
         works = [manager.allreduce(buffer, reduce_op=ReduceOp.SUM) for buffer in trained.buffers]
-        trained.reach(Phase.IN_REDUCE)
+        trained.reach(FaultPoint.IN_REDUCE)
         for work in works:
             work.wait()
-        trained.reach(Phase.AFTER_REDUCE)
+        trained.reach(FaultPoint.AFTER_REDUCE)
         if not manager.should_commit():
             trained.write("discarded", begun)
             continue

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.stacking.layout import Layout
 
 
@@ -238,7 +238,7 @@ FaultKind = Literal[
 class FaultConfig:
     """One fault to inject. Absent fields are drawn from `faults.seed`."""
 
-    phase: Phase
+    phase: FaultPoint
     """Moment of the step at which the rank is hit."""
     step: int | None = None
     """Step at which it is hit."""

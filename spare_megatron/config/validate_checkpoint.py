@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
-from spare_megatron.core.fault_points import PHASES_AFTER_A_WIPE_OUT, PHASES_OF_A_LOAD, PHASES_OF_A_SAVE, Phase
+from spare_megatron.core.fault_points import PHASES_AFTER_A_WIPE_OUT, PHASES_OF_A_LOAD, PHASES_OF_A_SAVE, FaultPoint
 
-_OF_THE_FIRST_RANK = (Phase.SAVE_MANIFEST, Phase.SAVE_RENAME, Phase.SAVE_DROP)
+_OF_THE_FIRST_RANK = (FaultPoint.SAVE_MANIFEST, FaultPoint.SAVE_RENAME, FaultPoint.SAVE_DROP)
 
 _KINDS = ("kill", "stop")
 

@@ -4,9 +4,16 @@ from collections.abc import Iterator
 
 from spare_megatron.config.schema import FaultConfig, RunConfig
 from spare_megatron.core.comparison import LEAST_HOSTS_TO_COMPARE
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_OF_A_JOIN, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_OF_A_JOIN, PHASES_WITH_SLICES, FaultPoint
 
-_WHILE_SUMS_GROW = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
+_WHILE_SUMS_GROW = (
+    FaultPoint.FORWARD,
+    FaultPoint.SEND,
+    FaultPoint.RECEIVE,
+    FaultPoint.BACKWARD,
+    FaultPoint.PATCH,
+    FaultPoint.BEFORE_REDUCE,
+)
 """Phases at which the local gradient sums have yet to enter the reduction."""
 
 _FOR_GOOD = (
@@ -54,19 +61,19 @@ def _fault_out_of_range(config: RunConfig, index: int, fault: FaultConfig) -> It
     for name, value, limit, limit_text in limits:
         if value is not None and not 0 <= value < limit:
             yield f"{where}.{name}={value} lies outside 0 to {limit - 1}; {limit_text} is {limit}"
-    if fault.phase in (Phase.SEND, Phase.RECEIVE) and config.layout.pipeline_parallel == 1:
+    if fault.phase in (FaultPoint.SEND, FaultPoint.RECEIVE) and config.layout.pipeline_parallel == 1:
         yield (
             f"{where}.phase={fault.phase} is never reached with layout.pipeline_parallel=1; "
             f"choose another phase or raise layout.pipeline_parallel"
         )
-    if fault.phase is Phase.PATCH and index == 0:
+    if fault.phase is FaultPoint.PATCH and index == 0:
         yield f"{where}.phase=patch is never reached: no group is lost before it; put a fault before it"
     if fault.phase in PHASES_WITH_SLICES and config.optimizer.sharding == "replicated":
         yield (
             f"{where}.phase={fault.phase} is never reached with optimizer.sharding=replicated; choose another phase or "
             f"set optimizer.sharding to stacked"
         )
-    elif fault.phase is Phase.REPAIR:
+    elif fault.phase is FaultPoint.REPAIR:
         yield from _unreachable_repair(where, index, fault)
     if fault.phase in PHASES_OF_A_JOIN:
         yield from _unreachable_join(config, index, fault)
@@ -94,7 +101,7 @@ def _unreachable_join(config: RunConfig, index: int, fault: FaultConfig) -> Iter
         )
     if fault.group is None:
         yield f"{where}.phase={fault.phase} strikes who gives the state and who takes it; name one in {where}.group"
-    if fault.phase is Phase.JOIN_TRANSFER and fault.kind not in ("kill", "stop"):
+    if fault.phase is FaultPoint.JOIN_TRANSFER and fault.kind not in ("kill", "stop"):
         yield f"{where}.kind={fault.kind} cannot strike a thread beside the training; choose kill or stop"
 
 

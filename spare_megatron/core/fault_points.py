@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 
-class Phase(StrEnum):
+class FaultPoint(StrEnum):
     """A moment in a step of one rank, in the order they are reached."""
 
     FORWARD = "forward"
@@ -66,20 +66,24 @@ class Phase(StrEnum):
     """A checkpoint is visible, those that it supersedes are there still; on the group's first rank alone."""
 
 
-PHASES_OF_A_SAVE = frozenset({Phase.SAVE, Phase.SAVE_WRITE, Phase.SAVE_MANIFEST, Phase.SAVE_RENAME, Phase.SAVE_DROP})
+PHASES_OF_A_SAVE = frozenset(
+    {FaultPoint.SAVE, FaultPoint.SAVE_WRITE, FaultPoint.SAVE_MANIFEST, FaultPoint.SAVE_RENAME, FaultPoint.SAVE_DROP}
+)
 """Phases that only the group reaches that saves."""
 
-PHASES_OF_A_JOIN = frozenset({Phase.JOIN_WAIT, Phase.JOIN, Phase.JOIN_TRANSFER, Phase.JOIN_CONFIRM, Phase.JOIN_DONE})
+PHASES_OF_A_JOIN = frozenset(
+    {FaultPoint.JOIN_WAIT, FaultPoint.JOIN, FaultPoint.JOIN_TRANSFER, FaultPoint.JOIN_CONFIRM, FaultPoint.JOIN_DONE}
+)
 """Phases of the admission of a group that comes back."""
 
-PHASES_AFTER_A_WIPE_OUT = frozenset({Phase.LOAD_SEARCH, Phase.LOAD_WAIT})
+PHASES_AFTER_A_WIPE_OUT = frozenset({FaultPoint.LOAD_SEARCH, FaultPoint.LOAD_WAIT})
 """Phases of a load that one at the start has not."""
 
-PHASES_OF_A_LOAD = PHASES_AFTER_A_WIPE_OUT | {Phase.LOAD, Phase.LOAD_READ, Phase.LOAD_DONE}
+PHASES_OF_A_LOAD = PHASES_AFTER_A_WIPE_OUT | {FaultPoint.LOAD, FaultPoint.LOAD_READ, FaultPoint.LOAD_DONE}
 """Phases of taking over a checkpoint. After a wipe-out they belong to the step that was wiped out."""
 
 PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD
 """Nobody knows beforehand between which steps they are reached: what is aimed at them strikes at or after its step."""
 
-PHASES_WITH_SLICES = frozenset({Phase.BEFORE_GATHER, Phase.IN_GATHER, Phase.REPAIR})
+PHASES_WITH_SLICES = frozenset({FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER, FaultPoint.REPAIR})
 """Phases that are reached only where the optimizer state is cut into slices."""

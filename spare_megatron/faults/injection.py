@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, Phase
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, FaultPoint
 from spare_megatron.faults.trace import Fault
 
 _FOR_GOOD_S = 1e6
@@ -39,9 +39,9 @@ class Injector:
         self._pending = list(faults)
         self._report = report
         self._request = request
-        self._slow: tuple[int, Phase, float] | None = None
+        self._slow: tuple[int, FaultPoint, float] | None = None
         self._step = -1
-        self._num_reached: Counter[Phase] = Counter()
+        self._num_reached: Counter[FaultPoint] = Counter()
 
     @property
     def step(self) -> int:
@@ -54,7 +54,7 @@ class Injector:
             self._num_reached.clear()
         self._step = step
 
-    def __call__(self, phase: Phase) -> None:
+    def __call__(self, phase: FaultPoint) -> None:
         """Carries out the fault of this moment, if there is one. Each is carried out at most once.
 
         Raises:
@@ -70,11 +70,11 @@ class Injector:
             self._report(fault)
             self._carry_out(fault)
 
-    def _is_reached(self, fault: Fault, phase: Phase) -> bool:
+    def _is_reached(self, fault: Fault, phase: FaultPoint) -> bool:
         if fault.phase is not phase:
             return False
         # Processes take their time to be up again, to write, or to copy.
-        if phase in PHASES_BETWEEN_STEPS or phase is Phase.REPAIR:
+        if phase in PHASES_BETWEEN_STEPS or phase is FaultPoint.REPAIR:
             return fault.step <= self._step
         return (fault.step, fault.ordinal) == (self._step, self._num_reached[phase])
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultKind, RunConfig
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
 from spare_megatron.faults.mix import kind_weights
 from spare_megatron.faults.trace import PHASES_OF_A_MICROBATCH, Fault
 from spare_megatron.stacking.layout import GroupId
@@ -92,19 +92,25 @@ _OF_A_DOMAIN: tuple[FaultKind, ...] = ("kill", "raise", "hang", "stop")
 
 _SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan", *_LASTING_OR_NOT)
 
-_PHASES = tuple(phase for phase in Phase if phase not in PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES)
+_PHASES = tuple(phase for phase in FaultPoint if phase not in PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES)
 
-_PHASES_WITH_SLICES = (*_PHASES, Phase.BEFORE_GATHER)
+_PHASES_WITH_SLICES = (*_PHASES, FaultPoint.BEFORE_GATHER)
 """Without that in a gather: where another group is lost in the same gather, it is not reached."""
 
-_CORRUPTIBLE_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.PATCH, Phase.BEFORE_REDUCE)
+_CORRUPTIBLE_PHASES = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.PATCH, FaultPoint.BEFORE_REDUCE)
 
-_PHASES_OF_A_RECOVERY = (Phase.PATCH, Phase.REBUILD)
+_PHASES_OF_A_RECOVERY = (FaultPoint.PATCH, FaultPoint.REBUILD)
 
 _NUM_MANTISSA_BITS = 23
 """A flip of any other bit of a parameter may be so large that the gradients of all who gather it are not finite."""
 
-_BEFORE_THE_SUM = (Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.BEFORE_REDUCE)
+_BEFORE_THE_SUM = (
+    FaultPoint.FORWARD,
+    FaultPoint.SEND,
+    FaultPoint.RECEIVE,
+    FaultPoint.BACKWARD,
+    FaultPoint.BEFORE_REDUCE,
+)
 """Who is lost here has not been counted, so that others have to compute its microbatches in the same step."""
 
 _HARMLESS_INTERVALS = 0.5
@@ -116,7 +122,7 @@ class _Draw:
     """A fault whose groups are still open."""
 
     kind: FaultKind
-    phase: Phase
+    phase: FaultPoint
     seconds: float | None
     seconds_else: float | None
     """How long one that lasts does where it must not; None if it cannot pass."""
@@ -281,7 +287,9 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
     passes_after_s = None if kind in _ALWAYS_COSTLY else float(faults.max_seconds * (1.0 - rng.random()))
     seconds = None if lasts else passes_after_s
     jump = -1.0 if kind == "clock_jump" and rng.random() < 0.5 else 1.0
-    unreachable: set[Phase] = set() if config.layout.pipeline_parallel > 1 else {Phase.SEND, Phase.RECEIVE}
+    unreachable: set[FaultPoint] = (
+        set() if config.layout.pipeline_parallel > 1 else {FaultPoint.SEND, FaultPoint.RECEIVE}
+    )
     if not set(weights).intersection(_SURE_TO_COST):
         unreachable.update(_PHASES_OF_A_RECOVERY)
     is_stacked = config.optimizer.sharding == "stacked"

@@ -11,15 +11,15 @@ from spare_megatron.core.fault_points import (
     PHASES_OF_A_JOIN,
     PHASES_OF_A_LOAD,
     PHASES_WITH_SLICES,
-    Phase,
+    FaultPoint,
 )
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement, make_placement
 
-PHASES_OF_A_MICROBATCH = frozenset({Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD})
+PHASES_OF_A_MICROBATCH = frozenset({FaultPoint.FORWARD, FaultPoint.SEND, FaultPoint.RECEIVE, FaultPoint.BACKWARD})
 """Phases that a rank reaches at least once for every microbatch it computes."""
 
-PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {Phase.PATCH, Phase.REBUILD, Phase.REPAIR}
+PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {FaultPoint.PATCH, FaultPoint.REBUILD, FaultPoint.REPAIR}
 """Phases that are reached only when a group has been lost: in this step, or before a repair or a join, which may come
 any time later.
 """
@@ -28,7 +28,7 @@ _WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | PHASES_OF_A_LOAD
 """Phases whose open step is that of the fault before."""
 
 PHASES_OF_EVERY_STEP = tuple(
-    phase for phase in Phase if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES
+    phase for phase in FaultPoint if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES
 )
 """Phases that some rank of every group reaches in every step."""
 
@@ -53,7 +53,7 @@ class Fault:
     step: int
     group: GroupId
     rank: int
-    phase: Phase
+    phase: FaultPoint
     kind: FaultKind
     ordinal: int = 1
     seconds: float | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.model import Chunk
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.stacking.plans import Microbatch
@@ -42,9 +42,9 @@ class ProbedCommunicator(P2PCommunicator):
     def _communicate(self, **transfer: Any) -> Any:
         # All nine public transfers come down to this one, which alone knows what is really sent and received.
         if transfer["tensor_send_next"] is not None or transfer["tensor_send_prev"] is not None:
-            self._probe(Phase.SEND)
+            self._probe(FaultPoint.SEND)
         if transfer["recv_prev"] or transfer["recv_next"]:
-            self._probe(Phase.RECEIVE)
+            self._probe(FaultPoint.RECEIVE)
         with self._probe.during(Operation.TRANSFER):
             return super()._communicate(**transfer)
 

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.stacking.plans import Microbatch
 
 
@@ -12,10 +12,10 @@ class Probe(Protocol):
     """What it does when it is told, dying included, is its own affair."""
 
     @property
-    def phases(self) -> frozenset[Phase]:
+    def phases(self) -> frozenset[FaultPoint]:
         """The moments it wants. Hooks that cost something are installed for these alone."""
 
-    def __call__(self, phase: Phase, /) -> None:
+    def __call__(self, phase: FaultPoint, /) -> None:
         """A moment of `core.fault_points`."""
 
     def progress(self) -> None:
@@ -34,9 +34,9 @@ class Probe(Protocol):
 class SilentProbe:
     """A probe that asks for nothing and does nothing."""
 
-    phases: frozenset[Phase] = frozenset()
+    phases: frozenset[FaultPoint] = frozenset()
 
-    def __call__(self, phase: Phase, /) -> None:
+    def __call__(self, phase: FaultPoint, /) -> None:
         """Nothing."""
 
     def progress(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu, rng
 from spare_megatron.mcore.checkpoint import GroupState, load_checkpoint
 from spare_megatron.mcore.data import Corpus
@@ -121,7 +121,7 @@ class GroupTrainer:
         self._step = -1
         self._seen: list[Microbatch] = []
         self._show_progress()
-        if Phase.BACKWARD in self._probe.phases:
+        if FaultPoint.BACKWARD in self._probe.phases:
             self._probe_backward()
 
     # ------------------------------------------------------------------------------------------------ computing
@@ -229,7 +229,7 @@ class GroupTrainer:
             ForeignState: It is the state of another model.
         """
         load_state(paths, self.chunks, self._optimizer, slices)
-        self._probe(Phase.LOAD_READ)
+        self._probe(FaultPoint.LOAD_READ)
 
     def outgoing_state(self) -> OutgoingState:
         """The rank's whole state for others to read, until the next update."""
@@ -270,7 +270,7 @@ class GroupTrainer:
             folder: The checkpoint.
             slices: Where `optimizer.sharding` is stacked, the slices to hold from here on.
         """
-        on_read = partial(self._probe, Phase.LOAD_READ)
+        on_read = partial(self._probe, FaultPoint.LOAD_READ)
         load_checkpoint(folder, self.chunks, self._optimizer, self.process_groups, on_read, slices)
 
     def params_sha256(self) -> str:
@@ -299,7 +299,7 @@ class GroupTrainer:
     # ------------------------------------------------------------------------------------------------- internal
 
     def _forward(self, chunk: Chunk, item: Item) -> tuple[Tensor, LossFunction]:
-        self._probe(Phase.FORWARD)
+        self._probe(FaultPoint.FORWARD)
         if chunk is self.chunks[0] and not item.is_padding:
             self._seen.append(item.microbatch)
         if self._is_random:
@@ -352,4 +352,4 @@ class GroupTrainer:
         """Probe inside the backward pass: when a parameter in the middle of each chunk has its gradient."""
         for chunk in self.chunks:
             parameters = list(chunk.module.module.parameters())
-            parameters[len(parameters) // 2].register_hook(lambda _: self._probe(Phase.BACKWARD))
+            parameters[len(parameters) // 2].register_hook(lambda _: self._probe(FaultPoint.BACKWARD))

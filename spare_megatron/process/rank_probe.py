@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.faults.injection import Injector
 from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.process.heartbeats import HeartbeatWriter
@@ -18,10 +18,10 @@ class RankProbe:
         self._beacon = beacon
 
     @property
-    def phases(self) -> frozenset[Phase]:
+    def phases(self) -> frozenset[FaultPoint]:
         return self._injector.phases
 
-    def __call__(self, phase: Phase) -> None:
+    def __call__(self, phase: FaultPoint) -> None:
         self._injector(phase)
 
     def begin_step(self, step: int) -> None:
@@ -29,7 +29,7 @@ class RankProbe:
         self._injector.step = step
         self._beacon.begin_step(step)
 
-    def between_steps(self, step: int, phase: Phase) -> None:
+    def between_steps(self, step: int, phase: FaultPoint) -> None:
         """A moment between two steps, of which this is the next."""
         self._injector.step = step
         self._injector(phase)

@@ -20,7 +20,7 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.entries import Entry, Fence, entry_fields
 from spare_megatron.core.events import EntryRead, Event
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord, Record, RecoveryRecord
 from spare_megatron.journal.spans import RecoveryStage
@@ -192,7 +192,7 @@ class GroupExecutor:
             return
         self._now.num_recomputed += action.plan.work.num_microbatches
         self._begin_attempt(action.into)
-        self._probe(Phase.PATCH)
+        self._probe(FaultPoint.PATCH)
         self._compute(action.plan, action.into)
         self._clock.patched(len(action.plan.work.of(self._group)))
 
@@ -213,7 +213,7 @@ class GroupExecutor:
     def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
         """Begins to build the communicator of the next attempt."""
         if key >= 0:
-            self._probe(Phase.REBUILD)
+            self._probe(FaultPoint.REBUILD)
         self._reduction.build_communicator(key, members)
         self._connected = members
 
@@ -279,7 +279,7 @@ class GroupExecutor:
         self._clock.committed()
         self._reduction.commit()
         recoveries = self._write_recoveries()
-        self._probe(Phase.AFTER_COMMIT)
+        self._probe(FaultPoint.AFTER_COMMIT)
         self.saves.await_copies(step + 1)
         with self._probe.during(Operation.UPDATE), self._source.changing(step + 1):
             result = self._trainer.update(self._reduction.loss_sum, self._reduction.squares)

@@ -11,7 +11,7 @@ from spare_megatron.comm.communicators import CrossGroupCommunicator
 from spare_megatron.core.actions import GatherParams
 from spare_megatron.core.bucket_window import MAX_STAGED
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.stacked_optimizer import StackedOptimizer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.stacking.layout import GroupId, SliceId
@@ -80,7 +80,7 @@ class ParamsGather:
                     lost = error
             return False
 
-        self._probe(Phase.BEFORE_GATHER)
+        self._probe(FaultPoint.BEFORE_GATHER)
         evidence = "another rank of the group could not gather"
         with self._probe.during(Operation.REDUCE):
             is_complete = len(members) == 1 or self._exchange(action, members, is_over)
@@ -130,7 +130,7 @@ class ParamsGather:
             if share is not None:
                 self._optimizer.read_values(share.slice, share.start, rows[-1, : share.stop - share.start])
             if number == len(rounds) - 1:
-                self._probe(Phase.IN_GATHER)
+                self._probe(FaultPoint.IN_GATHER)
             if not self._communicator.post_gather(rows[:-1], rows[-1]):
                 return False
             posted.append((sent, staging))

@@ -21,7 +21,7 @@ from spare_megatron.core.bucket_window import BucketWindow
 from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.events import Event, VotesRead
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import Finding, GradientGuard
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.files import JournalWriter
@@ -204,7 +204,7 @@ class Reduction:
         """
         self.begin(action)
         if not self._has_left_early:
-            self._probe(Phase.BEFORE_REDUCE)
+            self._probe(FaultPoint.BEFORE_REDUCE)
             self._judge_all(action.step, len(computed))
             self._agree_on_finding(action.step)  # whoever brings nothing does not journal that it does
             self._write_contribution(action, computed)
@@ -215,7 +215,7 @@ class Reduction:
         if self._has_left_early:
             self._agree_on_finding(action.step)
         if self._is_complete:
-            self._probe(Phase.AFTER_REDUCE)
+            self._probe(FaultPoint.AFTER_REDUCE)
         return self._vote(action, digest_of_work(computed), digests())
 
     @property
@@ -271,13 +271,13 @@ class Reduction:
                 if self._finding is not Finding.SOUND:
                     return False
                 if bucket == self._first:
-                    self._probe(Phase.BEFORE_REDUCE)
+                    self._probe(FaultPoint.BEFORE_REDUCE)
                 if not self._is_sound(bucket, step, num_computed):
                     return False
             if not self._post():
                 return False
             if bucket == self._middle:
-                self._probe(Phase.IN_REDUCE)
+                self._probe(FaultPoint.IN_REDUCE)
         return True
 
     def _post(self) -> bool:
@@ -362,7 +362,7 @@ class Reduction:
             )
             with self._probe.during(Operation.VOTE):
                 all_votes.append(self._voting.vote(action.attempt, vote, action.voters))
-        self._probe(Phase.AFTER_VOTE)
+        self._probe(FaultPoint.AFTER_VOTE)
         with self._probe.during(Operation.VOTE):
             all_votes.append(self._voting.confirm())
         return [votes for votes in all_votes if votes is not None]

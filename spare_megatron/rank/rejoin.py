@@ -12,7 +12,7 @@ from spare_megatron.core.actions import Action, AdmitGroups, LoadCheckpoint, Ref
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.entries import Commit, Entry, Fence, Restart, entry_fields
 from spare_megatron.core.events import EntryRead, RunStarted
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.process.rank_probe import RankProbe
@@ -121,15 +121,15 @@ class CatchUp:
 
     def _announce(self, is_wiped_out: bool) -> None:
         if is_wiped_out:
-            self._probe.between_steps(self._controller.step, Phase.LOAD_SEARCH)
+            self._probe.between_steps(self._controller.step, FaultPoint.LOAD_SEARCH)
             if self._agreement.is_leader:
                 self._search.begin()
             held, slices = self._start_over.held()
             if self._agreement.is_leader:
                 self._search.tell(held, slices)
-            self._probe(Phase.LOAD_WAIT)
+            self._probe(FaultPoint.LOAD_WAIT)
         else:
-            self._probe.between_steps(self._controller.step, Phase.JOIN_WAIT)
+            self._probe.between_steps(self._controller.step, FaultPoint.JOIN_WAIT)
             self._agreement.announce()
         self._has_announced = is_wiped_out
         self._announced(is_wiped_out)

@@ -19,7 +19,7 @@ from spare_megatron.core.actions import (
 from spare_megatron.core.controller import Controller
 from spare_megatron.core.events import RestartState, WaitingRead
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.snapshot_policy import Held, HeldSlice
 from spare_megatron.journal.records import RestartRecord
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -205,10 +205,10 @@ class StartOver:
     @contextmanager
     def _loading(self, step: int) -> Iterator[None]:
         """Around a load, before this step."""
-        self._probe.between_steps(step, Phase.LOAD)
+        self._probe.between_steps(step, FaultPoint.LOAD)
         with self._probe.during(Operation.LOAD):
             yield
-        self._probe(Phase.LOAD_DONE)
+        self._probe(FaultPoint.LOAD_DONE)
 
     def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:
         """For the journal, when it is loaded."""

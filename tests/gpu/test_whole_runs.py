@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from tests.integration.whole_run import alert_config, assert_masked, complete_run, kill, losses_of
 
 pytestmark = pytest.mark.timeout(900)
@@ -17,8 +17,8 @@ GROUPS = LayoutConfig(num_groups=4)
 MODEL = {"precision": "bf16", "hidden_size": 128, "seq_length": 128, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 PHASES = ("forward", "backward", "before_reduce", "in_reduce", "after_reduce", "after_vote", "after_commit")
 TWICE = {
-    "in the patch of the one before": [kill("backward", 2, 1), kill(Phase.PATCH, 2, 2)],
-    "while its communicator is built": [kill("backward", 2, 1), kill(Phase.REBUILD, 2, 2)],
+    "in the patch of the one before": [kill("backward", 2, 1), kill(FaultPoint.PATCH, 2, 2)],
+    "while its communicator is built": [kill("backward", 2, 1), kill(FaultPoint.REBUILD, 2, 2)],
 }
 
 

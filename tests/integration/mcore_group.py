@@ -25,7 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from spare_megatron.config.implications import padded_vocab_size
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore import cpu
 from spare_megatron.mcore.attention import TorchCoreAttention
 from spare_megatron.mcore.data import Corpus
@@ -338,7 +338,9 @@ def fingerprints(config: RunConfig) -> list[str]:
     return answers
 
 
-def probed(config: RunConfig, phases: frozenset[Phase], work: Sequence[Microbatch]) -> list[tuple[Phase, bool]]:
+def probed(
+    config: RunConfig, phases: frozenset[FaultPoint], work: Sequence[Microbatch]
+) -> list[tuple[FaultPoint, bool]]:
     """The calls of a probe that wants some phases."""
     probe = RecordingProbe(phases)
     probe.trainer = GroupTrainer(config, CPU, probe)

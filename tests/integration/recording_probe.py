@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.stacking.plans import Microbatch
 
@@ -12,9 +12,9 @@ from spare_megatron.stacking.plans import Microbatch
 class RecordingProbe:
     """Writes down when it is called and whether some and not all parameters have their gradient by then."""
 
-    def __init__(self, phases: Mapping[Phase, int] | frozenset[Phase]) -> None:
+    def __init__(self, phases: Mapping[FaultPoint, int] | frozenset[FaultPoint]) -> None:
         self.phases = frozenset(phases)
-        self.calls: list[tuple[Phase, bool]] = []
+        self.calls: list[tuple[FaultPoint, bool]] = []
         self.trainer: GroupTrainer | None = None
 
     def progress(self) -> None:
@@ -29,7 +29,7 @@ class RecordingProbe:
     def backward(self, _microbatch: Microbatch) -> None:
         pass
 
-    def __call__(self, phase: Phase) -> None:
+    def __call__(self, phase: FaultPoint) -> None:
         assert self.trainer is not None
         has_gradient = [bool(named.main_grad.any()) for named in self.trainer.parameters_named()]
         self.calls.append((phase, any(has_gradient) and not all(has_gradient)))

@@ -19,7 +19,7 @@ from spare_megatron.cli.main import app
 from spare_megatron.config.implications import flops_per_token
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.summary import Summary
 
 pytestmark = pytest.mark.timeout(180)
@@ -114,7 +114,7 @@ def test_a_run_that_has_lost_a_group_is_no_figure(text_corpus: Path, monkeypatch
     start_run, summaries = bench_throughput.start_run, []
 
     def with_a_loss(config: RunConfig, *arguments: Any) -> Summary:
-        faults = FaultsConfig(trace=(FaultConfig(phase=Phase.FORWARD, step=NUM_WARMUP, group=1),))
+        faults = FaultsConfig(trace=(FaultConfig(phase=FaultPoint.FORWARD, step=NUM_WARMUP, group=1),))
         summaries.append(start_run(dataclasses.replace(config, faults=faults), *arguments))
         return summaries[-1]
 

@@ -18,7 +18,7 @@ from spare_megatron.config.schema import (
     SpareConfig,
     TrainConfig,
 )
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.mcore.corpus_writer import write_corpus
 from spare_megatron.mcore.data import prepare_index
 from tests.integration import mcore_group as group
@@ -268,21 +268,21 @@ def test_fingerprints_see_the_least_change_of_one_element(make_config: MakeConfi
 
 
 def test_the_backward_probe_strikes_inside_a_backward_pass(make_config: MakeConfig) -> None:
-    calls = run_group(group.probed, make_config(), frozenset({Phase.BACKWARD}), WORK[:2])[0]
-    assert [phase for phase, _ in calls if phase is Phase.BACKWARD] == [Phase.BACKWARD] * 2
+    calls = run_group(group.probed, make_config(), frozenset({FaultPoint.BACKWARD}), WORK[:2])[0]
+    assert [phase for phase, _ in calls if phase is FaultPoint.BACKWARD] == [FaultPoint.BACKWARD] * 2
     is_inside = dict(calls[:2])
-    assert is_inside[Phase.BACKWARD]
-    assert not is_inside[Phase.FORWARD]
+    assert is_inside[FaultPoint.BACKWARD]
+    assert not is_inside[FaultPoint.FORWARD]
 
 
 def test_transfers_between_stages_are_probed(make_config: MakeConfig) -> None:
-    phases = frozenset({Phase.SEND, Phase.RECEIVE})
+    phases = frozenset({FaultPoint.SEND, FaultPoint.RECEIVE})
     for calls in run_group(group.probed, make_config(pipeline_parallel=2), phases, WORK[:3]):
-        counts = {phase: sum(call is phase for call, _ in calls) for phase in Phase}
+        counts = {phase: sum(call is phase for call, _ in calls) for phase in FaultPoint}
         # Each microbatch goes one way as an activation and comes back as a gradient; some calls do both at once.
-        assert counts[Phase.SEND] == counts[Phase.RECEIVE] == 3
-        assert counts[Phase.FORWARD] == 3
-        assert counts[Phase.BACKWARD] == 0
+        assert counts[FaultPoint.SEND] == counts[FaultPoint.RECEIVE] == 3
+        assert counts[FaultPoint.FORWARD] == 3
+        assert counts[FaultPoint.BACKWARD] == 0
 
 
 def test_only_the_optimizer_takes_cpu_tensors_for_cuda_tensors(make_config: MakeConfig) -> None:

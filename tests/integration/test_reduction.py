@@ -12,7 +12,7 @@ import torch
 from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import Finding, UnsoundGradient
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.mcore.gradients import Totals
@@ -140,9 +140,9 @@ class Agreement:
 
 class Probe(SilentProbe):
     def __init__(self) -> None:
-        self.calls: list[Phase] = []
+        self.calls: list[FaultPoint] = []
 
-    def __call__(self, phase: Phase, /) -> None:
+    def __call__(self, phase: FaultPoint, /) -> None:
         self.calls.append(phase)
 
     def compute_s(self) -> float:
@@ -203,7 +203,12 @@ def test_an_attempt_stages_a_few_buckets_at_a_time_and_nothing_as_large_as_all_g
     rank.reduction.commit()
     assert rank.sums.put_back == list(range(NUM_BUCKETS))
     assert bool((rank.sums.local == 2.0).all())
-    assert rank.probe.calls == [Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE]
+    assert rank.probe.calls == [
+        FaultPoint.BEFORE_REDUCE,
+        FaultPoint.IN_REDUCE,
+        FaultPoint.AFTER_REDUCE,
+        FaultPoint.AFTER_VOTE,
+    ]
 
 
 @pytest.mark.parametrize("num_complete", range(NUM_BUCKETS))
@@ -293,7 +298,12 @@ def test_buckets_leave_while_others_are_computed_as_soon_as_they_are_ready() -> 
     assert bool((rank.sums.local == 2.0).all())
     assert len(rank.sums.stagings) <= MAX_STAGED
     assert len([record for record in rank.records if hasattr(record, "microbatches")]) == 1
-    assert rank.probe.calls == [Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE]
+    assert rank.probe.calls == [
+        FaultPoint.BEFORE_REDUCE,
+        FaultPoint.IN_REDUCE,
+        FaultPoint.AFTER_REDUCE,
+        FaultPoint.AFTER_VOTE,
+    ]
 
 
 def test_without_a_communicator_nothing_leaves_early() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
 from spare_megatron.core.bucket_window import MAX_STAGED
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, VoteRecord
 from tests.integration.reference import assert_exact
 from tests.integration.test_run_corruption import wrong
@@ -69,9 +69,9 @@ def test_buckets_that_all_survivors_hold_are_kept_and_the_bits_are_those_of_the_
     )
     expected = run_of(bucketed(text_corpus), tmp_path / "none")
     faults = [
-        kill(Phase.IN_REDUCE, 1, 1, 1),
-        kill(Phase.IN_REDUCE, 2, 2, 0),
-        kill(Phase.PATCH, 2, 0, 1),
+        kill(FaultPoint.IN_REDUCE, 1, 1, 1),
+        kill(FaultPoint.IN_REDUCE, 2, 2, 0),
+        kill(FaultPoint.PATCH, 2, 0, 1),
     ]
     for overlap in (False, True):
         run = run_of(bucketed(text_corpus, faults, overlap=overlap), tmp_path / f"faults-{overlap}")
@@ -101,7 +101,7 @@ def assert_kept(run: Run) -> None:
 def test_float_sums_of_buckets_kept_and_reduced_again_are_the_gradient_of_the_whole_batch(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    faults = [kill(Phase.IN_REDUCE, 1, 1, 1), kill(Phase.IN_REDUCE, 3, 2, 0)]
+    faults = [kill(FaultPoint.IN_REDUCE, 1, 1, 1), kill(FaultPoint.IN_REDUCE, 3, 2, 0)]
     config = bucketed(text_corpus, faults, mode="fast")
     config = replace(config, model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0))
     run = run_of(config, tmp_path / "run", range(5))
@@ -116,7 +116,7 @@ def test_a_discarded_step_is_computed_again_though_its_sums_stand_where_local_su
 ) -> None:
     layout = LayoutConfig(num_groups=4)
     expected = run_of(bucketed(text_corpus, layout=layout), tmp_path / "none")
-    fault = wrong("param_flip", Phase.AFTER_COMMIT, 1, 3, bit=10)
+    fault = wrong("param_flip", FaultPoint.AFTER_COMMIT, 1, 3, bit=10)
     run = run_of(bucketed(text_corpus, [fault], layout=layout), tmp_path / "run")
     [retry] = [entry for entry in entries_of(run.journal) if entry["entry"] == "retry"]
     assert (retry["step"], retry["recompute"], retry["kept"]) == (2, True, [])
@@ -127,7 +127,7 @@ def test_a_discarded_step_is_computed_again_though_its_sums_stand_where_local_su
 def test_a_gradient_that_is_not_a_number_costs_its_group_also_where_buckets_leave_early(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    faults = [wrong("nan", Phase.BACKWARD, 1, 2, 1), wrong("nan", Phase.BEFORE_REDUCE, 3, 0, 0)]
+    faults = [wrong("nan", FaultPoint.BACKWARD, 1, 2, 1), wrong("nan", FaultPoint.BEFORE_REDUCE, 3, 0, 0)]
     config = bucketed(text_corpus, faults, mode="fast", overlap=True)
     config = replace(config, model=replace(config.model, hidden_dropout=0.0, attention_dropout=0.0))
     run = run_of(config, tmp_path / "run", range(5))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.simulator.calibrate import calibrate
 from spare_megatron.simulator.measured import WARM_UP_STEPS
 from spare_megatron.simulator.replay import replay
@@ -21,7 +21,7 @@ STEPS = 14
 
 
 def test_every_state_of_a_run_and_every_recovery_is_predicted(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [kill(Phase.BACKWARD, 6, 1), kill(Phase.IN_REDUCE, 10, 2)]
+    faults = [kill(FaultPoint.BACKWARD, 6, 1), kill(FaultPoint.IN_REDUCE, 10, 2)]
     layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
     run = complete_run(alert_config(text_corpus, layout, steps=STEPS, faults=faults), tmp_path / "run")
     assert_masked(run)
@@ -40,7 +40,7 @@ def test_every_state_of_a_run_and_every_recovery_is_predicted(text_corpus: Path,
 
 def test_a_run_whose_group_comes_back_measures_and_predicts_what_that_takes(text_corpus: Path, tmp_path: Path) -> None:
     lost_in, back_after = 4, 6
-    faults = [kill(Phase.FORWARD, lost_in, 1)]
+    faults = [kill(FaultPoint.FORWARD, lost_in, 1)]
     config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=1)
     watch = Watch(awaited=frozenset({(back_after, Member(GroupId(1), 1))}))
     run = complete_run(config, tmp_path / "run", watch)

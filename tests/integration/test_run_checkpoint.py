@@ -13,7 +13,7 @@ import pytest
 
 from spare_megatron.cli.train import unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.files import Journal
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord, RunRecord
@@ -115,7 +115,7 @@ def test_a_flip_in_the_last_checkpoint_is_found_and_another_group_saves_it_again
     text_corpus: Path, tmp_path: Path
 ) -> None:
     """Nobody trains after the last step, so that no sum would show it: the vote that ends the run does."""
-    flip = FaultConfig(phase=Phase.AFTER_COMMIT, step=1, group=0, rank=0, kind="param_flip", bit=10)
+    flip = FaultConfig(phase=FaultPoint.AFTER_COMMIT, step=1, group=0, rank=0, kind="param_flip", bit=10)
     run = complete_run(config_of(text_corpus, steps=2, interval_steps=9, faults=[flip]), tmp_path / "run")
     assert_proven(run)
     fence, retry, finish = entries_of(run.journal)[-3:]
@@ -130,7 +130,7 @@ def test_a_flip_in_the_last_checkpoint_is_found_and_another_group_saves_it_again
 
 def test_a_flipped_moment_in_the_last_checkpoint_is_found_too(text_corpus: Path, tmp_path: Path) -> None:
     """It is too small to change a parameter, whose digits are of other sizes: what is compared is the moment."""
-    flip = FaultConfig(phase=Phase.AFTER_COMMIT, step=1, group=0, rank=0, kind="moment_flip", bit=3)
+    flip = FaultConfig(phase=FaultPoint.AFTER_COMMIT, step=1, group=0, rank=0, kind="moment_flip", bit=3)
     run = complete_run(config_of(text_corpus, steps=2, interval_steps=9, faults=[flip]), tmp_path / "run")
     assert_proven(run)
     assert [record.kind for record in run.journal.of(FaultRecord)] == ["moment_flip"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.gradient_guard import LEAST_STEPS
 from spare_megatron.journal.records import FaultRecord, LossRecord
 from tests.integration.reference import assert_exact
@@ -22,7 +22,7 @@ ONE_RANK = LayoutConfig(num_groups=4)
 JUDGED = LEAST_STEPS + 1
 
 
-def wrong(kind: Any, phase: Phase, step: int, group: int, rank: int = 0, bit: int | None = None) -> FaultConfig:
+def wrong(kind: Any, phase: FaultPoint, step: int, group: int, rank: int = 0, bit: int | None = None) -> FaultConfig:
     return FaultConfig(phase=phase, step=step, group=group, rank=rank, kind=kind, bit=bit)
 
 
@@ -60,9 +60,9 @@ def fences_of(run: Run) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", [ONE_RANK, STAGES], ids=["one", "stages"])
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD, Phase.BEFORE_REDUCE])
+@pytest.mark.parametrize("phase", [FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.BEFORE_REDUCE])
 def test_a_gradient_that_is_not_a_number_costs_its_group_and_nobody_else(
-    text_corpus: Path, tmp_path: Path, phase: Phase, layout: LayoutConfig
+    text_corpus: Path, tmp_path: Path, phase: FaultPoint, layout: LayoutConfig
 ) -> None:
     fault = wrong("nan", phase, 1, 2, layout.pipeline_parallel - 1)
     watch = Watch(dump_steps=frozenset(range(4)))
@@ -75,7 +75,7 @@ def test_a_gradient_that_is_not_a_number_costs_its_group_and_nobody_else(
 
 
 def test_a_patch_that_is_not_a_number_costs_its_group_too(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [kill(Phase.FORWARD, 1, 0), wrong("nan", Phase.PATCH, 1, 2)]
+    faults = [kill(FaultPoint.FORWARD, 1, 0), wrong("nan", FaultPoint.PATCH, 1, 2)]
     run = finished(text_corpus, tmp_path / "run", faults, watch=Watch(dump_steps=frozenset(range(4))))
     assert_exact(run, range(4))
     assert "the gradient of step 1 is not finite" in fences_of(run)[2]["error"]
@@ -85,7 +85,7 @@ def test_a_patch_that_is_not_a_number_costs_its_group_too(text_corpus: Path, tmp
 def test_a_flipped_high_bit_of_a_gradient_costs_its_group(
     text_corpus: Path, tmp_path: Path, bit: int | None, found: str
 ) -> None:
-    fault = wrong("bit_flip", Phase.BEFORE_REDUCE, JUDGED, 1, 1, bit)
+    fault = wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 1, 1, bit)
     watch = Watch(dump_steps=frozenset({JUDGED, JUDGED + 1}))
     run = finished(text_corpus, tmp_path / "run", [fault], STAGES, steps=JUDGED + 2, watch=watch)
     assert_exact(run, [JUDGED, JUDGED + 1])
@@ -98,14 +98,14 @@ def test_a_flipped_low_bit_of_a_gradient_goes_unnoticed_and_all_groups_stay_alik
     text_corpus: Path, tmp_path: Path
 ) -> None:
     expected = finished(text_corpus, tmp_path / "none", [], steps=JUDGED + 2)
-    fault = wrong("bit_flip", Phase.BEFORE_REDUCE, JUDGED, 1, bit=12)
+    fault = wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 1, bit=12)
     run = finished(text_corpus, tmp_path / "run", [fault], steps=JUDGED + 2)
     assert fences_of(run) == {}
     assert run.summary.params_sha256 != expected.summary.params_sha256
 
 
 def test_two_groups_that_find_the_same_in_one_step_halt_the_run(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [wrong("nan", Phase.BEFORE_REDUCE, 1, group) for group in (0, 2)]
+    faults = [wrong("nan", FaultPoint.BEFORE_REDUCE, 1, group) for group in (0, 2)]
     run = complete_run(tiny_config(text_corpus, ONE_RANK, faults=faults), tmp_path / "run")
     assert run.summary.outcome == "halted"
     assert "the training diverged" in run.summary.outcome_reason
@@ -119,7 +119,7 @@ def test_two_groups_that_find_the_same_in_one_step_halt_the_run(text_corpus: Pat
 def test_a_flipped_bit_of_a_parameter_is_found_by_the_next_comparison(
     text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
-    fault = wrong("param_flip", Phase.AFTER_COMMIT, 1, 3, layout.pipeline_parallel - 1, bit=10)
+    fault = wrong("param_flip", FaultPoint.AFTER_COMMIT, 1, 3, layout.pipeline_parallel - 1, bit=10)
     run = finished(text_corpus, tmp_path / "run", [fault], layout, watch=Watch(dump_steps=frozenset({2, 3})))
     assert_exact(run, [2, 3])
     fence = fences_of(run)[3]
@@ -129,7 +129,7 @@ def test_a_flipped_bit_of_a_parameter_is_found_by_the_next_comparison(
 
 
 def test_parameters_are_compared_after_a_recovery_whatever_the_setting(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [wrong("param_flip", Phase.AFTER_COMMIT, 1, 3, bit=10), kill(Phase.BACKWARD, 2, 0)]
+    faults = [wrong("param_flip", FaultPoint.AFTER_COMMIT, 1, 3, bit=10), kill(FaultPoint.BACKWARD, 2, 0)]
     config = tiny_config(text_corpus, ONE_RANK, steps=5, faults=faults)
     config = replace(config, train=replace(config.train, params_check_every_steps=0))
     run = complete_run(config, tmp_path / "run")
@@ -140,7 +140,7 @@ def test_parameters_are_compared_after_a_recovery_whatever_the_setting(text_corp
 def test_a_flipped_high_bit_of_a_parameter_costs_its_group_by_what_it_computes(
     text_corpus: Path, tmp_path: Path
 ) -> None:
-    fault = wrong("param_flip", Phase.FORWARD, 1, 3)
+    fault = wrong("param_flip", FaultPoint.FORWARD, 1, 3)
     run = finished(text_corpus, tmp_path / "run", [fault], watch=Watch(dump_steps=frozenset(range(4))))
     assert_exact(run, range(4))
     assert "the gradient of step 1 is not finite" in fences_of(run)[3]["error"]
@@ -153,9 +153,9 @@ def test_whatever_is_found_leaves_the_bits_of_the_run_without_faults(text_corpus
     layout, steps = LayoutConfig(num_groups=5), JUDGED + 3
     expected = finished(text_corpus, tmp_path / "none", [], layout, steps=steps, mode="reproducible")
     faults = [
-        wrong("nan", Phase.BACKWARD, 1, 0),
-        wrong("param_flip", Phase.AFTER_COMMIT, 4, 1, bit=10),
-        wrong("bit_flip", Phase.BEFORE_REDUCE, JUDGED, 2),
+        wrong("nan", FaultPoint.BACKWARD, 1, 0),
+        wrong("param_flip", FaultPoint.AFTER_COMMIT, 4, 1, bit=10),
+        wrong("bit_flip", FaultPoint.BEFORE_REDUCE, JUDGED, 2),
     ]
     run = finished(text_corpus, tmp_path / "run", faults, layout, steps=steps, mode="reproducible")
     assert fences_of(run).keys() == {0, 1, 2}

@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.files import AppendingFile
 from spare_megatron.journal.follow import read_run_state
@@ -64,7 +64,7 @@ def faulty(
     return alert_config(corpus, LAYOUT, steps=STEPS, faults=faults, cluster=cluster, **more)
 
 
-def at(phase: Phase, kind: str, group: int = 1, *, step: int = 2, rank: int = 0, **more: Any) -> FaultConfig:
+def at(phase: FaultPoint, kind: str, group: int = 1, *, step: int = 2, rank: int = 0, **more: Any) -> FaultConfig:
     return FaultConfig(phase=phase, kind=kind, step=step, group=group, rank=rank, **more)
 
 
@@ -80,17 +80,17 @@ def found_after_s(run: Run, group: int) -> float:
 @pytest.mark.parametrize(
     ("kind", "phase", "cause"),
     [
-        ("stop", Phase.BACKWARD, "no heartbeat"),
-        ("stop", Phase.IN_REDUCE, "no heartbeat"),
-        ("hang", Phase.FORWARD, HANGS),
-        ("hang", Phase.RECEIVE, HANGS),
-        ("hang", Phase.IN_REDUCE, HANGS),
-        ("hang", Phase.AFTER_VOTE, HANGS),
-        ("hang", Phase.AFTER_COMMIT, HANGS),
+        ("stop", FaultPoint.BACKWARD, "no heartbeat"),
+        ("stop", FaultPoint.IN_REDUCE, "no heartbeat"),
+        ("hang", FaultPoint.FORWARD, HANGS),
+        ("hang", FaultPoint.RECEIVE, HANGS),
+        ("hang", FaultPoint.IN_REDUCE, HANGS),
+        ("hang", FaultPoint.AFTER_VOTE, HANGS),
+        ("hang", FaultPoint.AFTER_COMMIT, HANGS),
     ],
 )
 def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
-    text_corpus: Path, tmp_path: Path, kind: str, phase: Phase, cause: str
+    text_corpus: Path, tmp_path: Path, kind: str, phase: FaultPoint, cause: str
 ) -> None:
     config = faulty(text_corpus, [at(phase, kind, rank=1)])
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(STEPS))))
@@ -106,11 +106,11 @@ def test_a_rank_that_stands_still_is_found_within_two_heartbeats_and_masked(
 @pytest.mark.parametrize(
     "fault",
     [
-        at(Phase.FORWARD, "stop", seconds=0.4 * HEARTBEAT_S),
-        at(Phase.AFTER_REDUCE, "hang", seconds=0.4 * HEARTBEAT_S),
-        at(Phase.FORWARD, "slow", seconds=0.4 * HEARTBEAT_S),
-        at(Phase.FORWARD, "clock_jump", seconds=-3600.0),
-        at(Phase.FORWARD, "disk_full", seconds=0.2),
+        at(FaultPoint.FORWARD, "stop", seconds=0.4 * HEARTBEAT_S),
+        at(FaultPoint.AFTER_REDUCE, "hang", seconds=0.4 * HEARTBEAT_S),
+        at(FaultPoint.FORWARD, "slow", seconds=0.4 * HEARTBEAT_S),
+        at(FaultPoint.FORWARD, "clock_jump", seconds=-3600.0),
+        at(FaultPoint.FORWARD, "disk_full", seconds=0.2),
     ],
     ids=lambda fault: fault.kind,
 )
@@ -151,7 +151,7 @@ def test_a_rank_that_computes_slowly_is_told_from_those_that_wait_for_it(text_co
 
 @pytest.mark.parametrize("kind", ["stop_node", "kill_supervisor"])
 def test_a_lost_node_costs_its_groups_and_nothing_else(text_corpus: Path, tmp_path: Path, kind: str) -> None:
-    run = complete_run(faulty(text_corpus, [at(Phase.BACKWARD, kind)], num_nodes=4), tmp_path / "run")
+    run = complete_run(faulty(text_corpus, [at(FaultPoint.BACKWARD, kind)], num_nodes=4), tmp_path / "run")
     assert_masked(run)
     assert fenced_groups(run.journal) == {1}
     assert found_after_s(run, 1) <= 2 * HEARTBEAT_S + SLACK_S
@@ -163,7 +163,7 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
 
     The last step ends only when a node without a leader has written down what its rank did around the loss.
     """
-    config = faulty(text_corpus, [at(Phase.BACKWARD, "stop", rank=1)], num_nodes=8)
+    config = faulty(text_corpus, [at(FaultPoint.BACKWARD, "stop", rank=1)], num_nodes=8)
     last = STEPS + 1
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=last + 1))
     run = complete_run(config, tmp_path / "run", Watch(windows=frozenset({(last, 1)})))
@@ -181,10 +181,10 @@ def test_a_rank_on_another_node_than_its_leader_is_watched(text_corpus: Path, tm
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.IN_REDUCE, Phase.AFTER_VOTE])
+@pytest.mark.parametrize("phase", [FaultPoint.FORWARD, FaultPoint.IN_REDUCE, FaultPoint.AFTER_VOTE])
 @pytest.mark.parametrize("seconds", [None, AWAY_S], ids=["for_good", "mended"])
 def test_a_node_that_is_cut_off_costs_its_groups_and_nothing_else(
-    text_corpus: Path, tmp_path: Path, phase: Phase, seconds: float | None
+    text_corpus: Path, tmp_path: Path, phase: FaultPoint, seconds: float | None
 ) -> None:
     config = faulty(text_corpus, [at(phase, "cut", seconds=seconds)], num_nodes=4, isolate=True)
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(STEPS))))
@@ -196,8 +196,10 @@ def test_a_node_that_is_cut_off_costs_its_groups_and_nothing_else(
 def test_a_node_that_wakes_up_finds_itself_fenced_and_changes_nothing(text_corpus: Path, tmp_path: Path) -> None:
     """Its groups hold the complete sum of the step and have not voted on it when they are stopped."""
     faults = [
-        at(Phase.AFTER_REDUCE, "stop_node", seconds=AWAY_S, step=1),
-        at(Phase.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S),  # so that it can wake up in time
+        at(FaultPoint.AFTER_REDUCE, "stop_node", seconds=AWAY_S, step=1),
+        at(
+            FaultPoint.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
+        ),  # so that it can wake up in time
     ]
     run = complete_run(faulty(text_corpus, faults, num_nodes=4, num_microbatches=8), tmp_path / "run")
     assert_masked(run)
@@ -206,8 +208,10 @@ def test_a_node_that_wakes_up_finds_itself_fenced_and_changes_nothing(text_corpu
 
 def test_training_pauses_while_the_store_is_away(text_corpus: Path, tmp_path: Path) -> None:
     faults = [
-        at(Phase.AFTER_VOTE, "stop_store", seconds=3 * HEARTBEAT_S),
-        at(Phase.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S),  # the run outlasts the next look
+        at(FaultPoint.AFTER_VOTE, "stop_store", seconds=3 * HEARTBEAT_S),
+        at(
+            FaultPoint.FORWARD, "slow", group=3, step=STEPS - 1, seconds=0.9 * HEARTBEAT_S
+        ),  # the run outlasts the next look
     ]
     run = complete_run(faulty(text_corpus, faults), tmp_path / "run")
     assert_masked(run)
@@ -220,7 +224,7 @@ def test_training_pauses_while_the_store_is_away(text_corpus: Path, tmp_path: Pa
     ("kind", "reason"), [("stop_store", "control.store_timeout_s"), ("kill_store", "control store died")]
 )
 def test_a_store_that_is_gone_for_good_ends_the_run(text_corpus: Path, tmp_path: Path, kind: str, reason: str) -> None:
-    config = faulty(text_corpus, [at(Phase.BEFORE_REDUCE, kind)])
+    config = faulty(text_corpus, [at(FaultPoint.BEFORE_REDUCE, kind)])
     config = dataclasses.replace(config, control=dataclasses.replace(config.control, store_timeout_s=2.0))
     summary = start_run(config, tmp_path / "run", lambda _: None)
     assert summary.outcome == "failed"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultsConfig, LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import LossRecord, StartRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRejoined
 from spare_megatron.stacking.layout import GroupId, Member
@@ -27,8 +27,8 @@ def test_a_group_comes_back_after_the_loss_of_a_rank_and_of_a_whole_node_and_cha
     """The second group to be lost has its leader on the lost node, and only the one that is back to take it in."""
     layout = LayoutConfig(num_groups=2, pipeline_parallel=2)
     faults = [
-        kill(Phase.BACKWARD, 2, 1, rank=1),
-        FaultConfig(phase=Phase.FORWARD, step=AWAITED[0] + 2, group=0, rank=0, kind="kill_supervisor"),
+        kill(FaultPoint.BACKWARD, 2, 1, rank=1),
+        FaultConfig(phase=FaultPoint.FORWARD, step=AWAITED[0] + 2, group=0, rank=0, kind="kill_supervisor"),
     ]
     config = tiny_config(
         text_corpus,

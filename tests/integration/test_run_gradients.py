@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from tests.integration.reference import assert_exact
 from tests.integration.watched_rank import Watch, dump_file
 from tests.integration.whole_run import assert_masked, complete_run, kill, patched_in, retries_of, tiny_config
 
-COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
-TRANSFER = (Phase.SEND, Phase.RECEIVE)
-AGREE = (Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
-SUM_IS_COMPLETE = (Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
+COMPUTE = (FaultPoint.FORWARD, FaultPoint.BACKWARD)
+TRANSFER = (FaultPoint.SEND, FaultPoint.RECEIVE)
+AGREE = (FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE)
+SUM_IS_COMPLETE = (FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE)
 """Once all survivors hold the sum, which the victim is made to wait for, the loss costs no microbatch."""
 
 CASES = {
     "one_rank": (LayoutConfig(num_groups=8), (*COMPUTE, *AGREE)),
-    "tensor_compute": (LayoutConfig(num_groups=4, tensor_parallel=2), (*COMPUTE, Phase.BEFORE_REDUCE)),
+    "tensor_compute": (LayoutConfig(num_groups=4, tensor_parallel=2), (*COMPUTE, FaultPoint.BEFORE_REDUCE)),
     "tensor_agree": (LayoutConfig(num_groups=4, tensor_parallel=2), AGREE[1:]),
     "stages_compute": (LayoutConfig(num_groups=5, pipeline_parallel=2), (*COMPUTE, *TRANSFER)),
     "stages_agree": (LayoutConfig(num_groups=5, pipeline_parallel=2), AGREE),
@@ -35,7 +35,7 @@ CASES = {
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("layout", "phases"), CASES.values(), ids=CASES)
 def test_gradients_committed_after_a_loss_are_those_of_the_full_model(
-    text_corpus: Path, tmp_path: Path, layout: LayoutConfig, phases: tuple[Phase, ...], is_tied: bool
+    text_corpus: Path, tmp_path: Path, layout: LayoutConfig, phases: tuple[FaultPoint, ...], is_tied: bool
 ) -> None:
     """Step 0 loses nothing; each later step loses a group in the next phase, hit in another of its ranks."""
     num_ranks = layout.tensor_parallel * layout.pipeline_parallel

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import RunRecord
 from spare_megatron.state.checkpoint.loading import resumed
 from tests.integration.whole_run import REPLICATED, Run, complete_run, losses_of, tiny_config
@@ -30,7 +30,7 @@ def test_a_run_goes_on_bitwise_from_what_its_ranks_have_saved(
     text_corpus: Path, tmp_path: Path, whole: Run, optimizer: OptimizerConfig
 ) -> None:
     """The checkpoint after one step, which was taken before, is older."""
-    fault = FaultConfig(phase=Phase.BEFORE_REDUCE, step=LOST_IN, group=1, rank=0, kind="kill_store")
+    fault = FaultConfig(phase=FaultPoint.BEFORE_REDUCE, step=LOST_IN, group=1, rank=0, kind="kill_store")
     config = tiny_config(text_corpus, LAYOUT, **TERMS, optimizer=optimizer)
     saving = replace(config.checkpoint, interval_steps=1, asynchronous=False, folder=str(tmp_path / "shared"))
     config = replace(config, checkpoint=saving)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.files import Journal, read_journal
@@ -116,14 +116,14 @@ def test_a_group_whose_parameters_have_changed_is_put_out_before_it_is_counted(
 def test_a_group_lost_after_the_last_commit_changes_nothing(
     text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
-    config = tiny_config(text_corpus, layout, faults=[kill(Phase.AFTER_COMMIT, 3, 1)])
+    config = tiny_config(text_corpus, layout, faults=[kill(FaultPoint.AFTER_COMMIT, 3, 1)])
     run = complete_run(config, tmp_path / "run")
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
     assert run.summary.steps_committed == 4
 
 
 def test_an_end_as_a_wipe_out_is_not_believed_while_every_shard_has_a_host(text_corpus: Path, tmp_path: Path) -> None:
-    run = complete_run(tiny_config(text_corpus, LAYOUT, faults=[kill(Phase.FORWARD, 1, 2)]), tmp_path / "run")
+    run = complete_run(tiny_config(text_corpus, LAYOUT, faults=[kill(FaultPoint.FORWARD, 1, 2)]), tmp_path / "run")
     assert_masked(run)
     file = run.run_dir / "journal" / "driver.jsonl"
     assert run.journal.of(EndRecord)[0].outcome == "finished"

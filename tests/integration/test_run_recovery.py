@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import ContributionRecord, LossRecord, RecoveryRecord, UpdateRecord
 from spare_megatron.process.reports import GroupLost
 from tests.integration.reference import assert_exact
@@ -25,13 +25,13 @@ from tests.integration.whole_run import (
 
 pytestmark = pytest.mark.timeout(150)
 
-AGAIN = (Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
+AGAIN = (FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE)
 """Phases that every attempt of a step goes through."""
 
 SECOND_FAULTS = {
-    "patch_and_rebuild": (Phase.PATCH, Phase.REBUILD),
-    "before_and_in_reduce": (Phase.BEFORE_REDUCE, Phase.IN_REDUCE),
-    "after_reduce_and_vote": (Phase.AFTER_REDUCE, Phase.AFTER_VOTE),
+    "patch_and_rebuild": (FaultPoint.PATCH, FaultPoint.REBUILD),
+    "before_and_in_reduce": (FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE),
+    "after_reduce_and_vote": (FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE),
 }
 LAYOUTS = {
     "one_rank": LayoutConfig(num_groups=5),
@@ -45,50 +45,50 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("phases", SECOND_FAULTS.values(), ids=SECOND_FAULTS)
 def test_a_second_loss_while_recovering_repeats_the_recovery(
-    text_corpus: Path, tmp_path: Path, phases: tuple[Phase, Phase], layout: LayoutConfig
+    text_corpus: Path, tmp_path: Path, phases: tuple[FaultPoint, FaultPoint], layout: LayoutConfig
 ) -> None:
     """Steps 1 and 3 each lose a group in the forward pass and another one while recovering from that."""
     last = layout.pipeline_parallel - 1
     scenarios = [(1, {0, 1}, phases[0]), (3, {2, 3}, phases[1])]
     faults: list[FaultConfig] = []
     for step, lost, phase in scenarios:
-        faults += [kill(Phase.FORWARD, step, min(lost)), kill(phase, step, max(lost), last)]
+        faults += [kill(FaultPoint.FORWARD, step, min(lost)), kill(phase, step, max(lost), last)]
     second = frozenset((max(lost), step, phase) for step, lost, phase in scenarios)
     config = tiny_config(text_corpus, layout, steps=6, faults=faults)
     watch = Watch(
         dump_steps=frozenset(range(6)),
         in_second_attempt=frozenset(moment for moment in second if moment[2] in AGAIN),
-        after_other_votes=frozenset(moment for moment in second if moment[2] is Phase.AFTER_REDUCE),
+        after_other_votes=frozenset(moment for moment in second if moment[2] is FaultPoint.AFTER_REDUCE),
     )
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
     assert_exact(run, range(6))
     for step, lost, phase in scenarios:
         # A group that dies after its vote may be missed only when the step is committed already.
-        assert_recovered_at_once(run, step, lost, until_step=step + (phase is Phase.AFTER_VOTE))
+        assert_recovered_at_once(run, step, lost, until_step=step + (phase is FaultPoint.AFTER_VOTE))
         # Once the second group's part is in everybody's sum, losing it costs no further attempt.
-        is_counted = phase in (Phase.REBUILD, Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
+        is_counted = phase in (FaultPoint.REBUILD, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE)
         assert retries_of(run.journal)[step] >= (1 if is_counted else 2)
 
 
-@pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.IN_REDUCE, Phase.AFTER_VOTE])
+@pytest.mark.parametrize("phase", [FaultPoint.BACKWARD, FaultPoint.IN_REDUCE, FaultPoint.AFTER_VOTE])
 def test_two_groups_lost_in_one_phase_of_one_step_are_both_masked(
-    text_corpus: Path, tmp_path: Path, phase: Phase
+    text_corpus: Path, tmp_path: Path, phase: FaultPoint
 ) -> None:
     layout = LayoutConfig(num_groups=4, pipeline_parallel=2)
     config = tiny_config(text_corpus, layout, faults=[kill(phase, 1, 0), kill(phase, 1, 2, 1)])
     run = complete_run(config, tmp_path / "run", Watch(dump_steps=frozenset(range(4))))
     assert_masked(run)
     assert_exact(run, range(4))
-    assert_recovered_at_once(run, 1, {0, 2}, until_step=1 + (phase is Phase.AFTER_VOTE))
+    assert_recovered_at_once(run, 1, {0, 2}, until_step=1 + (phase is FaultPoint.AFTER_VOTE))
 
 
 def test_the_last_to_vote_may_die_before_it_writes_the_commit(text_corpus: Path, tmp_path: Path) -> None:
     """All others have voted and wait for an entry that only the last voter would have written."""
-    fault = kill(Phase.AFTER_VOTE, 1, 1)
+    fault = kill(FaultPoint.AFTER_VOTE, 1, 1)
     config = tiny_config(text_corpus, LayoutConfig(num_groups=3), faults=[fault])
     # Waiting where the sum is complete makes it the last to vote.
-    watch = Watch(dump_steps=frozenset({1}), after_other_votes=frozenset({(1, 1, Phase.AFTER_REDUCE)}))
+    watch = Watch(dump_steps=frozenset({1}), after_other_votes=frozenset({(1, 1, FaultPoint.AFTER_REDUCE)}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
     assert_exact(run, [1])
@@ -100,7 +100,7 @@ def test_a_loss_in_the_first_step_is_masked_though_other_groups_are_not_known_to
     text_corpus: Path, tmp_path: Path
 ) -> None:
     """A fast group can be lost in step 0 before the supervisor has heard from a slow one that it is ready."""
-    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), faults=[kill(Phase.FORWARD, 0, 1)])
+    config = tiny_config(text_corpus, LayoutConfig(num_groups=3), faults=[kill(FaultPoint.FORWARD, 0, 1)])
     watch = Watch(dump_steps=frozenset(range(4)), late_groups=frozenset({0, 2}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
@@ -120,10 +120,18 @@ def assert_recovered_at_once(run: Run, step: int, lost: set[int], *, until_step:
 
 
 @pytest.mark.parametrize(
-    "phase", [Phase.FORWARD, Phase.BACKWARD, Phase.SEND, Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_VOTE]
+    "phase",
+    [
+        FaultPoint.FORWARD,
+        FaultPoint.BACKWARD,
+        FaultPoint.SEND,
+        FaultPoint.BEFORE_REDUCE,
+        FaultPoint.IN_REDUCE,
+        FaultPoint.AFTER_VOTE,
+    ],
 )
 def test_a_group_whose_rank_raises_is_lost_and_its_traceback_told(
-    text_corpus: Path, tmp_path: Path, phase: Phase
+    text_corpus: Path, tmp_path: Path, phase: FaultPoint
 ) -> None:
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
     config = tiny_config(text_corpus, layout, faults=[FaultConfig(phase=phase, step=1, group=1, rank=1, kind="raise")])

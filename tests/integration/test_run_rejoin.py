@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultsConfig, LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.follow import read_run_state
 from spare_megatron.journal.records import ContributionRecord, EntryRecord, ParamsRecord, StartRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRejoined, RanksStarted
@@ -37,7 +37,7 @@ def rejoined(run: Run) -> list[tuple[int, int, int]]:
 def test_a_lost_group_comes_back_and_takes_its_load_again(
     text_corpus: Path, tmp_path: Path, layout: LayoutConfig
 ) -> None:
-    config = tiny_config(text_corpus, layout, steps=STEPS, faults=[kill(Phase.BACKWARD, 2, 1)], rejoins=1)
+    config = tiny_config(text_corpus, layout, steps=STEPS, faults=[kill(FaultPoint.BACKWARD, 2, 1)], rejoins=1)
     watch = replace(WATCH, dump_steps=frozenset({0, 3, STEPS - 2, STEPS - 1}))
     run = complete_run(config, tmp_path / "run", watch)
     assert_masked(run)
@@ -61,7 +61,7 @@ def test_a_lost_group_comes_back_and_takes_its_load_again(
 def test_a_group_comes_back_on_a_node_that_has_no_other(text_corpus: Path, tmp_path: Path) -> None:
     cluster = ClusterConfig(device="cpu", num_nodes=3)
     layout = LayoutConfig(num_groups=3)
-    faults = [kill(Phase.FORWARD, 2, 1)]
+    faults = [kill(FaultPoint.FORWARD, 2, 1)]
     config = tiny_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", WATCH)
     assert_masked(run)
@@ -70,7 +70,7 @@ def test_a_group_comes_back_on_a_node_that_has_no_other(text_corpus: Path, tmp_p
 
 def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path) -> None:
     layout = LayoutConfig(num_groups=3)
-    faults = [kill(Phase.IN_REDUCE, 2, 1)]
+    faults = [kill(FaultPoint.IN_REDUCE, 2, 1)]
     plain = tiny_config(text_corpus, layout, steps=STEPS, mode="reproducible", hidden_dropout=0.1)
     whole = complete_run(plain, tmp_path / "whole")
     config = tiny_config(
@@ -85,7 +85,7 @@ def test_coming_back_changes_no_bit(text_corpus: Path, tmp_path: Path) -> None:
 def test_spares_take_the_place_of_a_lost_group_and_change_no_bit(text_corpus: Path, tmp_path: Path) -> None:
     """Twice: those that took the place of the first are made up for."""
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
-    faults = [kill(Phase.BACKWARD, 3, 1, rank=1), kill(Phase.IN_REDUCE, AWAITED + 3, 2)]
+    faults = [kill(FaultPoint.BACKWARD, 3, 1, rank=1), kill(FaultPoint.IN_REDUCE, AWAITED + 3, 2)]
     config = tiny_config(
         text_corpus, layout, steps=STEPS, faults=faults, rejoins=1, spares=1, mode="reproducible", hidden_dropout=0.1
     )
@@ -105,7 +105,7 @@ def test_spares_take_the_place_of_a_lost_group_and_change_no_bit(text_corpus: Pa
 
 def test_a_group_is_given_up_after_its_last_restart(text_corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(
-        text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=[kill(Phase.FORWARD, 2, 1)], rejoins=0
+        text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=[kill(FaultPoint.FORWARD, 2, 1)], rejoins=0
     )
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, LossRecord, ParamsRecord, UpdateRecord
 from spare_megatron.process.reports import GroupLost, GroupRejoined
 from spare_megatron.stacking.layout import GroupId, Member
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 STEPS = 8
 AWAITED = 4
 """The step at whose end the group that was lost first is taken in."""
-LOSS = kill(Phase.FORWARD, 2, 1)
+LOSS = kill(FaultPoint.FORWARD, 2, 1)
 FOUR = LayoutConfig(num_groups=4)
 AWAY_S = 10 * HEARTBEAT_S
 """Of a node that comes back: it is missed before that also where the store was slow meanwhile, and once more."""
@@ -40,7 +40,7 @@ def awaiting(*awaited: tuple[int, int, int]) -> Watch:
     return Watch(awaited=frozenset((step, Member(GroupId(group), life)) for step, group, life in awaited))
 
 
-def strike(kind: FaultKind, phase: Phase, step: int, group: int, rank: int = 0) -> FaultConfig:
+def strike(kind: FaultKind, phase: FaultPoint, step: int, group: int, rank: int = 0) -> FaultConfig:
     return replace(kill(phase, step, group, rank), kind=kind)
 
 
@@ -62,7 +62,7 @@ def test_a_newcomer_lost_during_the_transfer_costs_the_others_nothing_but_time(
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
     """Its next life is taken in, and does not meet the fault again."""
-    faults = [LOSS, strike(kind, Phase.JOIN, 2, 1)]
+    faults = [LOSS, strike(kind, FaultPoint.JOIN, 2, 1)]
     config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
@@ -76,7 +76,7 @@ def test_a_newcomer_goes_on_with_another_group_where_its_donor_is_lost_during_th
     text_corpus: Path, tmp_path: Path, kind: FaultKind
 ) -> None:
     """It was lost with its donor, and its next life was taken in with the donor's."""
-    faults = [LOSS, strike(kind, Phase.JOIN, 2, 0)]
+    faults = [LOSS, strike(kind, FaultPoint.JOIN, 2, 0)]
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible")
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1)))
@@ -89,17 +89,17 @@ def test_a_newcomer_goes_on_with_another_group_where_its_donor_is_lost_during_th
 
 def test_a_rank_of_a_newcomer_lost_in_the_transfer_of_two(text_corpus: Path, tmp_path: Path) -> None:
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
-    faults = [LOSS, strike("kill", Phase.JOIN, 2, 1, rank=1)]
+    faults = [LOSS, strike("kill", FaultPoint.JOIN, 2, 1, rank=1)]
     config = alert_config(text_corpus, layout, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
     assert lives(run) == [(1, 2, AWAITED + 3)]
 
 
-@pytest.mark.parametrize("phase", [Phase.AFTER_COMMIT, Phase.FORWARD, Phase.IN_REDUCE])
-def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Path, phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [FaultPoint.AFTER_COMMIT, FaultPoint.FORWARD, FaultPoint.IN_REDUCE])
+def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Path, phase: FaultPoint) -> None:
     """After the commit that admits, or in the first step: the newcomer does not wait for what the lost one says."""
-    step = AWAITED if phase is Phase.AFTER_COMMIT else AWAITED + 1
+    step = AWAITED if phase is FaultPoint.AFTER_COMMIT else AWAITED + 1
     config = alert_config(
         text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=[LOSS, kill(phase, step, 2)], rejoins=1
     )
@@ -112,7 +112,7 @@ def test_another_group_lost_around_the_admission(text_corpus: Path, tmp_path: Pa
 
 
 def test_a_newcomer_lost_right_after_its_admission_is_masked(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [LOSS, kill(Phase.BACKWARD, AWAITED + 1, 1)]
+    faults = [LOSS, kill(FaultPoint.BACKWARD, AWAITED + 1, 1)]
     config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 1, 2)))
     assert_masked(run)
@@ -121,7 +121,7 @@ def test_a_newcomer_lost_right_after_its_admission_is_masked(text_corpus: Path, 
 
 
 def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [LOSS, kill(Phase.FORWARD, 4, 1), kill(Phase.FORWARD, 6, 1)]
+    faults = [LOSS, kill(FaultPoint.FORWARD, 4, 1), kill(FaultPoint.FORWARD, 6, 1)]
     config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((3, 1, 1), (5, 1, 2)))
     assert_masked(run)
@@ -136,7 +136,7 @@ def test_a_group_lost_three_times_with_two_restarts_is_given_up(text_corpus: Pat
 def test_groups_lost_in_one_step_come_back_in_one_commit(
     text_corpus: Path, tmp_path: Path, lost: tuple[int, ...]
 ) -> None:
-    faults = [kill(Phase.BACKWARD, 2, group) for group in lost]
+    faults = [kill(FaultPoint.BACKWARD, 2, group) for group in lost]
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=1, mode="reproducible")
     whole = complete_run(replace(config, faults=replace(config.faults, trace=())), tmp_path / "whole")
     run = complete_run(config, tmp_path / "run", awaiting(*((AWAITED, group, 1) for group in lost)))
@@ -159,7 +159,7 @@ def test_a_group_of_stages_and_tensor_ranks_comes_back_with_bf16(text_corpus: Pa
 
 def test_the_copy_of_wrong_parameters_is_refused(text_corpus: Path, tmp_path: Path) -> None:
     """The donor's parameters change right before it gives them. Neither it nor the newcomer outvotes the others."""
-    faults = [LOSS, replace(strike("param_flip", Phase.JOIN, 2, 0), bit=20)]
+    faults = [LOSS, replace(strike("param_flip", FaultPoint.JOIN, 2, 0), bit=20)]
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
     watch = awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1), (AWAITED + 2, 1, 2))
     run = complete_run(config, tmp_path / "run", watch)
@@ -179,7 +179,7 @@ def test_a_donor_that_its_gradients_give_away_costs_its_newcomer_one_life_at_mos
 
     Which of the two is a matter of milliseconds.
     """
-    faults = [LOSS, strike("param_flip", Phase.JOIN, 2, 0)]
+    faults = [LOSS, strike("param_flip", FaultPoint.JOIN, 2, 0)]
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1), (AWAITED + 2, 0, 1)))
     assert (run.summary.outcome, run.summary.verdict) == ("finished", "valid"), run.summary.reasons
@@ -198,7 +198,7 @@ def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, 
     """The donor's parameters are right, and so are those of its newcomer until the next update: then two of four groups
     would hold the same wrong ones, and nobody would know who is right.
     """
-    faults = [LOSS, replace(strike("moment_flip", Phase.JOIN, 2, 0), bit=25)]
+    faults = [LOSS, replace(strike("moment_flip", FaultPoint.JOIN, 2, 0), bit=25)]
     config = alert_config(
         text_corpus, FOUR, steps=STEPS, faults=faults, rejoins=2, mode="reproducible", precision=precision
     )
@@ -219,7 +219,7 @@ def test_the_copy_of_wrong_moments_is_put_out_with_its_donor(text_corpus: Path, 
 
 
 def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -> None:
-    fault = replace(strike("stop_node", Phase.FORWARD, 2, 1), seconds=AWAY_S)
+    fault = replace(strike("stop_node", FaultPoint.FORWARD, 2, 1), seconds=AWAY_S)
     cluster = ClusterConfig(device="cpu", num_nodes=4)
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))
@@ -230,7 +230,7 @@ def test_a_node_that_was_stopped_comes_back(text_corpus: Path, tmp_path: Path) -
 
 def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path, tmp_path: Path) -> None:
     config = alert_config(
-        text_corpus, LayoutConfig(num_groups=3), steps=4, faults=[kill(Phase.FORWARD, 3, 1)], rejoins=1
+        text_corpus, LayoutConfig(num_groups=3), steps=4, faults=[kill(FaultPoint.FORWARD, 3, 1)], rejoins=1
     )
     run = complete_run(config, tmp_path / "run")
     assert_masked(run)
@@ -241,7 +241,7 @@ def test_the_run_does_not_wait_for_a_group_that_comes_too_late(text_corpus: Path
 
 
 def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [kill(Phase.FORWARD, 2, group) for group in range(3)]
+    faults = [kill(FaultPoint.FORWARD, 2, group) for group in range(3)]
     config = alert_config(text_corpus, LayoutConfig(num_groups=3), steps=STEPS, faults=faults, rejoins=3)
     run = complete_run(config, tmp_path / "run")
     assert run.summary.outcome == "wipe_out", run.summary.outcome_reason
@@ -252,7 +252,7 @@ def test_losing_every_group_ends_the_run_at_once(text_corpus: Path, tmp_path: Pa
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="networks of their own need root")
 def test_a_node_that_was_cut_off_comes_back(text_corpus: Path, tmp_path: Path) -> None:
-    fault = replace(strike("cut", Phase.FORWARD, 2, 1), seconds=AWAY_S)
+    fault = replace(strike("cut", FaultPoint.FORWARD, 2, 1), seconds=AWAY_S)
     cluster = ClusterConfig(device="cpu", num_nodes=4, isolate_nodes=True)
     config = alert_config(text_corpus, FOUR, steps=STEPS, faults=[fault], rejoins=1, cluster=cluster)
     run = complete_run(config, tmp_path / "run", awaiting((AWAITED, 1, 1)))

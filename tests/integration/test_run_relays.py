@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import LossRecord
 from spare_megatron.process.reports import RunEvent
@@ -49,8 +49,8 @@ def test_a_relay_that_is_killed_and_one_that_is_stopped_cost_their_own_groups_al
 ) -> None:
     """Blocks are 0 and 1, 2 and 3. Both relays are hit when their own group is about to vote."""
     faults = [
-        kill(Phase.AFTER_REDUCE, 1, group=2),
-        FaultConfig(phase=Phase.AFTER_REDUCE, kind="stop", step=3, group=0, rank=0),
+        kill(FaultPoint.AFTER_REDUCE, 1, group=2),
+        FaultConfig(phase=FaultPoint.AFTER_REDUCE, kind="stop", step=3, group=0, rank=0),
     ]
     config = tiny_config(text_corpus, LayoutConfig(num_groups=4), steps=STEPS, faults=faults)
     control = replace(config.control, vote_fan_in=2, heartbeat_interval_s=HEARTBEAT_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import ParamsRecord, RedundancyRecord, RepairRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRejoined
 from spare_megatron.stacking.layout import GroupId, Member
@@ -85,7 +85,7 @@ def test_a_second_host_of_a_slice_is_lost_after_the_repair(
     ownership = ownership_of(4, 2)
     number = ownership.hosted_by(first)[0]
     (second,) = [host for host in ownership.hosts[number] if host != first]
-    faults = [kill(Phase.FORWARD, 2, first.group), kill(Phase.BACKWARD, REPAIRED + 2, second.group)]
+    faults = [kill(FaultPoint.FORWARD, 2, first.group), kill(FaultPoint.BACKWARD, REPAIRED + 2, second.group)]
     layout = replace(LAYOUT, pipeline_parallel=stages)
     config = stacked_config(text_corpus, layout, 2, faults)
     run = complete_run(config, tmp_path / "run", Watch(whole_copies=frozenset({REPAIRED})))
@@ -108,9 +108,9 @@ def test_a_donor_lost_during_the_repair_is_replaced_by_another_host(
     number, donor, receiver = left.repairs[0]
     (other,) = [host for host in left.hosts[number] if host != donor]
     faults = [
-        kill(Phase.FORWARD, 2, first.group),
-        kill(Phase.FORWARD, 3, donor.group),
-        kill(Phase.FORWARD, REPAIRED + 2, other.group),
+        kill(FaultPoint.FORWARD, 2, first.group),
+        kill(FaultPoint.FORWARD, 3, donor.group),
+        kill(FaultPoint.FORWARD, REPAIRED + 2, other.group),
     ]
     config = stacked_config(text_corpus, LAYOUT, 3, faults)
     watch = Watch(whole_copies=frozenset({REPAIRED}), no_pieces_before=4)
@@ -128,7 +128,7 @@ def test_a_group_that_came_back_gets_copies_of_all_slices(
 ) -> None:
     """All others are lost then."""
     admitted = 3
-    faults = [kill(Phase.FORWARD, 2, 1), *(kill(Phase.FORWARD, REPAIRED + 2, group) for group in (0, 2))]
+    faults = [kill(FaultPoint.FORWARD, 2, 1), *(kill(FaultPoint.FORWARD, REPAIRED + 2, group) for group in (0, 2))]
     config = stacked_config(text_corpus, LayoutConfig(num_groups=3), 3, faults, rejoins=1)
     watch = Watch(
         awaited=frozenset({(admitted, Member(GroupId(1), 1))}),
@@ -155,7 +155,10 @@ def test_a_group_that_came_back_takes_its_slices_over_and_both_that_had_them_are
     moves = repaired.for_members([*repaired.members, back]).moves
     others = {move.donor.group for move in moves}
     assert all({host.group for host in repaired.hosts[move.slice]} == others for move in moves)
-    faults = [kill(Phase.FORWARD, 1, first.group), *(kill(Phase.BACKWARD, lost_at, group) for group in sorted(others))]
+    faults = [
+        kill(FaultPoint.FORWARD, 1, first.group),
+        *(kill(FaultPoint.BACKWARD, lost_at, group) for group in sorted(others)),
+    ]
     config = stacked_config(text_corpus, LAYOUT, 2, faults, rejoins=1)
     config = replace(config, train=replace(config.train, params_check_every_steps=0))
     watch = Watch(awaited=frozenset({(admitted, back)}), whole_copies=frozenset({repaired_at, moved_at}))

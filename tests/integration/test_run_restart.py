@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.records import FaultRecord, RestartRecord, UpdateRecord
 from spare_megatron.process.reports import GroupRestarted, RanksReady, RunEvent, RunStopped
@@ -50,7 +50,7 @@ def test_after_a_wipe_out_training_starts_again_and_ends_bitwise_like_the_run_wi
 ) -> None:
     """Shard 1 is hosted by groups 1 and 0 alone; the group that is left hands over to its next life."""
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
-    faults = [kill(Phase.FORWARD, 3, 0), kill(Phase.BACKWARD, 3, 1)]
+    faults = [kill(FaultPoint.FORWARD, 3, 0), kill(FaultPoint.BACKWARD, 3, 1)]
     common = {"steps": STEPS, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
     whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
     config = tiny_config(text_corpus, layout, **common, faults=faults, max_restarts=1)
@@ -93,7 +93,7 @@ def test_training_starts_again_from_the_newest_checkpoint_that_is_whole(text_cor
 
     A group is up before anything is read, so that no timeout of a start ends it, however much there is to read.
     """
-    faults = [kill(Phase.FORWARD, 5, group) for group in (0, 1)]
+    faults = [kill(FaultPoint.FORWARD, 5, group) for group in (0, 1)]
     common = {"steps": STEPS + 1, "redundancy": 2, "mode": "reproducible", "hidden_dropout": 0.1}
     config = tiny_config(text_corpus, ONE_RANK, **common, faults=faults, max_restarts=1)
     saving = replace(config.checkpoint, interval_steps=2, asynchronous=False, keep_last=9, restart_wait_s=150.0)
@@ -127,8 +127,8 @@ def test_training_does_not_start_again_from_what_a_group_with_wrong_parameters_h
 
     It is marked beside its manifest, so that no other run begins with it either, until it is saved anew.
     """
-    flip = FaultConfig(phase=Phase.AFTER_COMMIT, step=3, group=1, rank=0, kind="param_flip", bit=10)
-    faults = [flip, kill(Phase.FORWARD, 5, 0), kill(Phase.FORWARD, 5, 2)]
+    flip = FaultConfig(phase=FaultPoint.AFTER_COMMIT, step=3, group=1, rank=0, kind="param_flip", bit=10)
+    faults = [flip, kill(FaultPoint.FORWARD, 5, 0), kill(FaultPoint.FORWARD, 5, 2)]
     layout = LayoutConfig(num_groups=4)
     common = {"steps": STEPS + 1, "redundancy": 2, "mode": "reproducible"}
     whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
@@ -148,8 +148,8 @@ def test_training_does_not_start_again_from_what_a_group_with_wrong_parameters_h
 @pytest.mark.parametrize("rejoins", [0, 2])
 def test_two_wipe_outs_the_second_of_all_groups(text_corpus: Path, tmp_path: Path, rejoins: int) -> None:
     """With nobody left to read the log, the supervisor does."""
-    faults = [kill(Phase.FORWARD, 1, 0), kill(Phase.FORWARD, 1, 1)]
-    faults += [kill(Phase.BACKWARD, 4, group) for group in range(3)]
+    faults = [kill(FaultPoint.FORWARD, 1, 0), kill(FaultPoint.FORWARD, 1, 1)]
+    faults += [kill(FaultPoint.BACKWARD, 4, group) for group in range(3)]
     config = tiny_config(
         text_corpus,
         ONE_RANK,
@@ -166,7 +166,7 @@ def test_two_wipe_outs_the_second_of_all_groups(text_corpus: Path, tmp_path: Pat
 
 
 def test_the_restarts_of_a_run_are_limited(text_corpus: Path, tmp_path: Path) -> None:
-    faults = [kill(Phase.FORWARD, step, group) for step in (1, 2) for group in (0, 1)]
+    faults = [kill(FaultPoint.FORWARD, step, group) for step in (1, 2) for group in (0, 1)]
     config = tiny_config(
         text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, max_restarts=1, heartbeat_s=BRISK_S
     )
@@ -181,7 +181,7 @@ def test_the_restarts_of_a_run_are_limited(text_corpus: Path, tmp_path: Path) ->
 def test_groups_of_several_nodes_start_again(text_corpus: Path, tmp_path: Path) -> None:
     """The nodes of groups 0 and 1 have no rank left that could tell them."""
     cluster = ClusterConfig(device="cpu", num_nodes=3)
-    faults = [kill(Phase.FORWARD, 2, 0), kill(Phase.FORWARD, 2, 1)]
+    faults = [kill(FaultPoint.FORWARD, 2, 0), kill(FaultPoint.FORWARD, 2, 1)]
     config = tiny_config(
         text_corpus, ONE_RANK, steps=STEPS, redundancy=2, faults=faults, max_restarts=1, cluster=cluster
     )
@@ -196,7 +196,7 @@ def test_groups_that_span_nodes_start_again(text_corpus: Path, tmp_path: Path) -
     """Group 1 has a rank on each of two nodes, of which the second hosts no leader of it."""
     layout = LayoutConfig(num_groups=3, pipeline_parallel=2)
     cluster = ClusterConfig(device="cpu", num_nodes=2)
-    faults = [kill(Phase.FORWARD, 2, 0), kill(Phase.FORWARD, 2, 1)]
+    faults = [kill(FaultPoint.FORWARD, 2, 0), kill(FaultPoint.FORWARD, 2, 1)]
     config = tiny_config(
         text_corpus,
         layout,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.journal.records import ContributionRecord, UpdateRecord
 from spare_megatron.stacking.layout import GroupId, Member
@@ -38,7 +38,9 @@ def who_computed(run: Run, shard: int, step: int) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("second", "stages"), [(kill(Phase.BACKWARD, 1, 1), 2), (kill(Phase.IN_REDUCE, 3, 1), 1)], ids=["at_once", "later"]
+    ("second", "stages"),
+    [(kill(FaultPoint.BACKWARD, 1, 1), 2), (kill(FaultPoint.IN_REDUCE, 3, 1), 1)],
+    ids=["at_once", "later"],
 )
 def test_losing_all_hosts_of_a_shard_changes_no_bit(
     text_corpus: Path, tmp_path: Path, second: FaultConfig, stages: int
@@ -46,7 +48,7 @@ def test_losing_all_hosts_of_a_shard_changes_no_bit(
     assert set(map(int, make_placement("golomb", 4, 2).hosts[ORPHANED])) == HOSTS
     layout = LayoutConfig(num_groups=4, pipeline_parallel=stages)
     whole = complete_run(shared(text_corpus, [], layout), tmp_path / "whole")
-    run = complete_run(shared(text_corpus, [kill(Phase.FORWARD, 1, 0), second], layout), tmp_path / "run")
+    run = complete_run(shared(text_corpus, [kill(FaultPoint.FORWARD, 1, 0), second], layout), tmp_path / "run")
     assert_masked(run)
     assert who_computed(run, ORPHANED, 5) == {2, 3}
     assert losses_of(run.journal) == losses_of(whole.journal)
@@ -58,7 +60,7 @@ def test_losing_all_hosts_of_a_shard_changes_no_bit(
 def test_hosts_that_come_back_take_their_shards_again(text_corpus: Path, tmp_path: Path) -> None:
     layout, back_after = LayoutConfig(num_groups=4), 3
     whole = complete_run(shared(text_corpus, [], layout), tmp_path / "whole")
-    faults = [kill(Phase.FORWARD, 1, group) for group in HOSTS]
+    faults = [kill(FaultPoint.FORWARD, 1, group) for group in HOSTS]
     watch = Watch(awaited=frozenset((back_after, Member(GroupId(group), 1)) for group in HOSTS))
     run = complete_run(shared(text_corpus, faults, layout, rejoins=1), tmp_path / "run", watch)
     assert_masked(run)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from spare_megatron.config.schema import ClusterConfig, LayoutConfig, OptimizerConfig, RunConfig, SnapshotConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import rank_main, start_run
 from spare_megatron.journal.records import RestartRecord, SnapshotRecord
 from spare_megatron.process.reports import GroupRestarted, RunEvent
@@ -37,7 +37,7 @@ def undisturbed(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def wiped_out_config(corpus: Path, layout: LayoutConfig) -> RunConfig:
     """Shard 1 is hosted by groups 1 and 0 alone. Snapshots after 2, 4, 6 steps, a checkpoint after 3."""
-    faults = [kill(Phase.FORWARD, 5, 0), kill(Phase.BACKWARD, 5, 1)]
+    faults = [kill(FaultPoint.FORWARD, 5, 0), kill(FaultPoint.BACKWARD, 5, 1)]
     config = tiny_config(corpus, layout, **COMMON, faults=faults, max_restarts=1)
     return replace(
         config,
@@ -137,7 +137,7 @@ def test_slices_start_again_from_memory_also_where_parameters_came_late(text_cor
     }
     layout = LayoutConfig(num_groups=4)
     whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
-    faults = [kill(Phase.AFTER_COMMIT, 3, 1), *(kill(Phase.AFTER_COMMIT, 5, group) for group in (0, 3))]
+    faults = [kill(FaultPoint.AFTER_COMMIT, 3, 1), *(kill(FaultPoint.AFTER_COMMIT, 5, group) for group in (0, 3))]
     config = tiny_config(text_corpus, layout, **common, faults=faults, max_restarts=1)
     config = replace(
         config,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.check import check_journal
 from spare_megatron.journal.records import ParamsRecord, VoteRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import all_checkpoints
@@ -83,7 +83,7 @@ def test_losing_all_hosts_of_a_slice_is_a_wipe_out_that_names_it(text_corpus: Pa
 
 def test_without_a_store_groups_save_the_slices_that_they_have(text_corpus: Path, tmp_path: Path) -> None:
     """All that hold the parameters of the last step: on a busy machine, the store may die while others gather them."""
-    fault = FaultConfig(phase=Phase.BEFORE_REDUCE, step=2, group=1, rank=0, kind="kill_store")
+    fault = FaultConfig(phase=FaultPoint.BEFORE_REDUCE, step=2, group=1, rank=0, kind="kill_store")
     config = tiny_config(text_corpus, LayoutConfig(num_groups=3), faults=[fault], optimizer=stacked(2))
     run = complete_run(config, tmp_path)
     assert run.summary.outcome == "failed"

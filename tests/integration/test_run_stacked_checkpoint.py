@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import CheckpointRecord, FaultRecord, RestartRecord
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
 from spare_megatron.state.checkpoint.verification import verify
@@ -62,7 +62,7 @@ def test_a_state_wipe_out_goes_back_to_a_checkpoint_which_half_the_groups_load_t
     whole = complete_run(config_of(text_corpus, steps=4, asynchronous=True), tmp_path / "whole")
     assert_proven(whole, 0)
     assert saved(whole) == [(2, 0), (4, 1)]
-    faults = [kill(Phase.AFTER_COMMIT, 3, group) for group in (0, 3)]
+    faults = [kill(FaultPoint.AFTER_COMMIT, 3, group) for group in (0, 3)]
     run = complete_run(config_of(text_corpus, steps=4, faults=faults, max_restarts=1), tmp_path / "run")
     assert_proven(run, 2)
     assert {(r.step, r.rework_steps) for r in run.journal.of(RestartRecord)} == {(2, 2)}
@@ -83,7 +83,7 @@ def test_a_state_wipe_out_goes_back_to_a_checkpoint_which_half_the_groups_load_t
 
 def test_losing_writers_leaves_nothing_torn(text_corpus: Path, tmp_path: Path) -> None:
     """Another host writes the slice of group 2. What group 1 was about to make visible is not, and is cleared away."""
-    faults = [kill(Phase.SAVE_WRITE, EVERY - 1, 2), kill(Phase.SAVE_MANIFEST, 2 * EVERY - 1, 1)]
+    faults = [kill(FaultPoint.SAVE_WRITE, EVERY - 1, 2), kill(FaultPoint.SAVE_MANIFEST, 2 * EVERY - 1, 1)]
     run = complete_run(config_of(text_corpus, steps=6, redundancy=3, faults=faults), tmp_path / "run")
     assert_proven(run, 2)
     folder = tmp_path / "run" / "checkpoints"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, FaultKind, LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import FaultRecord
 from tests.integration.whole_run import Run, complete_run, entries_of, losses_of, params_of, tiny_config
 
@@ -31,7 +31,7 @@ def run_with(corpus: Path, run_dir: Path, redundancy: int, *faults: FaultConfig)
 
 def flip(group: int, kind: FaultKind = "param_flip") -> FaultConfig:
     """Before the update of step 1, in the first slice that the group hosts."""
-    return FaultConfig(phase=Phase.AFTER_COMMIT, step=1, group=group, rank=0, kind=kind, bit=10)
+    return FaultConfig(phase=FaultPoint.AFTER_COMMIT, step=1, group=group, rank=0, kind=kind, bit=10)
 
 
 def entries(run: Run, kind: str) -> list[dict[str, object]]:

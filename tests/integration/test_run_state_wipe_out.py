@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spare_megatron.config.schema import LayoutConfig, OptimizerConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import FaultRecord, UpdateRecord
 from tests.integration.whole_run import Run, complete_run, entries_of, kill, tiny_config
 
@@ -20,7 +20,7 @@ def test_a_state_wipe_out_ends_bitwise_like_the_run_without_faults(text_corpus: 
     """Slice 0 of four is on groups 0 and 3, both of which die in an update; every shard still has two hosts."""
     layout, common = LayoutConfig(num_groups=4), {"steps": 4, "mode": "reproducible", "hidden_dropout": 0.1}
     whole = complete_run(tiny_config(text_corpus, layout, **common), tmp_path / "whole")
-    faults = [kill(Phase.AFTER_COMMIT, 1, 0), kill(Phase.AFTER_COMMIT, 1, 3)]
+    faults = [kill(FaultPoint.AFTER_COMMIT, 1, 0), kill(FaultPoint.AFTER_COMMIT, 1, 3)]
     stacked = OptimizerConfig(sharding="stacked", redundancy=2)
     config = tiny_config(text_corpus, layout, **common, faults=faults, max_restarts=1, optimizer=stacked)
     run = complete_run(config, tmp_path / "run")

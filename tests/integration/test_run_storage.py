@@ -13,7 +13,7 @@ import pytest
 
 from spare_megatron.cli.train import exit_code, unsaved_end
 from spare_megatron.config.schema import FaultConfig, LayoutConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import start_run
 from spare_megatron.faults.injection import Injector, fill_disk
 from spare_megatron.journal.check import check
@@ -52,7 +52,7 @@ def open_again(folder: Path) -> None:
     folder.chmod(0o755)
 
 
-def tampering_rank(acts: dict[tuple[int, Phase], Tamper], spec: RankSpec, reports: Connection) -> None:
+def tampering_rank(acts: dict[tuple[int, FaultPoint], Tamper], spec: RankSpec, reports: Connection) -> None:
     """A rank that does something to the folder of checkpoints in some phase of its group; -1: of whichever is first."""
     if os.geteuid() == 0:
         _heed_permissions()
@@ -61,11 +61,11 @@ def tampering_rank(acts: dict[tuple[int, Phase], Tamper], spec: RankSpec, report
 
 
 class _Tampering(Injector):
-    def __init__(self, acts: dict[tuple[int, Phase], Tamper], spec: RankSpec, *parts: Any) -> None:
+    def __init__(self, acts: dict[tuple[int, FaultPoint], Tamper], spec: RankSpec, *parts: Any) -> None:
         super().__init__(*parts)
         self._acts, self._spec = acts, spec
 
-    def __call__(self, phase: Phase) -> None:
+    def __call__(self, phase: FaultPoint) -> None:
         super().__call__(phase)
         for group in (int(self._spec.group), -1):
             if (group, phase) in self._acts and self._is_first(f"{group}-{phase}"):
@@ -86,10 +86,16 @@ def _heed_permissions() -> None:
 
 
 def run_of(
-    corpus: Path, run_dir: Path, acts: dict[tuple[int, Phase], Tamper], *, num_groups: int, every: int, **settings: Any
+    corpus: Path,
+    run_dir: Path,
+    acts: dict[tuple[int, FaultPoint], Tamper],
+    *,
+    num_groups: int,
+    every: int,
+    **settings: Any,
 ) -> Run:
     """A run with synchronous saves, which is wiped out in step 3 if it has three groups; valid in any case."""
-    faults = [kill(Phase.FORWARD, 3, 0), kill(Phase.FORWARD, 3, 1)] if num_groups == 3 else []
+    faults = [kill(FaultPoint.FORWARD, 3, 0), kill(FaultPoint.FORWARD, 3, 1)] if num_groups == 3 else []
     config = tiny_config(
         corpus,
         LayoutConfig(num_groups=num_groups),
@@ -111,7 +117,9 @@ def run_of(
 
 def test_a_disk_that_stays_full_costs_the_proof_of_a_run_and_not_the_run(text_corpus: Path, tmp_path: Path) -> None:
     """It ended as one that could not begin; later as one whose journal was invalid, for it had not committed all."""
-    full = [FaultConfig(phase=Phase.FORWARD, step=STEPS - 2, group=group, rank=0, kind="disk_full") for group in (0, 1)]
+    full = [
+        FaultConfig(phase=FaultPoint.FORWARD, step=STEPS - 2, group=group, rank=0, kind="disk_full") for group in (0, 1)
+    ]
     run_dir = tmp_path / "run"
     config = tiny_config(text_corpus, LayoutConfig(num_groups=2), steps=STEPS, faults=full)
     config = replace(config, checkpoint=replace(config.checkpoint, interval_steps=STEPS))
@@ -147,7 +155,7 @@ def test_a_folder_that_is_lost_for_a_while_costs_the_saves_of_that_while(text_co
 
     Nothing is written where the folder was.
     """
-    acts = {(1, Phase.SAVE): move_away, (2, Phase.SAVE): put_back_and_close, (3, Phase.SAVE): open_again}
+    acts = {(1, FaultPoint.SAVE): move_away, (2, FaultPoint.SAVE): put_back_and_close, (3, FaultPoint.SAVE): open_again}
     run = run_of(text_corpus, tmp_path / "run", acts, num_groups=4, every=1)
     assert run.summary.outcome == "finished", run.summary
     records = run.journal.of(CheckpointRecord)
@@ -167,7 +175,7 @@ def test_a_folder_that_is_lost_for_a_while_costs_the_saves_of_that_while(text_co
 
 def test_a_restart_waits_for_the_folder_of_checkpoints(text_corpus: Path, tmp_path: Path) -> None:
     """It is gone when the first group looks for it, and back when the last has looked in vain."""
-    acts = {(-1, Phase.LOAD_SEARCH): move_away, (2, Phase.LOAD_WAIT): put_back}
+    acts = {(-1, FaultPoint.LOAD_SEARCH): move_away, (2, FaultPoint.LOAD_WAIT): put_back}
     run = run_of(text_corpus, tmp_path / "run", acts, num_groups=3, every=2)
     assert run.summary.outcome == "finished", run.summary
     assert {(r.group, r.step) for r in run.journal.of(RestartRecord)} == {(0, 2), (1, 2), (2, 2)}
@@ -177,7 +185,7 @@ def test_a_restart_waits_for_the_folder_of_checkpoints(text_corpus: Path, tmp_pa
 
 def test_a_restart_without_the_folder_ends_the_run_and_says_why(text_corpus: Path, tmp_path: Path) -> None:
     """Rather than to begin from nothing where there are checkpoints."""
-    acts = {(-1, Phase.LOAD_SEARCH): move_away}
+    acts = {(-1, FaultPoint.LOAD_SEARCH): move_away}
     run = run_of(text_corpus, tmp_path / "run", acts, num_groups=3, every=2, restart_wait_s=2.0)
     assert run.summary.outcome == "wipe_out", run.summary
     assert "put that back" in run.summary.outcome_reason

@@ -23,7 +23,7 @@ from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.entries import Commit, Entry, decode_entry
 from spare_megatron.core.events import Event
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.pieces import Piece
 from spare_megatron.faults.injection import Injector
 from spare_megatron.faults.trace import Fault
@@ -49,7 +49,7 @@ _TIMEOUT_S = 20.0
 _RESTART_TIMEOUT_S = 60.0
 _POLL_S = 0.002
 
-Moment = tuple[int, int, Phase]
+Moment = tuple[int, int, FaultPoint]
 """Group, step and phase of a fault."""
 
 
@@ -273,7 +273,7 @@ class _ChoosyInjector(Injector):
         super().__init__(faults, report, request)
         self._watch, self._now = watch, now
 
-    def __call__(self, phase: Phase) -> None:
+    def __call__(self, phase: FaultPoint) -> None:
         moment = (int(self._now.spec.group), self.step, phase)
         is_second = self._now.step == self.step and self._now.num_attempts >= 2
         if moment in self._watch.in_second_attempt and not is_second:

@@ -24,7 +24,7 @@ from spare_megatron.config.schema import (
     TrainConfig,
 )
 from spare_megatron.config.validate import problems
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import look_at_machine, start_run
 from spare_megatron.faults.trace import groups_hit, resolve_trace
 from spare_megatron.journal.files import Journal, read_journal
@@ -47,8 +47,8 @@ CPU = ClusterConfig(device="cpu")
 REPLICATED = OptimizerConfig()
 
 
-def kill(phase: Phase | str, step: int, group: int, rank: int = 0) -> FaultConfig:
-    return FaultConfig(phase=Phase(phase), step=step, group=group, rank=rank)
+def kill(phase: FaultPoint | str, step: int, group: int, rank: int = 0) -> FaultConfig:
+    return FaultConfig(phase=FaultPoint(phase), step=step, group=group, rank=rank)
 
 
 def tiny_config(
@@ -136,7 +136,7 @@ def complete_run(
     otherwise. Without `holds_back` it needs many, of which the last is then in flight nowhere.
     """
     events: list[RunEvent] = []
-    inside = frozenset((f.group, f.step, f.phase) for f in config.faults.trace if f.phase is Phase.IN_REDUCE)
+    inside = frozenset((f.group, f.step, f.phase) for f in config.faults.trace if f.phase is FaultPoint.IN_REDUCE)
     watch = replace(watch or Watch(), unfinished_reduces=inside if holds_back else frozenset())
 
     def tell(event: RunEvent) -> None:

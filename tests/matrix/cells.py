@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spare_megatron.config.schema import FaultConfig, FaultKind
-from spare_megatron.core.fault_points import PHASES_WITH_SLICES, Phase
+from spare_megatron.core.fault_points import PHASES_WITH_SLICES, FaultPoint
 from spare_megatron.faults.trace import PHASES_AFTER_A_LOSS, PHASES_OF_EVERY_STEP
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import Slicing, first_ownership
@@ -33,7 +33,7 @@ class Moment:
             that the other group held.
     """
 
-    phase: Phase
+    phase: FaultPoint
     in_recovery: bool
 
     @property
@@ -50,13 +50,13 @@ class Moment:
         return f"{self.phase}-again" if self.is_again else str(self.phase)
 
 
-_OF_EACH_ATTEMPT = (Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE)
+_OF_EACH_ATTEMPT = (FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE)
 
 MOMENTS: tuple[Moment, ...] = (
     *(Moment(phase=phase, in_recovery=False) for phase in PHASES_OF_EVERY_STEP),
-    *(Moment(phase=phase, in_recovery=True) for phase in (Phase.PATCH, Phase.REBUILD, *_OF_EACH_ATTEMPT)),
-    *(Moment(phase=phase, in_recovery=False) for phase in (Phase.BEFORE_GATHER, Phase.IN_GATHER)),
-    Moment(phase=Phase.REPAIR, in_recovery=True),
+    *(Moment(phase=phase, in_recovery=True) for phase in (FaultPoint.PATCH, FaultPoint.REBUILD, *_OF_EACH_ATTEMPT)),
+    *(Moment(phase=phase, in_recovery=False) for phase in (FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER)),
+    Moment(phase=FaultPoint.REPAIR, in_recovery=True),
 )
 
 
@@ -78,7 +78,7 @@ class Cell:
 
 def exists(cell: Cell) -> bool:
     """Whether anybody notices: a copy is made in a thread for which nobody waits."""
-    return (cell.kind, cell.moment.phase) != ("hang", Phase.REPAIR)
+    return (cell.kind, cell.moment.phase) != ("hang", FaultPoint.REPAIR)
 
 
 CELLS: tuple[Cell, ...] = tuple(
@@ -91,9 +91,9 @@ def draw_faults(cell: Cell, seed: int) -> tuple[FaultConfig, ...]:
     generator = np.random.default_rng([seed, CELLS.index(cell)])
     first, victim = (int(group) for group in generator.permutation(NUM_GROUPS)[:2])
     ranks = [int(rank) for rank in generator.integers(NUM_STAGES, size=2)]
-    if cell.moment.phase is Phase.REPAIR:
+    if cell.moment.phase is FaultPoint.REPAIR:
         victim = int(generator.choice(_receivers(first)))
-    before = FaultConfig(phase=Phase.FORWARD, step=STEP, group=first, rank=ranks[0])
+    before = FaultConfig(phase=FaultPoint.FORWARD, step=STEP, group=first, rank=ranks[0])
     fault = FaultConfig(phase=cell.moment.phase, step=STEP, group=victim, rank=ranks[1], kind=cell.kind)
     return (before, fault) if cell.moment.in_recovery else (fault,)
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import ClusterConfig, FaultConfig, FaultKind, LayoutConfig, OptimizerConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.run import look_at_machine
 from spare_megatron.journal.records import FaultRecord, LossRecord, UpdateRecord
 from spare_megatron.supervisor.rank_processes import INJECTED
@@ -89,7 +89,7 @@ def run_cell(cell: Cell, seed: int, corpus: Path, run_dir: Path, expected: Run) 
     moment = (victim.group, victim.step, victim.phase)
     watch = Watch(
         in_second_attempt=frozenset({moment} if cell.moment.is_again else ()),
-        whole_copies=frozenset({NUM_STEPS - 1} if cell.moment.phase is Phase.REPAIR else ()),
+        whole_copies=frozenset({NUM_STEPS - 1} if cell.moment.phase is FaultPoint.REPAIR else ()),
     )
     config = _config(corpus, faults, isolate=cell.needs_root, is_stacked=cell.moment.is_stacked)
     run = complete_run(config, run_dir, watch)

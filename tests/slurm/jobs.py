@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import FaultConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver.slurm.commands import job_fields
 
 TIMEOUT_S = 250.0
@@ -126,7 +126,7 @@ class Job:
 def pauses(group: int) -> list[FaultConfig]:
     """Of the group in each of the first steps: a run waits for what Slurm does, and is not to take the processors."""
     return [
-        FaultConfig(phase=Phase.FORWARD, step=step, group=group, rank=0, kind="hang", seconds=_PAUSE_S)
+        FaultConfig(phase=FaultPoint.FORWARD, step=step, group=group, rank=0, kind="hang", seconds=_PAUSE_S)
         for step in range(_NUM_PAUSES)
     ]
 

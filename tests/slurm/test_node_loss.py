@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, SlurmConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.files import read_journal
 from spare_megatron.journal.records import FaultRecord
 from tests.integration.whole_run import entries_of, patched_in
@@ -28,7 +28,7 @@ def test_a_job_commits_the_step_it_lost_a_node_in_takes_a_spare_one_and_outlives
     cluster = start_cluster(5, 3)
     layout = LayoutConfig(num_groups=2, pipeline_parallel=2)
     # It hangs in the backward pass, and long before that is found its node is lost.
-    hang = FaultConfig(phase=Phase.BACKWARD, step=LOST_IN, group=LOST, rank=1, kind="hang")
+    hang = FaultConfig(phase=FaultPoint.BACKWARD, step=LOST_IN, group=LOST, rank=1, kind="hang")
     job = submit(layout, SlurmConfig(num_spare_nodes=1, max_requeues=0), faults=[hang])
     run_dir = job.run()
     job.wait_until(lambda: num_records(run_dir, LOST, "fault", rank=1) > 0)

@@ -12,7 +12,7 @@ from spare_megatron.core.fault_points import (
     PHASES_OF_A_JOIN,
     PHASES_OF_A_LOAD,
     PHASES_OF_A_SAVE,
-    Phase,
+    FaultPoint,
 )
 
 NUM_GROUPS = 3
@@ -29,8 +29,8 @@ RETURNING, DONOR, OTHER = 1, 0, 2
 Place = Literal["save", "asynchronous_save", "load", "restart", "join"]
 PLACES: tuple[Place, ...] = ("save", "asynchronous_save", "load", "restart", "join")
 
-_OF_THE_FIRST_RANK = (Phase.SAVE_MANIFEST, Phase.SAVE_RENAME, Phase.SAVE_DROP)
-_OF_THE_RETURNING = (Phase.JOIN_WAIT, Phase.JOIN_DONE)
+_OF_THE_FIRST_RANK = (FaultPoint.SAVE_MANIFEST, FaultPoint.SAVE_RENAME, FaultPoint.SAVE_DROP)
+_OF_THE_RETURNING = (FaultPoint.JOIN_WAIT, FaultPoint.JOIN_DONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Cell:
     """
 
     place: Place
-    phase: Phase
+    phase: FaultPoint
     group: int | None
     rank: int
 
@@ -54,19 +54,19 @@ class Cell:
         return f"{self.place}-{self.phase}{whose}-rank{self.rank}"
 
 
-def _ranks(phase: Phase) -> range:
+def _ranks(phase: FaultPoint) -> range:
     return range(1 if phase in _OF_THE_FIRST_RANK else NUM_STAGES)
 
 
-def _stages() -> list[tuple[Place, Phase, int | None]]:
-    places: list[tuple[Place, frozenset[Phase], Sequence[int | None]]] = [
+def _stages() -> list[tuple[Place, FaultPoint, int | None]]:
+    places: list[tuple[Place, frozenset[FaultPoint], Sequence[int | None]]] = [
         ("save", PHASES_OF_A_SAVE, [1]),  # the second to save
         ("asynchronous_save", PHASES_OF_A_SAVE, [1]),
         ("load", PHASES_OF_A_LOAD - PHASES_AFTER_A_WIPE_OUT, [None]),
         ("restart", PHASES_OF_A_LOAD, [None]),
         ("join", PHASES_OF_A_JOIN, [RETURNING]),
         ("join", PHASES_OF_A_JOIN - set(_OF_THE_RETURNING), [DONOR]),
-        ("join", frozenset({Phase.JOIN_CONFIRM}), [OTHER]),
+        ("join", frozenset({FaultPoint.JOIN_CONFIRM}), [OTHER]),
     ]
     return [(place, phase, group) for place, phases, groups in places for phase in sorted(phases) for group in groups]
 
@@ -84,7 +84,7 @@ def draw_faults(cell: Cell, seed: int) -> tuple[FaultConfig, ...]:
     step = 0 if cell.place == "load" else STEP
     fault = FaultConfig(phase=cell.phase, step=step, group=drawn if cell.group is None else cell.group, rank=cell.rank)
     lost = {"restart": (0, 1), "join": (RETURNING,)}.get(cell.place, ())
-    before = [FaultConfig(phase=Phase.FORWARD, step=STEP, group=group, rank=0) for group in lost]
+    before = [FaultConfig(phase=FaultPoint.FORWARD, step=STEP, group=group, rank=0) for group in lost]
     return (*before, fault)
 
 

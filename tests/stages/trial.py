@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import FaultConfig, LayoutConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import FaultRecord
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import checkpoint_path, visible_steps
@@ -79,7 +79,7 @@ def _watch(cell: Cell) -> Watch:
     """The group that was lost first is taken in at a certain step, or its next life if it is killed before that."""
     if cell.place != "join":
         return Watch()
-    life = 2 if cell.phase is Phase.JOIN_WAIT else 1
+    life = 2 if cell.phase is FaultPoint.JOIN_WAIT else 1
     return Watch(awaited=frozenset({(AWAITED, Member(GroupId(RETURNING), life))}))
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from spare_megatron.cli.main import app
 from spare_megatron.config.schema import FaultConfig, FaultsConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.driver import process_watch
 from spare_megatron.driver.process_watch import (
     MOST_GROWTH,
@@ -356,7 +356,7 @@ def test_figures_are_shown_though_their_file_cannot_be_written(tmp_path: Path, m
         (run_dir / "campaign.json").symlink_to("/dev/full")
         return summarize(journal)
 
-    config = RunConfig(faults=FaultsConfig(trace=(FaultConfig(phase=Phase.FORWARD),)))
+    config = RunConfig(faults=FaultsConfig(trace=(FaultConfig(phase=FaultPoint.FORWARD),)))
     monkeypatch.setattr("spare_megatron.cli.campaign.load_runnable", lambda *_: config)
     monkeypatch.setattr("spare_megatron.cli.campaign.run_and_show", train)
     monkeypatch.setattr(process_watch, "ProcessWatch", NothingSeen)

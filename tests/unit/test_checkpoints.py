@@ -14,7 +14,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import differences, other_corpus, step_of, terms_of
 from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.entries import Fence, Retry, encode_entry
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.process.lock import locked
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.checkpoint.checkpoint_folder import (
@@ -52,8 +52,8 @@ class Died(Exception):
     """The process is gone."""
 
 
-def dying_at(stage: Phase | None) -> Callable[[Phase], None]:
-    def probe(phase: Phase) -> None:
+def dying_at(stage: FaultPoint | None) -> Callable[[FaultPoint], None]:
+    def probe(phase: FaultPoint) -> None:
         if phase is stage:
             raise Died
 
@@ -64,7 +64,7 @@ def save(
     folder: Path,
     step: int,
     *,
-    dies_at: Phase | None = None,
+    dies_at: FaultPoint | None = None,
     config: RunConfig = CONFIG,
     writers: Sequence[Member] = (),
 ) -> Path:
@@ -98,9 +98,9 @@ def test_a_manifest_says_who_wrote_slices_of_the_optimizer_state(tmp_path: Path)
     assert found.optimizer == {"sharding": "stacked", "num_slices": 3, "redundancy": 1, "writers": [0, 2]}
 
 
-@pytest.mark.parametrize("stage", [Phase.SAVE_MANIFEST, Phase.SAVE_RENAME])
+@pytest.mark.parametrize("stage", [FaultPoint.SAVE_MANIFEST, FaultPoint.SAVE_RENAME])
 def test_what_dies_before_the_rename_is_never_visible_and_is_cleared_by_the_next_save(
-    tmp_path: Path, stage: Phase
+    tmp_path: Path, stage: FaultPoint
 ) -> None:
     save(tmp_path, 10)
     with pytest.raises(Died):
@@ -252,7 +252,7 @@ def test_what_another_has_saved_of_the_same_step_is_not_refused(tmp_path: Path, 
 
 def test_what_is_refused_before_it_is_visible_never_becomes_so(tmp_path: Path) -> None:
     with pytest.raises(Died):
-        save(tmp_path, 10, dies_at=Phase.SAVE_RENAME)
+        save(tmp_path, 10, dies_at=FaultPoint.SAVE_RENAME)
     refuse(tmp_path, replace(WRONG, member=MEMBERS[1]))
     assert len(list(tmp_path.iterdir())) == 1
     refuse(tmp_path, WRONG)
@@ -305,7 +305,7 @@ def test_a_place_without_a_checkpoint_is_refused_with_what_was_looked_for_and_wh
     assert complaint(run_dir) == f"{nothing}, and no checkpoints below it{instead}"
     (run_dir / "config.toml").write_text("[checkpoint]\nfolder = ''\n")
     with pytest.raises(Died):
-        save(run_dir / "checkpoints", 10, dies_at=Phase.SAVE_RENAME)
+        save(run_dir / "checkpoints", 10, dies_at=FaultPoint.SAVE_RENAME)
     assert f"{nothing}/checkpoints, but unfinished saves, which nothing can use{to_set}" in complaint(run_dir)
     cut_short(save(run_dir / "checkpoints", 20) / "0.distcp")
     damaged = "holds no checkpoint that can be used (step-00000020: 0.distcp has 1999 bytes, and 2000 were written)"

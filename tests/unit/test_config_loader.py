@@ -7,7 +7,7 @@ import pytest
 from spare_megatron.config.loader import ConfigError, load_run_config, loads_run_config
 from spare_megatron.config.resolved import dump_run_config
 from spare_megatron.config.schema import FaultConfig, RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 
 
 def write(path: Path, text: str) -> Path:
@@ -172,8 +172,8 @@ def test_an_override_cannot_smuggle_in_a_second_setting() -> None:
 def test_fault_tables_become_faults() -> None:
     loaded = loads_run_config('[[faults.trace]]\nphase = "backward"\nstep = 3\n[[faults.trace]]\nphase = "in_reduce"\n')
     assert loaded.config.faults.trace == (
-        FaultConfig(phase=Phase.BACKWARD, step=3),
-        FaultConfig(phase=Phase.IN_REDUCE),
+        FaultConfig(phase=FaultPoint.BACKWARD, step=3),
+        FaultConfig(phase=FaultPoint.IN_REDUCE),
     )
 
 

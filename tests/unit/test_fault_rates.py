@@ -15,7 +15,7 @@ import spare_megatron
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.validate_faults import rate_problems
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
 from spare_megatron.faults.mix import LLAMA3_INTERRUPTIONS, kind_weights, survivable_kinds
 from spare_megatron.faults.rates import FIRST_STEP, draw_faults
 from spare_megatron.faults.trace import Fault, groups_hit
@@ -64,10 +64,10 @@ def test_all_kinds_that_a_run_can_survive_are_drawn_with_every_phase_group_and_r
     faults = [fault for seed in range(20) for fault in draw_faults(with_seed(config, seed))]
     assert {fault.kind for fault in faults} == set(survivable_kinds(config))
     assert "kill_store" not in survivable_kinds(config)
-    assert {fault.phase for fault in faults} == set(Phase) - PHASES_BETWEEN_STEPS - PHASES_WITH_SLICES
+    assert {fault.phase for fault in faults} == set(FaultPoint) - PHASES_BETWEEN_STEPS - PHASES_WITH_SLICES
     assert {fault.group for fault in faults} == set(range(12))
     assert {fault.rank for fault in faults} == {0, 1}
-    assert {fault.ordinal for fault in faults if fault.phase is Phase.BACKWARD} == {1, 2, 3, 4}
+    assert {fault.ordinal for fault in faults if fault.phase is FaultPoint.BACKWARD} == {1, 2, 3, 4}
     assert {fault.bit for fault in faults if fault.kind == "bit_flip"} <= set(range(32))
 
 
@@ -77,18 +77,24 @@ def with_seed(config: RunConfig, seed: int) -> RunConfig:
 
 def test_one_rank_a_group_has_nobody_to_send_to() -> None:
     phases = {fault.phase for fault in draw_faults(configured("layout.pipeline_parallel=1"))}
-    assert not phases & {Phase.SEND, Phase.RECEIVE}
+    assert not phases & {FaultPoint.SEND, FaultPoint.RECEIVE}
     assert len(phases) > 4
 
 
-IN_RECOVERY = (Phase.PATCH, Phase.REBUILD)
+IN_RECOVERY = (FaultPoint.PATCH, FaultPoint.REBUILD)
 
 
-BEFORE_THE_SUM = {Phase.FORWARD, Phase.SEND, Phase.RECEIVE, Phase.BACKWARD, Phase.BEFORE_REDUCE}
+BEFORE_THE_SUM = {
+    FaultPoint.FORWARD,
+    FaultPoint.SEND,
+    FaultPoint.RECEIVE,
+    FaultPoint.BACKWARD,
+    FaultPoint.BEFORE_REDUCE,
+}
 
 
 def test_faults_in_a_recovery_strike_beside_one_that_is_sure_to_bring_a_patch() -> None:
-    found: Counter[tuple[Phase, str]] = Counter()
+    found: Counter[tuple[FaultPoint, str]] = Counter()
     for seed in range(10):
         config = configured(f"faults.seed={seed}", "layout.num_groups=12", "spare.redundancy=6", "faults.mean_steps=15")
         faults = draw_faults(config)
@@ -102,7 +108,7 @@ def test_faults_in_a_recovery_strike_beside_one_that_is_sure_to_bring_a_patch() 
             found[fault.phase, fault.kind] += 1
     assert found.total() > 100
     assert {kind for _, kind in found} == set(survivable_kinds(config))
-    assert not any(phase is Phase.REBUILD and kind in ("nan", "bit_flip") for phase, kind in found)
+    assert not any(phase is FaultPoint.REBUILD and kind in ("nan", "bit_flip") for phase, kind in found)
 
 
 def test_without_a_kind_that_brings_a_patch_no_recovery_is_hit() -> None:

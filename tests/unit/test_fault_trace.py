@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.faults.injection import InjectedFault, Injector
 from spare_megatron.faults.trace import Fault, groups_hit, resolve_trace
 from spare_megatron.stacking.layout import GroupId
@@ -51,7 +51,7 @@ def test_hosts_of_last_resort_leave_every_group_but_one_to_draw() -> None:
 def test_what_is_stated_stays() -> None:
     text = "[{phase='forward', step=5, group=2, rank=1, kind='raise'}]"
     for (fault,) in traces(text):
-        assert (fault.step, fault.group, fault.rank, fault.phase, fault.kind) == (5, 2, 1, Phase.FORWARD, "raise")
+        assert (fault.step, fault.group, fault.rank, fault.phase, fault.kind) == (5, 2, 1, FaultPoint.FORWARD, "raise")
 
 
 def test_a_flip_keeps_its_bit_and_costs_no_group_for_sure() -> None:
@@ -139,19 +139,21 @@ def test_a_stated_wipe_out_is_allowed() -> None:
 # --------------------------------------------------------------------------------------------------- injection
 
 
-def make_fault(phase: Phase = Phase.BACKWARD, *, step: int = 3, kind: str = "raise", ordinal: int = 1) -> Fault:
+def make_fault(
+    phase: FaultPoint = FaultPoint.BACKWARD, *, step: int = 3, kind: str = "raise", ordinal: int = 1
+) -> Fault:
     assert kind in ("kill", "raise")
     return Fault(
         step=step, group=GroupId(0), rank=0, phase=phase, kind="kill" if kind == "kill" else "raise", ordinal=ordinal
     )
 
 
-def run_steps(probe: Injector, num_steps: int) -> list[tuple[int, Phase, int]]:
+def run_steps(probe: Injector, num_steps: int) -> list[tuple[int, FaultPoint, int]]:
     """Probes each phase three times in each step and lists the moments at which a fault was raised."""
     hits = []
     for step in range(num_steps):
         probe.step = step
-        for phase in Phase:
+        for phase in FaultPoint:
             for ordinal in (1, 2, 3):
                 try:
                     probe(phase)
@@ -162,10 +164,10 @@ def run_steps(probe: Injector, num_steps: int) -> list[tuple[int, Phase, int]]:
 
 def test_a_fault_is_carried_out_once_at_its_moment() -> None:
     reported: list[Fault] = []
-    faults = [make_fault(ordinal=2), make_fault(Phase.IN_REDUCE, step=5)]
+    faults = [make_fault(ordinal=2), make_fault(FaultPoint.IN_REDUCE, step=5)]
     probe = Injector(faults, reported.append, reported.append)
-    assert probe.phases == {Phase.BACKWARD, Phase.IN_REDUCE}
-    assert run_steps(probe, 8) == [(3, Phase.BACKWARD, 2), (5, Phase.IN_REDUCE, 1)]
+    assert probe.phases == {FaultPoint.BACKWARD, FaultPoint.IN_REDUCE}
+    assert run_steps(probe, 8) == [(3, FaultPoint.BACKWARD, 2), (5, FaultPoint.IN_REDUCE, 1)]
     assert reported == faults
 
 
@@ -178,10 +180,10 @@ def test_going_through_the_step_again_does_not_hit_again() -> None:
 def test_the_count_goes_on_when_the_same_step_is_set_again() -> None:
     probe = Injector([make_fault(ordinal=2)], lambda fault: None, lambda fault: None)
     probe.step = 3
-    probe(Phase.BACKWARD)
+    probe(FaultPoint.BACKWARD)
     probe.step = 3
     with pytest.raises(InjectedFault, match="backward of step 3"):
-        probe(Phase.BACKWARD)
+        probe(FaultPoint.BACKWARD)
 
 
 def test_a_rank_without_faults_has_nothing_to_probe() -> None:
@@ -203,5 +205,5 @@ def test_a_kill_is_reported_before_the_signal(monkeypatch: pytest.MonkeyPatch) -
     probe = Injector([fault], report, story.append)
     probe.step = 3
     with pytest.raises(SystemExit):
-        probe(Phase.BACKWARD)
+        probe(FaultPoint.BACKWARD)
     assert story == [fault, (os.getpid(), signal.SIGKILL)]

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, Phase
+from spare_megatron.core.fault_points import PHASES_BETWEEN_STEPS, PHASES_WITH_SLICES, FaultPoint
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import Slicing, first_ownership
 from tests.matrix.cells import (
@@ -18,13 +18,17 @@ from tests.matrix.cells import (
     sample_cells,
 )
 
-AGAIN = {Phase.BEFORE_REDUCE, Phase.IN_REDUCE, Phase.AFTER_REDUCE, Phase.AFTER_VOTE}
+AGAIN = {FaultPoint.BEFORE_REDUCE, FaultPoint.IN_REDUCE, FaultPoint.AFTER_REDUCE, FaultPoint.AFTER_VOTE}
 
 
 def test_every_kind_meets_every_phase_and_every_stage_of_a_recovery() -> None:
     """Those between steps, which tests/stages has, apart. Nobody waits for a copy that hangs."""
-    assert {moment.phase for moment in MOMENTS} == set(Phase) - PHASES_BETWEEN_STEPS
-    assert {m.phase for m in MOMENTS if m.in_recovery} == {Phase.PATCH, Phase.REBUILD, Phase.REPAIR} | AGAIN
+    assert {moment.phase for moment in MOMENTS} == set(FaultPoint) - PHASES_BETWEEN_STEPS
+    assert {m.phase for m in MOMENTS if m.in_recovery} == {
+        FaultPoint.PATCH,
+        FaultPoint.REBUILD,
+        FaultPoint.REPAIR,
+    } | AGAIN
     assert {m.phase for m in MOMENTS if m.is_again} == AGAIN
     assert {m.phase for m in MOMENTS if m.is_stacked} == PHASES_WITH_SLICES
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == len(KINDS) * len(MOMENTS) - 1 == 89
@@ -51,7 +55,7 @@ def test_faults_of_a_cell_hit_different_groups_and_follow_from_the_seed() -> Non
 
 
 def test_whoever_is_hit_while_it_copies_has_something_to_copy() -> None:
-    cell = next(cell for cell in CELLS if cell.moment.phase is Phase.REPAIR)
+    cell = next(cell for cell in CELLS if cell.moment.phase is FaultPoint.REPAIR)
     slicing = Slicing(num_groups=NUM_GROUPS, redundancy=SLICE_REDUNDANCY)
     whole = first_ownership(slicing, [Member(GroupId(group)) for group in range(NUM_GROUPS)])
     for seed in range(20):

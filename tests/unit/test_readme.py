@@ -13,7 +13,7 @@ import spare_megatron.config.schema as schema
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.validate import Machine, problems
 from spare_megatron.core.entries import Entry
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.lines import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_the_page_of_campaigns_has_every_kind_and_every_phase() -> None:
     rows = re.findall(r"^\| `([a-z_]+)` \|", text.partition("| `kind` |")[2], re.MULTILINE)
     assert set(rows) == set(get_args(schema.FaultKind))
     moments = "".join(re.findall(r"^\| (?:of a step|after a loss|between steps).*$", text, re.MULTILINE))
-    assert set(re.findall(r"`([a-z_]+)`", moments)) - {"step"} == {str(phase) for phase in Phase}
+    assert set(re.findall(r"`([a-z_]+)`", moments)) - {"step"} == {str(phase) for phase in FaultPoint}
 
 
 def missing_in_tables(text: str, kinds: Mapping[str, type[Any]]) -> dict[str, set[str]]:

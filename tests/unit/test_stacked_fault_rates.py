@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spare_megatron.config.schema import RunConfig
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.faults.rates import draw_faults
 from spare_megatron.stacking.layout import GroupId, Member, SliceId
 from spare_megatron.stacking.state_partitions import Ownership, SliceCopy, Slicing, first_ownership
@@ -104,8 +104,8 @@ class StackedHistory:
 def test_with_stacked_state_groups_are_hit_between_update_and_gather_too() -> None:
     faults = [fault for seed in range(10) for fault in draw_faults(configured(*STACKED, f"faults.seed={seed}"))]
     phases = {fault.phase for fault in faults}
-    assert Phase.BEFORE_GATHER in phases
-    assert Phase.IN_GATHER not in phases
+    assert FaultPoint.BEFORE_GATHER in phases
+    assert FaultPoint.IN_GATHER not in phases
 
 
 def test_with_stacked_state_a_flipped_parameter_stays_of_usual_size() -> None:

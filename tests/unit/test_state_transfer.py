@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spare_megatron.core.actions import AdmitGroups
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.pieces import PIECE_BYTES
 from spare_megatron.mcore.host_copies import TensorBytes
 from spare_megatron.mcore.probe import SilentProbe
@@ -41,9 +41,9 @@ class Probe(SilentProbe):
     """Keeps the moments between steps."""
 
     def __init__(self) -> None:
-        self.moments: list[Phase] = []
+        self.moments: list[FaultPoint] = []
 
-    def between_steps(self, step: int, phase: Phase) -> None:
+    def between_steps(self, step: int, phase: FaultPoint) -> None:
         assert step == STEP
         self.moments.append(phase)
 
@@ -133,13 +133,13 @@ def test_the_donor_gives_and_the_others_could(earlier: Mapping[Member, Rank]) ->
     """Faults that strike a donor strike the one that the log names."""
     for member, rank in earlier.items():
         assert rank.run() is None
-        named = [Phase.JOIN] if member == ADMISSION.donors[0] else []
-        assert rank.probe.moments == [*named, Phase.JOIN_CONFIRM]
+        named = [FaultPoint.JOIN] if member == ADMISSION.donors[0] else []
+        assert rank.probe.moments == [*named, FaultPoint.JOIN_CONFIRM]
     new = newcomer(earlier)
     with closing(new.server):
         assert new.run() == EARLIER[1]
     assert_taken(new, EARLIER[1])
-    assert new.probe.moments == [Phase.JOIN, Phase.JOIN_CONFIRM]
+    assert new.probe.moments == [FaultPoint.JOIN, FaultPoint.JOIN_CONFIRM]
 
 
 @pytest.mark.parametrize("point", POINTS)

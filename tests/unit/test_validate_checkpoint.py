@@ -7,7 +7,7 @@ import pytest
 
 from spare_megatron.config.schema import CheckpointConfig, FaultConfig, RunConfig
 from spare_megatron.config.validate_checkpoint import checkpoint_problems
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 
 
 def only_problem(fault: FaultConfig | None = None, **settings: Any) -> str:
@@ -18,7 +18,7 @@ def only_problem(fault: FaultConfig | None = None, **settings: Any) -> str:
 
 
 def fault(**fields: Any) -> FaultConfig:
-    return FaultConfig(**{"phase": Phase.SAVE_RENAME, "group": 1, "rank": 0, **fields})
+    return FaultConfig(**{"phase": FaultPoint.SAVE_RENAME, "group": 1, "rank": 0, **fields})
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_faults_that_no_save_can_meet_are_refused(fields: dict[str, Any], text: 
     assert text in only_problem(fault(**fields), interval_steps=2)
 
 
-@pytest.mark.parametrize("phase", [Phase.LOAD, Phase.LOAD_SEARCH])
-def test_a_fault_needs_a_load_to_strike(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [FaultPoint.LOAD, FaultPoint.LOAD_SEARCH])
+def test_a_fault_needs_a_load_to_strike(phase: FaultPoint) -> None:
     assert "is reached only when a checkpoint is loaded" in only_problem(fault(phase=phase))
     config = RunConfig(checkpoint=CheckpointConfig(load="runs/a/checkpoints"))
     config = replace(config, faults=replace(config.faults, trace=(fault(phase=phase),)))
-    assert len(list(checkpoint_problems(config))) == (phase is Phase.LOAD_SEARCH), "at the start nobody searches"
+    assert len(list(checkpoint_problems(config))) == (phase is FaultPoint.LOAD_SEARCH), "at the start nobody searches"
     wiped_out = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=phase))))
     assert not [text for text in checkpoint_problems(wiped_out) if "is loaded" in text]
 
@@ -64,5 +64,5 @@ def test_a_fault_needs_a_save_to_strike() -> None:
 
 def test_a_save_may_be_struck_where_there_is_one() -> None:
     config = RunConfig(checkpoint=CheckpointConfig(interval_s=60.0))
-    config = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=Phase.SAVE, rank=1))))
+    config = replace(config, faults=replace(config.faults, trace=(fault(), fault(phase=FaultPoint.SAVE, rank=1))))
     assert list(checkpoint_problems(config)) == []

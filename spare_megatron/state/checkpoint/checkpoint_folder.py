@@ -21,7 +21,7 @@ from spare_megatron import __version__
 from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import CHECKPOINT_NAME, LAST_STATE_NAME, global_batch, step_of, terms_of
 from spare_megatron.core.actions import SaveCheckpoint
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.process.lock import LOCK
 from spare_megatron.stacking.layout import GroupId, Member
 
@@ -221,7 +221,7 @@ def clear_leftovers(folder: Path, writing: Collection[Member]) -> None:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def publish(aside: Path, manifest: Manifest, probe: Callable[[Phase], None]) -> Checkpoint:
+def publish(aside: Path, manifest: Manifest, probe: Callable[[FaultPoint], None]) -> Checkpoint:
     """Makes a checkpoint visible whose files are all on the disk.
 
     A checkpoint of the same step that is there already is replaced: it is from before a restart.
@@ -231,9 +231,9 @@ def publish(aside: Path, manifest: Manifest, probe: Callable[[Phase], None]) -> 
         manifest: What it holds.
         probe: Told of the moments between.
     """
-    probe(Phase.SAVE_MANIFEST)
+    probe(FaultPoint.SAVE_MANIFEST)
     _write_manifest(aside, manifest)
-    probe(Phase.SAVE_RENAME)
+    probe(FaultPoint.SAVE_RENAME)
     path = checkpoint_path(aside.parent, manifest.step)
     if path.exists():
         drop(aside.parent, [manifest.step])

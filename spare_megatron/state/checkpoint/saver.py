@@ -25,7 +25,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.actions import RefuseCheckpoint, SaveCheckpoint
 from spare_megatron.core.checkpoint_policy import superseded
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.records import CheckpointRecord, SaveOutcome
 from spare_megatron.mcore.checkpoint import GroupState, Written, join_slices
 from spare_megatron.mcore.trainer import GroupTrainer
@@ -149,7 +149,7 @@ class Saver:
                 save.outcome, save.reason = "skipped", "the group is still writing an earlier one"
                 self._refuse(save)
                 return
-            self._probe(Phase.SAVE)
+            self._probe(FaultPoint.SAVE)
             hosted = [SliceId(number) for number, hosts in enumerate(action.hosts) if member in hosts]
             state = self._trainer.checkpoint_state(hosted, has_rest=is_saver)
             if num_under_way:
@@ -269,7 +269,7 @@ class Saver:
                 save.board.begin()
 
     def _write(self, folder: Path, state: GroupState, slices: Sequence[SliceId] | None = None) -> dict[str, StoredFile]:
-        written = state.write(folder, self._ranks, lambda: self._probe(Phase.SAVE_WRITE), slices)
+        written = state.write(folder, self._ranks, lambda: self._probe(FaultPoint.SAVE_WRITE), slices)
         files = _stored(written)
         for name, file in files.items():
             verify_file(folder, name, file)
@@ -303,7 +303,7 @@ class Saver:
             raise SaveFailed(f"what was to be saved does not count: {reason}")
         publish(aside, manifest, self._probe)
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
-        self._probe(Phase.SAVE_DROP)
+        self._probe(FaultPoint.SAVE_DROP)
         policy = self._config.checkpoint
         # Later ones are from before a restart, or of a group that was faster: they say nothing of what is superseded.
         earlier = [step for step in visible_steps(self._folder) if step <= manifest.step]

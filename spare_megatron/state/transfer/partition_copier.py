@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from spare_megatron.core.actions import StartRepairs
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.partition_copies import Copying, WholeCopy
 from spare_megatron.core.pieces import TokenBucket
 from spare_megatron.journal.files import JournalWriter
@@ -174,7 +174,7 @@ class SliceRepairs:
         content = self._contents[repair.slice]
         step = self._optimizer.num_updates
         data = self._connected(repair.donor, server).fetch(content.name, step, content.piece(index))
-        self._probe(Phase.REPAIR)
+        self._probe(FaultPoint.REPAIR)
         with self._lock:
             if self._copying.is_wanted(repair) and content.install(index, step, bytes(data)):
                 self._copying.install(repair, index, time.monotonic())

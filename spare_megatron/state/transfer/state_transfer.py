@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from spare_megatron.core.actions import AdmitGroups
 from spare_megatron.core.failure_detector import Operation
-from spare_megatron.core.fault_points import Phase
+from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.core.pieces import Piece, pieces_of
 from spare_megatron.core.rejoin import in_order_to_give
 from spare_megatron.mcore.state import ForeignState, IncomingState
@@ -58,7 +58,7 @@ def confirm(
         probe.progress()
     if not verdict:
         raise JoinFailed("the state that was taken over is not that of the other groups")
-    probe(Phase.JOIN_DONE)
+    probe(FaultPoint.JOIN_DONE)
 
 
 def _told(action: AdmitGroups, head: int, agreement: GroupAgreement) -> list[str | None]:
@@ -138,12 +138,12 @@ class StateTransfer:
         """
         member, donor = self._agreement.member, None
         if member in (*action.donors, *action.members):
-            self._probe.between_steps(action.step, Phase.JOIN)
+            self._probe.between_steps(action.step, FaultPoint.JOIN)
         if member in action.members:
             donor = self._take(action, head)
         else:
             self._offer(action.step, has_state)
-        self._probe.between_steps(action.step, Phase.JOIN_CONFIRM)
+        self._probe.between_steps(action.step, FaultPoint.JOIN_CONFIRM)
         return donor
 
     def _offer(self, step: int, has_state: bool) -> None:
@@ -198,7 +198,7 @@ class _Fetch(threading.Thread):
     """
 
     def __init__(
-        self, server: Address, step: int, trainer: GroupTrainer, timeout_s: float, probe: Callable[[Phase], None]
+        self, server: Address, step: int, trainer: GroupTrainer, timeout_s: float, probe: Callable[[FaultPoint], None]
     ) -> None:
         super().__init__(name="fetch-state", daemon=True)
         self._server = server
@@ -221,7 +221,7 @@ class _Fetch(threading.Thread):
                 for piece in pieces_of(state.tensors.num_bytes):
                     state.tensors.write(piece, self._piece(client, _TENSORS, piece))
                     if not piece.start:
-                        self._probe(Phase.JOIN_TRANSFER)
+                        self._probe(FaultPoint.JOIN_TRANSFER)
                 self.state = state
         except (TransferBroken, NotOffered, WrongStep, ForeignState) as error:
             self.failure = "it is lost" if self.is_left else str(error)
@@ -250,14 +250,14 @@ class _Fetch(threading.Thread):
 class _Told:
     """Content that a probe is told of before the first of it is given."""
 
-    def __init__(self, content: Content, probe: Callable[[Phase], None]) -> None:
+    def __init__(self, content: Content, probe: Callable[[FaultPoint], None]) -> None:
         self._content = content
         self._probe = probe
         self.num_bytes = content.num_bytes
 
     def read(self, piece: Piece) -> bytes:
         if not piece.start:
-            self._probe(Phase.JOIN_TRANSFER)
+            self._probe(FaultPoint.JOIN_TRANSFER)
         return self._content.read(piece)
 
 

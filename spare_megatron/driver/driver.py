@@ -57,7 +57,7 @@ from spare_megatron.store.open_store import open_store
 from spare_megatron.store.spec import EtcdStoreSpec, StoreSpec
 from spare_megatron.supervisor.group_rendezvous import fence_node
 from spare_megatron.supervisor.node_process import supervise
-from spare_megatron.supervisor.remote_supervisor import Launcher, stand_in
+from spare_megatron.supervisor.remote_supervisor import Launcher, run_remote_supervisor
 from spare_megatron.supervisor.run_end import outcome_of
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
@@ -193,7 +193,7 @@ class Driver:
         """What the node's process on this machine runs: its supervisor, or what stands for it."""
         if self._launcher is None or (self._config.cluster.launcher == "hand" and node == 0):
             return supervise
-        return partial(stand_in, self._launcher)
+        return partial(run_remote_supervisor, self._launcher)
 
     # ----------------------------------------------------------------------------------------------------- watch
 

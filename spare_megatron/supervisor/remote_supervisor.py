@@ -61,7 +61,7 @@ class _Over(Exception):
     """The stand-in has done its part."""
 
 
-def stand_in(launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
+def run_remote_supervisor(launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
     """The main function of the process."""
     log_to_file(spec.run_dir, f"node-{spec.node}")
     try:

@@ -82,10 +82,12 @@ def _meet(port: int) -> None:
 
 @pytest.mark.parametrize(("connect", "asks"), [(_connect_as_torch_does, True), (_serve, False), (_meet, False)])
 def test_no_name_server_is_asked(connect: Callable[[int], None], asks: bool) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stand_in:
-        stand_in.bind(("127.0.0.1", 0))
-        stand_in.setblocking(False)
-        process = multiprocessing.get_context("forkserver").Process(target=connect, args=(stand_in.getsockname()[1],))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as run_remote_supervisor:
+        run_remote_supervisor.bind(("127.0.0.1", 0))
+        run_remote_supervisor.setblocking(False)
+        process = multiprocessing.get_context("forkserver").Process(
+            target=connect, args=(run_remote_supervisor.getsockname()[1],)
+        )
         process.start()
         process.join(2 * TIMEOUT.total_seconds())
         if process.is_alive():
@@ -93,7 +95,7 @@ def test_no_name_server_is_asked(connect: Callable[[int], None], asks: bool) -> 
             process.join()
         assert process.exitcode == 0
         try:
-            question = stand_in.recv(1024)
+            question = run_remote_supervisor.recv(1024)
         except BlockingIOError:
             question = b""
     assert bool(question) == asks

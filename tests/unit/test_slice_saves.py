@@ -83,11 +83,11 @@ def test_without_losses_every_slice_is_written_once_by_its_owner() -> None:
 def test_nobody_writes_what_a_lost_group_has_written() -> None:
     save = save_of(4, 2)
     lost = save.owners[2]
-    (stand_in,) = set(save.hosts[2]) - {lost}
-    own = tuple(SliceId(number) for number, owner in enumerate(save.owners) if owner == stand_in)
-    assert next_move(save, stand_in, [], [lost]) == WriteSlices(slices=tuple(sorted((*own, SliceId(2)))))
+    (run_remote_supervisor,) = set(save.hosts[2]) - {lost}
+    own = tuple(SliceId(number) for number, owner in enumerate(save.owners) if owner == run_remote_supervisor)
+    assert next_move(save, run_remote_supervisor, [], [lost]) == WriteSlices(slices=tuple(sorted((*own, SliceId(2)))))
     told = [Share(member=lost, slices=(SliceId(2),))]
-    assert next_move(save, stand_in, told, [lost]) == WriteSlices(slices=own)
+    assert next_move(save, run_remote_supervisor, told, [lost]) == WriteSlices(slices=own)
 
 
 def test_a_lost_saver_ends_the_save_for_all() -> None:

@@ -171,10 +171,10 @@ def test_between_tries_it_waits_longer_and_longer(spec: NodeSpec, monkeypatch: p
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     launcher = Launcher()
     monkeypatch.setattr(launcher, "start", start)
-    stand_in = module._StandIn(launcher, spec, Pipe()[1])
-    stand_in._life = 1
+    run_remote_supervisor = module._StandIn(launcher, spec, Pipe()[1])
+    run_remote_supervisor._life = 1
     with pytest.raises(Tried):
-        stand_in._begin()
+        run_remote_supervisor._begin()
     waits_s = [later - earlier for earlier, later in itertools.pairwise(tries_s)]
     assert waits_s == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 

@@ -39,7 +39,7 @@ from spare_megatron.rank.bootstrap import (
 from spare_megatron.rank.executor import GroupExecutor
 from spare_megatron.rank.gather import ParamsGather
 from spare_megatron.rank.reduction import Reduction
-from spare_megatron.rank.rejoin import CatchUp
+from spare_megatron.rank.rejoin import Rejoin
 from spare_megatron.rank.state_keeping import StateKeeping
 from spare_megatron.rank.train import start, train
 from spare_megatron.stacking.layout import GroupId, Member, SliceId
@@ -296,7 +296,7 @@ class _Rank:
     def _come_back(self, executor: GroupExecutor) -> deque[Action] | Stop:
         """After a loss, when the others take the group in again, or after a wipe-out with all who are there."""
         config = self._spec.config
-        catching_up = CatchUp(
+        catching_up = Rejoin(
             controller=self._controller,
             agreement=self._agreement,
             journal=self._journal,

@@ -22,7 +22,7 @@ from spare_megatron.voting.agreement import Fenced, GroupAgreement
 from spare_megatron.voting.log_follower import Stop
 
 
-class CatchUp:
+class Rejoin:
     """One rank's part in its group's return.
 
     Args:

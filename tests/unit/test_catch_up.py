@@ -17,7 +17,7 @@ from spare_megatron.core.events import VotesRead
 from spare_megatron.core.restart import RestartLimits
 from spare_megatron.core.votes import Vote
 from spare_megatron.rank.bootstrap import longest_wait_s
-from spare_megatron.rank.rejoin import CatchUp
+from spare_megatron.rank.rejoin import Rejoin
 from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 
@@ -71,7 +71,7 @@ def test_a_restart_is_no_time_without_a_save(interval_s: float, *, is_due: bool)
 
     probe: Any = SimpleNamespace(progress=progress)
     agreement: Any = Agreement(again[1], log)
-    first = CatchUp(
+    first = Rejoin(
         controller=controller,
         agreement=agreement,
         journal=nothing,

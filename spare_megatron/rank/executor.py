@@ -30,7 +30,7 @@ from spare_megatron.process.reports import GroupRejoined, GroupRestarted, StepCo
 from spare_megatron.rank.gather import ParamsGather
 from spare_megatron.rank.recovery_clock import RecoveryClock
 from spare_megatron.rank.reduction import Reduction
-from spare_megatron.rank.restart_loader import StartOver
+from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.rank.state_keeping import GroupSaves
 from spare_megatron.rank.step_progress import StepUnderWay
 from spare_megatron.stacking.layout import GroupId
@@ -74,7 +74,7 @@ class GroupExecutor:
         journal: JournalWriter,
         source: StateSource,
         transfer: StateTransfer,
-        start_over: StartOver,
+        start_over: RestartLoader,
         join_timeout_s: float,
         report: Callable[[StepCommitted | GroupRejoined | GroupRestarted], None],
         tells_steps: bool,

@@ -16,7 +16,7 @@ from spare_megatron.core.fault_points import FaultPoint
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import EntryRecord
 from spare_megatron.process.rank_probe import RankProbe
-from spare_megatron.rank.restart_loader import RestartSearch, StartOver
+from spare_megatron.rank.restart_loader import RestartLoader, RestartSearch
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.voting.agreement import Fenced, GroupAgreement
 from spare_megatron.voting.log_follower import Stop
@@ -42,7 +42,7 @@ class Rejoin:
         controller: Controller,
         agreement: GroupAgreement,
         journal: JournalWriter,
-        start_over: StartOver,
+        start_over: RestartLoader,
         groups: Sequence[GroupId],
         may_restart: bool,
         probe: RankProbe,

@@ -43,7 +43,7 @@ _NUM_OFFERED = 3
 """Checkpoints that a group names: another may have looked before the last was visible."""
 
 
-class StartOver:
+class RestartLoader:
     """One rank's part in a start from a checkpoint.
 
     Args:
@@ -246,7 +246,7 @@ class RestartSearch:
     """
 
     def __init__(
-        self, controller: Controller, agreement: GroupAgreement, start_over: StartOver, groups: Sequence[GroupId]
+        self, controller: Controller, agreement: GroupAgreement, start_over: RestartLoader, groups: Sequence[GroupId]
     ) -> None:
         self._controller = controller
         self._agreement = agreement

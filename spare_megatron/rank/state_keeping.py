@@ -14,7 +14,7 @@ from spare_megatron.mcore.trainer import GroupTrainer
 from spare_megatron.process.rank_probe import RankProbe
 from spare_megatron.process.reports import CheckpointTold
 from spare_megatron.process.specs import RankSpec
-from spare_megatron.rank.restart_loader import StartOver
+from spare_megatron.rank.restart_loader import RestartLoader
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.state.checkpoint.checkpoint_folder import folder_of, manifest_of
 from spare_megatron.state.checkpoint.emergency_checkpoint import SavedRank, describe, file_of, last_state_path
@@ -157,9 +157,9 @@ class StateKeeping:
             ended=ended,
         )
 
-    def start_over(self, store: ControlStore) -> StartOver:
+    def start_over(self, store: ControlStore) -> RestartLoader:
         """What there is to start again from."""
-        return StartOver(
+        return RestartLoader(
             config=self._spec.config,
             run_dir=self._spec.run_dir,
             rank=self._spec.rank,

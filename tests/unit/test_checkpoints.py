@@ -371,13 +371,13 @@ def test_a_checkpoint_of_an_earlier_version_does_not_say_of_which_corpus_it_is()
 
 def test_a_restart_within_a_run_passes_over_checkpoints_of_another_training(tmp_path: Path) -> None:
     """What an earlier run had left in checkpoint.folder counted for one of this run."""
-    from spare_megatron.rank.restart_loader import StartOver
+    from spare_megatron.rank.restart_loader import RestartLoader
 
     config = replace(reading("60303ae2, 300 tokens"), name="run")
     folder = tmp_path / "checkpoints"
     save(folder, 5, config=reading("9f86d081, 300 tokens"))
     save(folder, 3, config=config)
-    starting = StartOver(
+    starting = RestartLoader(
         config=config,
         run_dir=tmp_path,
         rank=0,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.origin import origin
-from spare_megatron.comm.transfers import Exchange, Share, Transfer
+from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 
 TIMEOUT = timedelta(seconds=120)
 POLL_S = 0.0005
@@ -90,11 +90,11 @@ def _run(options: argparse.Namespace, rank: int, store: Path, results: Connectio
     backend.barrier(dist.BarrierOptions()).wait()
 
 
-def _shares(options: argparse.Namespace, buffer: torch.Tensor, number: int) -> list[Share]:
+def _shares(options: argparse.Namespace, buffer: torch.Tensor, number: int) -> list[BucketShare]:
     parts = buffer[:-EXTRAS].split(-(-options.elements // options.parts))
     owners = [(number * options.parts + part) % options.groups for part in range(len(parts))]
     return [
-        Share(values=values, recipients=tuple((owner + k) % options.groups for k in range(options.redundancy)))
+        BucketShare(values=values, recipients=tuple((owner + k) % options.groups for k in range(options.redundancy)))
         for values, owner in zip(parts, owners, strict=True)
     ]
 

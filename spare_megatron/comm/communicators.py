@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from spare_megatron.comm import nccl
-from spare_megatron.comm.transfers import Exchange, Share, Transfer
+from spare_megatron.comm.transfers import BucketShare, Exchange, Transfer
 from spare_megatron.mcore.probe import Probe
 from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.interface import ControlStore
@@ -159,7 +159,7 @@ class CrossGroupCommunicator:
         """
         index, first_tag = self._members.index, self._num_shares % _NUM_TAGS
         self._num_shares += len(shares)
-        ranked = [Share(values=values, recipients=tuple(map(index, groups))) for values, groups in shares]
+        ranked = [BucketShare(values=values, recipients=tuple(map(index, groups))) for values, groups in shares]
 
         def start(transfer: Transfer) -> None:
             exchange = Exchange(transfer.backend, index(self._group), is_polled=self._device.type == "cuda")

@@ -13,7 +13,7 @@ from spare_megatron.comm import nccl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class BucketShare:
     """Values that are summed over all members, in their place, for some of them.
 
     Attributes:
@@ -94,7 +94,7 @@ class Exchange:
         self._rank = rank
         self._is_polled = is_polled
 
-    def post(self, transfer: Transfer, shares: Sequence[Share], extras: torch.Tensor, first_tag: int) -> None:
+    def post(self, transfer: Transfer, shares: Sequence[BucketShare], extras: torch.Tensor, first_tag: int) -> None:
         """Starts to sum shares, and for everybody some extras.
 
         A tag of its own for each share, the same on all members, tells apart what is sent of several buffers: which of
@@ -108,7 +108,7 @@ class Exchange:
         else:
             transfer.follow = lambda: self._copies(shares, first_tag)
 
-    def _sums(self, shares: Sequence[Share], extras: torch.Tensor) -> list[Any]:
+    def _sums(self, shares: Sequence[BucketShare], extras: torch.Tensor) -> list[Any]:
         works = []
         for share in shares:
             if share.recipients:
@@ -121,7 +121,7 @@ class Exchange:
         works.append(self._backend.allreduce([extras], dist.AllreduceOptions()))
         return works
 
-    def _copies(self, shares: Sequence[Share], first_tag: int) -> list[Any]:
+    def _copies(self, shares: Sequence[BucketShare], first_tag: int) -> list[Any]:
         """From who has the sum to who gets it, too."""
         sent = [
             (share.values, share.recipients[0], other, tag)

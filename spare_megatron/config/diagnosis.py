@@ -25,7 +25,7 @@ _FILES_PER_PEER = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class NodeFinding:
     """Something about one node.
 
     Attributes:
@@ -41,7 +41,7 @@ class Finding:
     is_problem: bool = True
 
 
-def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> list[Finding]:
+def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> list[NodeFinding]:
     """What is wrong with these nodes, node by node.
 
     Args:
@@ -50,7 +50,7 @@ def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> lis
         nodes: In the order of the run's nodes; spare ones follow.
     """
     whole = [(node, node.facts) for node in nodes if node.facts is not None]
-    found = [Finding(node=node.name, check="node", text=node.failure) for node in nodes if node.facts is None]
+    found = [NodeFinding(node=node.name, check="node", text=node.failure) for node in nodes if node.facts is None]
     found += _alike(whole)
     for index, node in enumerate(nodes):
         facts = node.facts
@@ -89,7 +89,7 @@ def ranks_per_machine(config: RunConfig) -> int:
     return layout.num_ranks if config.cluster.launcher == "local" else layout.ranks_per_node
 
 
-def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[Finding]:
+def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[NodeFinding]:
     """What should be the same everywhere, against what most nodes have; the first of them where there is no most."""
 
     def version_of(package: str, facts: NodeFacts) -> str:
@@ -98,20 +98,20 @@ def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[Finding]:
     packages = {package for _, facts in nodes for package in facts.versions}
     for package in sorted(packages):
         for node, own, usual in _deviants(nodes, partial(version_of, package)):
-            yield Finding(
+            yield NodeFinding(
                 node=node.name,
                 check="versions",
                 text=f"{package} is {own or 'absent'}, and {usual or 'absent'} on most nodes; install the same on all",
             )
     for node, own, usual in _deviants(nodes, lambda facts: facts.gpu_driver):
-        yield Finding(
+        yield NodeFinding(
             is_problem=False,
             node=node.name,
             check="gpus",
             text=f"NVIDIA's driver is {own or 'absent'}, and {usual or 'absent'} elsewhere",
         )
     for node, models, usual_models in _deviants(nodes, lambda facts: tuple(gpu.name for gpu in facts.gpus)):
-        yield Finding(
+        yield NodeFinding(
             is_problem=False,
             node=node.name,
             check="gpus",
@@ -119,7 +119,7 @@ def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[Finding]:
         )
     for node, sizes, usual_sizes in _deviants(nodes, lambda facts: facts.corpus_bytes):
         if None not in sizes and None not in usual_sizes:
-            yield Finding(
+            yield NodeFinding(
                 node=node.name,
                 check="corpus",
                 text=f"the corpus has {sizes} bytes (.bin, .idx), and {usual_sizes} on most nodes: it is another one; "
@@ -142,15 +142,15 @@ def _told(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(names).items()) or "none"
 
 
-def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
+def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
     if facts.torch_failure:
-        yield Finding(node=name, check="versions", text=f"torch cannot be loaded: {facts.torch_failure}")
+        yield NodeFinding(node=name, check="versions", text=f"torch cannot be loaded: {facts.torch_failure}")
         return
     if config.cluster.device == "cpu" or (config.cluster.device == "auto" and not facts.gpus):
         return
     ranks = ranks_per_machine(config)
     if len(facts.gpus) < ranks:
-        yield Finding(
+        yield NodeFinding(
             node=name,
             check="gpus",
             text=f"torch sees {len(facts.gpus)} GPUs, and its {ranks} ranks need one each; see `nvidia-smi` there, "
@@ -159,14 +159,14 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
     needed = implications(config).memory.total_bytes
     for index, gpu in enumerate(facts.gpus[:ranks]):
         if gpu.memory_bytes < needed:
-            yield Finding(
+            yield NodeFinding(
                 node=name,
                 check="gpus",
                 text=f"GPU {index} has {gib(gpu.memory_bytes)}, and the fullest rank needs {gib(needed)}; see "
                 f"`spare config show`, and raise layout.tensor_parallel or layout.pipeline_parallel",
             )
         elif gpu.free_bytes < needed:
-            yield Finding(
+            yield NodeFinding(
                 node=name,
                 check="gpus",
                 text=f"GPU {index} has {gib(gpu.free_bytes)} of {gib(gpu.memory_bytes)} free, and the fullest rank "
@@ -174,12 +174,12 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
             )
 
 
-def _clock(config: RunConfig, node: NodeReport) -> Iterator[Finding]:
+def _clock(config: RunConfig, node: NodeReport) -> Iterator[NodeFinding]:
     """No decision compares clocks of two nodes; times in journals do, and losses are found within two heartbeats."""
     limit_s = 2 * config.control.heartbeat_interval_s
     clock = node.clock
     if clock is not None and abs(clock.ahead_s) - clock.error_s > limit_s:
-        yield Finding(
+        yield NodeFinding(
             is_problem=False,
             node=node.name,
             check="clock",
@@ -189,19 +189,19 @@ def _clock(config: RunConfig, node: NodeReport) -> Iterator[Finding]:
         )
 
 
-def _limits(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
+def _limits(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
     layout = config.parallel
     needed = _OWN_FILES + _FILES_PER_PEER * (layout.num_groups + layout.ranks_per_group)
     if facts.open_files < needed:
         raising = f"`ulimit -n {needed}`" if facts.open_files_most >= needed else "limits.conf, as root,"
-        yield Finding(
+        yield NodeFinding(
             node=name,
             check="limits",
             text=f"a process may have {facts.open_files} files open, and a rank among {layout.num_groups} groups needs "
             f"{needed}; raise it by {raising} there, in a job by slurm.setup",
         )
     if facts.has_infiniband and config.cluster.device != "cpu" and facts.locked_memory_bytes is not None:
-        yield Finding(
+        yield NodeFinding(
             is_problem=False,
             node=name,
             check="limits",
@@ -210,9 +210,9 @@ def _limits(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]
         )
 
 
-def _store(config: RunConfig, name: str, facts: NodeFacts, ports: Collection[int]) -> Iterator[Finding]:
+def _store(config: RunConfig, name: str, facts: NodeFacts, ports: Collection[int]) -> Iterator[NodeFinding]:
     for port in sorted({*ports} & {*facts.busy_ports}):
-        yield Finding(
+        yield NodeFinding(
             node=name,
             check="ports",
             text=f"port {port} is taken, and the job's etcd needs it; change slurm.etcd_port="
@@ -220,28 +220,28 @@ def _store(config: RunConfig, name: str, facts: NodeFacts, ports: Collection[int
         )
     is_unreachable = len(facts.store_failures) == len(config.control.endpoints)
     for endpoint, failure in sorted(facts.store_failures.items()):
-        yield Finding(
+        yield NodeFinding(
             is_problem=is_unreachable,
             node=name,
             check="store",
             text=f"{endpoint} of control.endpoints does not answer from here: {failure}",
         )
     if facts.store_refusal:
-        yield Finding(
+        yield NodeFinding(
             node=name, check="store", text=f"control.endpoints can be connected to, but {facts.store_refusal}"
         )
 
 
-def _store_room(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
+def _store_room(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
     space = facts.store_space
     if space is not None and (text := shortage(space, config.train.steps)):
-        yield Finding(is_problem=space.is_full, node=name, check="store", text=text)
+        yield NodeFinding(is_problem=space.is_full, node=name, check="store", text=text)
 
 
-def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]:
+def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFinding]:
     for suffix, size in zip((".bin", ".idx"), facts.corpus_bytes, strict=True):
         if size is None:
-            yield Finding(
+            yield NodeFinding(
                 node=name,
                 check="corpus",
                 text=f"data.corpus={config.data.corpus}: {config.data.corpus}{suffix} cannot be read; put it on "
@@ -249,9 +249,9 @@ def _corpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[Finding]
             )
 
 
-def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) -> Iterator[Finding]:
-    def finding(text: str, is_problem: bool = True) -> Finding:
-        return Finding(is_problem=is_problem, node=node.name, check="storage", text=text)
+def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) -> Iterator[NodeFinding]:
+    def finding(text: str, is_problem: bool = True) -> NodeFinding:
+        return NodeFinding(is_problem=is_problem, node=node.name, check="storage", text=text)
 
     if not facts.sees_folder:
         yield finding(
@@ -284,8 +284,8 @@ def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) 
 
 
 def _write_time(
-    config: RunConfig, folder: str, share: float, bytes_per_s: float, finding: Callable[..., Finding]
-) -> Iterator[Finding]:
+    config: RunConfig, folder: str, share: float, bytes_per_s: float, finding: Callable[..., NodeFinding]
+) -> Iterator[NodeFinding]:
     """A node's share of a checkpoint, against the times that the configuration gives it."""
     write_s = share / max(bytes_per_s, 1.0)
     told = (
@@ -298,20 +298,20 @@ def _write_time(
         yield finding(f"{told}, and checkpoint.interval_s={interval_s:g}; raise that", is_problem=False)
 
 
-def _links(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[Finding]:
+def _links(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[NodeFinding]:
     measured = [(node, node.link) for node in nodes if node.link is not None]
     speeds = [link.bytes_per_s for _, link in measured if not link.failure]
     usual = statistics.median(speeds) if len(speeds) >= _MIN_LINKS else 0.0
     bucket = 2 * config.reduce.bucket_mib * 2**20 * ranks_per_machine(config)
     for node, link in measured:
         if link.failure:
-            yield Finding(
+            yield NodeFinding(
                 node=node.name,
                 check="network",
                 text=f"{node.link_to} cannot be reached from here: {link.failure}; nodes need all ports of each other",
             )
         elif config.cluster.device == "cpu" and bucket / max(link.bytes_per_s, 1.0) > config.reduce.timeout_s:
-            yield Finding(
+            yield NodeFinding(
                 node=node.name,
                 check="network",
                 text=f"{gib(link.bytes_per_s)} a second to {node.link_to}: a bucket of all its ranks would take "
@@ -319,7 +319,7 @@ def _links(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[Finding]:
                 f"lower reduce.bucket_mib or raise reduce.timeout_s",
             )
         elif link.bytes_per_s * _SLOW_LINK < usual:
-            yield Finding(
+            yield NodeFinding(
                 is_problem=False,
                 node=node.name,
                 check="network",

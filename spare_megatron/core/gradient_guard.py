@@ -24,7 +24,7 @@ LEAST_STEPS = 8
 """No norm is judged before this many steps: early gradients change fast, and few have no median to speak of."""
 
 
-class Finding(IntEnum):
+class GradientFinding(IntEnum):
     """What a rank finds in its gradients; in a group the highest counts."""
 
     SOUND = 0
@@ -52,7 +52,7 @@ class GradientGuard:
         self._norms: dict[int, float] = {}  # step -> norm per microbatch
         self._last = self._median = 0.0
 
-    def judge(self, step: int, norm: float, num_microbatches: int) -> Finding:
+    def judge(self, step: int, norm: float, num_microbatches: int) -> GradientFinding:
         """What is to be said of the local sums of a step, before each attempt to reduce them.
 
         Args:
@@ -70,20 +70,20 @@ class GradientGuard:
         self._median = median(before) if len(before) >= LEAST_STEPS else 0.0
         self._last = norm / max(num_microbatches, 1)
         if not norm < float("inf"):  # in this form it catches NaN too
-            return Finding.NOT_FINITE
+            return GradientFinding.NOT_FINITE
         if self._factor and self._median and self._last > self._factor * self._median:
-            return Finding.OUTLYING
+            return GradientFinding.OUTLYING
         if num_microbatches:
             self._norms.pop(step, None)  # the newest comes last, also where a restart has gone back
             self._norms[step] = self._last
             if len(self._norms) > WINDOW_STEPS:
                 del self._norms[next(iter(self._norms))]
-        return Finding.SOUND
+        return GradientFinding.SOUND
 
-    def error(self, finding: Finding, step: int) -> UnsoundGradient:
+    def error(self, finding: GradientFinding, step: int) -> UnsoundGradient:
         """What a rank raises when its group finds this, with the rank's own figures first."""
         own = f"norm per microbatch in a bucket of this rank {self._last:g}, median before {self._median:g}"
-        if finding is Finding.NOT_FINITE:
+        if finding is GradientFinding.NOT_FINITE:
             found = "is not finite or too large to sum"
             behind = "the training diverged: lower optimizer.learning_rate"
         else:

@@ -15,7 +15,7 @@ from spare_megatron.stacking.layout import Member, SliceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class WriteShare:
     """Slices that a group has written.
 
     Attributes:
@@ -47,7 +47,7 @@ class Abandon:
 
 
 def next_move(
-    save: SaveCheckpoint, member: Member, shares: Collection[Share], lost: Collection[Member]
+    save: SaveCheckpoint, member: Member, shares: Collection[WriteShare], lost: Collection[Member]
 ) -> WriteSlices | Publish | Abandon | None:
     """What a group is to do next for a save; None while others have something to do.
 

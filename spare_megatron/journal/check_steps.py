@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from spare_megatron.journal.finding import Finding, Severity
-from spare_megatron.journal.fold import Attempted, Committed, Fold
+from spare_megatron.journal.fold import Committed, Fold, FoldedAttempt
 from spare_megatron.journal.journal_view import Attempts
 from spare_megatron.journal.records import ContributionRecord, RunRecord, UpdateRecord, VoteRecord, digest_of_work
 
@@ -42,7 +42,7 @@ def _more_than(one: Sequence[int], other: Sequence[int]) -> bool:
 
 def _check_attempt(
     step: int,
-    attempted: Attempted,
+    attempted: FoldedAttempt,
     records: Sequence[ContributionRecord],
     expected: set[tuple[int, int]],
     *,

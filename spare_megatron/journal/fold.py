@@ -13,7 +13,7 @@ Members = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempted:
+class FoldedAttempt:
     """An attempt whose sums a committed step holds, in the order of the log.
 
     Attributes:
@@ -51,7 +51,7 @@ class Committed:
     saved: bool
     is_undone: bool
     is_last: bool
-    attempts: tuple[Attempted, ...]
+    attempts: tuple[FoldedAttempt, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class Folding:
         self.step = run.first_step
         self.attempt = 0
         self.kept: tuple[int, ...] = ()  # by the attempt under way
-        self.attempts: list[Attempted] = []  # of the step, decided
+        self.attempts: list[FoldedAttempt] = []  # of the step, decided
         self.is_discarded = False
         self.discarded: dict[tuple[int, int], Members] = {}
         self.computed_anew: set[tuple[int, int]] = set()
@@ -203,7 +203,7 @@ class Folding:
         self.opened[attempt] = self.incarnations
 
     def _decided(self, entry: Mapping[str, Any]) -> None:
-        self.attempts.append(Attempted(attempt=entry["attempt"], kept=self.kept, members=self.members))
+        self.attempts.append(FoldedAttempt(attempt=entry["attempt"], kept=self.kept, members=self.members))
 
     def _retry(self, entry: Mapping[str, Any]) -> None:
         before, self.kept = self.kept, tuple(entry.get("kept", ()))

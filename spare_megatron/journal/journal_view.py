@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from spare_megatron.journal.files import Journal
-from spare_megatron.journal.fold import Attempted, Committed, Fold
+from spare_megatron.journal.fold import Committed, Fold, FoldedAttempt
 from spare_megatron.journal.lines import Line
 from spare_megatron.journal.records import (
     ContributionRecord,
@@ -168,7 +168,7 @@ class Attempts:
     updates: Sequence[Placed]
     went_on: Collection[tuple[int, int]]
     commits: Sequence[tuple[int, Committed]]
-    decided: Sequence[tuple[int, int, Committed, Attempted, Attempted | None]]
+    decided: Sequence[tuple[int, int, Committed, FoldedAttempt, FoldedAttempt | None]]
 
 
 def attempts_of(evidence: JournalView, fold: Fold) -> Iterator[Attempts]:
@@ -191,7 +191,7 @@ def attempts_of(evidence: JournalView, fold: Fold) -> Iterator[Attempts]:
         )
 
 
-def _decided(fold: Fold, number: int, which: int) -> tuple[int, int, Committed, Attempted, Attempted | None]:
+def _decided(fold: Fold, number: int, which: int) -> tuple[int, int, Committed, FoldedAttempt, FoldedAttempt | None]:
     commit = fold.commits[number]
     following = commit.attempts[which + 1] if which + 1 < len(commit.attempts) else None
     return number, which, commit, commit.attempts[which], following

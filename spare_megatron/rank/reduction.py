@@ -22,7 +22,7 @@ from spare_megatron.core.entries import SaveEnd
 from spare_megatron.core.events import Event, VotesRead
 from spare_megatron.core.failure_detector import Operation
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.core.gradient_guard import Finding, GradientGuard
+from spare_megatron.core.gradient_guard import GradientFinding, GradientGuard
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.journal.files import JournalWriter
 from spare_megatron.journal.records import ContributionRecord, VoteRecord, digest_of_work
@@ -81,7 +81,7 @@ class Reduction:
         self._overlaps = overlaps
         self._attempt = -1
         self._has_left_early = False  # or may have: some rank of the group was told of buckets during its compute
-        self._finding, self._finder = Finding.SOUND, self._guards[-1]
+        self._finding, self._finder = GradientFinding.SOUND, self._guards[-1]
         self._window = BucketWindow(len(self._sums.buckets), 0)
         self._first, self._middle = 0, len(self._sums.buckets) // 2
         self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here and maybe not everywhere
@@ -134,7 +134,7 @@ class Reduction:
         self._window = BucketWindow(len(self._sums.buckets), num_kept)
         self._first, self._middle = num_kept, (num_kept + len(self._sums.buckets)) // 2
         self._has_left_early = False
-        self._finding = Finding.SOUND
+        self._finding = GradientFinding.SOUND
         self._communicator.begin()
         self._bucket_sums.begin(action)
 
@@ -231,7 +231,7 @@ class Reduction:
         """Judges a local sum. A rank that finds something sends nothing more in this attempt."""
         self._finder = self._guards[bucket]
         self._finding = self._finder.judge(step, self._sums.norm(bucket), num_computed)
-        return self._finding is Finding.SOUND
+        return self._finding is GradientFinding.SOUND
 
     def _agree_on_finding(self, step: int) -> None:
         """Lets nothing into the sum that would spoil it for all groups.
@@ -242,8 +242,8 @@ class Reduction:
             UnsoundGradient: A rank of this group has gradients that are not finite, or far larger than usual.
         """
         with self._probe.during(Operation.SETTLE):
-            finding = Finding(self._agreement.highest(self._finding))
-        if finding is not Finding.SOUND:
+            finding = GradientFinding(self._agreement.highest(self._finding))
+        if finding is not GradientFinding.SOUND:
             raise self._finder.error(finding, step)
 
     def _reduce(self, step: int, num_computed: int, head: int) -> None:
@@ -268,7 +268,7 @@ class Reduction:
         while self._window.may_post(num_ready):
             bucket = self._window.num_posted
             if self._has_left_early:
-                if self._finding is not Finding.SOUND:
+                if self._finding is not GradientFinding.SOUND:
                     return False
                 if bucket == self._first:
                     self._probe(FaultPoint.BEFORE_REDUCE)

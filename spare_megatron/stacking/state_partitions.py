@@ -354,7 +354,7 @@ def recipients(ownership: Ownership) -> tuple[tuple[GroupId, ...], ...]:
     )
 
 
-class Share(NamedTuple):
+class GatherShare(NamedTuple):
     """What one member sends in one round: elements of a slice that it owns, from one place to another."""
 
     slice: SliceId
@@ -362,7 +362,7 @@ class Share(NamedTuple):
     stop: int
 
 
-Round = tuple[Share | None, ...]
+Round = tuple[GatherShare | None, ...]
 """What each member sends, in the order of the members; None for those who have nothing left."""
 
 
@@ -382,9 +382,11 @@ def gather_rounds(
     (0, 0, 2) - (1, 0, 2)
     (0, 2, 3) - (2, 0, 1)
     """
-    queues: dict[GroupId, list[Share]] = {member: [] for member in members}
+    queues: dict[GroupId, list[GatherShare]] = {member: [] for member in members}
     for index, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
-        queues[owner] += [Share(SliceId(index), start, min(start + most, length)) for start in range(0, length, most)]
+        queues[owner] += [
+            GatherShare(SliceId(index), start, min(start + most, length)) for start in range(0, length, most)
+        ]
     num_rounds = max(map(len, queues.values()))
     columns = [queue + [None] * (num_rounds - len(queue)) for queue in queues.values()]
     return list(zip(*columns, strict=True))

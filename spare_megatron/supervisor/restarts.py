@@ -10,7 +10,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId
 
 
-class Restarts:
+class GroupRestarts:
     """The lives of a node's groups.
 
     Args:

@@ -37,7 +37,7 @@ from spare_megatron.supervisor.group_rendezvous import PartLost, PartsThere
 from spare_megatron.supervisor.node_faults import NodeFaults
 from spare_megatron.supervisor.rank_processes import LOSSLESS_EXITS, Raised, RankProcesses, cause_of_end
 from spare_megatron.supervisor.rank_watch import RankWatch
-from spare_megatron.supervisor.restarts import Restarts
+from spare_megatron.supervisor.restarts import GroupRestarts
 from spare_megatron.supervisor.run_end import write_end
 from spare_megatron.supervisor.span_files import Timeline
 from spare_megatron.supervisor.store_link import (
@@ -82,7 +82,7 @@ class Supervisor:
         self._num_fences_wanted = 0  # and not written yet
         self._is_following = False  # the log, for want of ranks that do
         self._agenda = Timers()
-        self._restarts = Restarts(
+        self._restarts = GroupRestarts(
             most_restarts=spec.config.spare.rejoins,
             interval_s=self._interval_s,
             whole_groups=self._ranks.whole_groups,

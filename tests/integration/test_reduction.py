@@ -13,7 +13,7 @@ from spare_megatron.comm.bucket_sums import AllReducedBuckets, Staging
 from spare_megatron.core.actions import AttemptReduce
 from spare_megatron.core.bucket_window import MAX_STAGED, WINDOW, BucketWindow, cut
 from spare_megatron.core.fault_points import FaultPoint
-from spare_megatron.core.gradient_guard import Finding, UnsoundGradient
+from spare_megatron.core.gradient_guard import GradientFinding, UnsoundGradient
 from spare_megatron.core.votes import Digests, Vote
 from spare_megatron.mcore.gradients import Totals
 from spare_megatron.mcore.probe import SilentProbe
@@ -264,7 +264,7 @@ def test_what_a_group_brings_is_journaled_before_its_ranks_let_each_other_go() -
 def test_a_group_that_brings_nothing_for_its_gradients_are_unsound_journals_nothing() -> None:
     """`spare check` took it for one whose wrong parameters had gone into the sum."""
     rank = Rank(num_sums=NUM_BUCKETS)
-    rank.agreement.highest = lambda _value: int(Finding.NOT_FINITE)  # of another rank
+    rank.agreement.highest = lambda _value: int(GradientFinding.NOT_FINITE)  # of another rank
     with pytest.raises(UnsoundGradient, match="is not finite"):
         rank.attempt(0)
     assert rank.records == []
@@ -346,6 +346,6 @@ def test_a_rank_that_finds_a_bucket_unsound_sends_nothing_from_there_on_and_rais
 def test_a_rank_raises_what_another_rank_of_its_group_found() -> None:
     rank = Rank(num_sums=NUM_BUCKETS, overlaps=True)
     rank.compute(0)(NUM_BUCKETS)
-    rank.agreement.highest = lambda _value: int(Finding.NOT_FINITE)
+    rank.agreement.highest = lambda _value: int(GradientFinding.NOT_FINITE)
     with pytest.raises(UnsoundGradient, match="is not finite"):
         rank.attempt(0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spare_megatron.config.diagnosis import Finding, diagnose, nodes_per_group, own_etcd_ports
+from spare_megatron.config.diagnosis import NodeFinding, diagnose, nodes_per_group, own_etcd_ports
 from spare_megatron.config.implications import implications
 from spare_megatron.config.loader import load_run_config
 from spare_megatron.config.node_facts import Clock, Gpu, NodeFacts, NodeReport, Rate
@@ -62,7 +62,7 @@ def nodes(**changed: NodeReport) -> list[NodeReport]:
     return [changed.get(name, replace(healthy, name=name)) for name in names]
 
 
-def findings(config: RunConfig = CONFIG, /, **change: Any) -> list[Finding]:
+def findings(config: RunConfig = CONFIG, /, **change: Any) -> list[NodeFinding]:
     """With one node, n3, whose facts or report are changed so."""
     node = nodes()[3]
     of_report = {key: value for key, value in change.items() if key in ("clock", "write", "link", "facts", "failure")}

@@ -13,7 +13,7 @@ from spare_megatron.process.timers import Timers
 from spare_megatron.stacking.layout import GroupId, Layout, Member
 from spare_megatron.supervisor import group_rendezvous, restarts
 from spare_megatron.supervisor.group_rendezvous import GroupRendezvous, PartLost, PartsThere, incarnation_key
-from spare_megatron.supervisor.restarts import Restarts
+from spare_megatron.supervisor.restarts import GroupRestarts
 from tests.unit.memory_store import MemoryStore
 
 GROUP = GroupId(0)
@@ -231,7 +231,7 @@ class Node:
         self.events: list[PartsThere | PartLost] = []
         self.agenda = Timers()
         self.parts = GroupRendezvous(world.layout, number, life, INTERVAL_S, self.events.append)
-        self.restarts = Restarts(
+        self.restarts = GroupRestarts(
             most_restarts=1_000_000,
             interval_s=INTERVAL_S,
             whole_groups=frozenset(),

@@ -8,7 +8,7 @@ import pytest
 
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.entries import Commit, Fence, encode_entry
-from spare_megatron.core.partition_saves import Abandon, Publish, Share, WriteSlices, next_move
+from spare_megatron.core.partition_saves import Abandon, Publish, WriteShare, WriteSlices, next_move
 from spare_megatron.stacking.layout import GroupId, Member, SliceId
 from spare_megatron.stacking.state_partitions import Slicing, first_ownership
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile
@@ -38,7 +38,7 @@ def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
     save = save_of(rng.randint(2, 6), 2, saver=0)
     log: list[Member] = []
     heard = dict.fromkeys(save.voters, 0)
-    shares: list[Share] = []
+    shares: list[WriteShare] = []
     end: Publish | Abandon | None = None
     for _ in range(400):
         left = [member for member in save.voters if member not in log]
@@ -53,7 +53,7 @@ def end_of_a_save(rng: random.Random) -> Publish | Abandon | None:
         match move:
             case WriteSlices(slices=slices):
                 assert all(member in save.hosts[number] for number in slices)
-                shares.append(Share(member=member, slices=slices))
+                shares.append(WriteShare(member=member, slices=slices))
             case Publish() if member == save.member:
                 end = move
                 break
@@ -86,7 +86,7 @@ def test_nobody_writes_what_a_lost_group_has_written() -> None:
     (run_remote_supervisor,) = set(save.hosts[2]) - {lost}
     own = tuple(SliceId(number) for number, owner in enumerate(save.owners) if owner == run_remote_supervisor)
     assert next_move(save, run_remote_supervisor, [], [lost]) == WriteSlices(slices=tuple(sorted((*own, SliceId(2)))))
-    told = [Share(member=lost, slices=(SliceId(2),))]
+    told = [WriteShare(member=lost, slices=(SliceId(2),))]
     assert next_move(save, run_remote_supervisor, told, [lost]) == WriteSlices(slices=own)
 
 

@@ -23,7 +23,7 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.spec import TcpStoreSpec
 from spare_megatron.supervisor import restarts
 from spare_megatron.supervisor.rank_processes import RankProcesses, Spares
-from spare_megatron.supervisor.restarts import Restarts
+from spare_megatron.supervisor.restarts import GroupRestarts
 
 TIMEOUT_S = 60.0
 INTERVAL_S = 1.0
@@ -35,14 +35,14 @@ ONE = GroupId(1)
 
 
 class Lives:
-    """A `Restarts` of two groups on a clock of its own, and what it had started."""
+    """A `GroupRestarts` of two groups on a clock of its own, and what it had started."""
 
     def __init__(self, most_restarts: int, whole: tuple[int, ...] = (0, 1)) -> None:
         self.now_s = 0.0
         self.agenda = Timers()
         self.started: list[tuple[int, float, bool]] = []
         self.waiting: list[tuple[int, float]] = []
-        self.restarts = Restarts(
+        self.restarts = GroupRestarts(
             most_restarts=most_restarts,
             interval_s=INTERVAL_S,
             whole_groups=frozenset(map(GroupId, whole)),

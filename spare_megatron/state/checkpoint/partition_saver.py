@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from spare_megatron.core.actions import SaveCheckpoint
 from spare_megatron.core.entries import Fence, decode_entry
-from spare_megatron.core.partition_saves import Abandon, Publish, Share, WriteSlices, next_move
+from spare_megatron.core.partition_saves import Abandon, Publish, WriteShare, WriteSlices, next_move
 from spare_megatron.mcore.checkpoint import METADATA_FNAME
 from spare_megatron.stacking.layout import Member, SliceId
 from spare_megatron.state.checkpoint.checkpoint_folder import StoredFile, sync_folder
@@ -27,7 +27,7 @@ _READ_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenShare(Share):
+class WrittenShare(WriteShare):
     """Slices that a group has written, and where.
 
     Attributes:

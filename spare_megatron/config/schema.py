@@ -351,7 +351,7 @@ class SlurmConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """Where numbers go while the run trains, beside `observe.metrics`."""
+    """Where numbers go while the run trains, beside `metrics.jsonl`."""
 
     tensorboard: bool = False
     """Writes event files for TensorBoard into the run's directory."""

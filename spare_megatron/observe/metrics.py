@@ -89,7 +89,7 @@ class DetachedSink:
 
 
 class JsonlSink:
-    """Appends to `observe.metrics`; a full disk is outlasted as the journal outlasts it."""
+    """Appends to `metrics.jsonl`; a full disk is outlasted as the journal outlasts it."""
 
     def __init__(self, run_dir: Path, on_held: OnHeld | None = None) -> None:
         self._file = AppendingFile(run_dir / "metrics.jsonl", on_held)

@@ -173,7 +173,7 @@ def memory_growth(config: RunConfig, num_steps: int) -> dict[str, Any]:
     lost: list[object] = []
     with tempfile.TemporaryDirectory() as scratch:
         sinks = open_sinks(config, Path(scratch), lost.append)
-        telemetry = Telemetry(config, run_record(config, (), {"commit": ""}), sinks)
+        telemetry = Telemetry(config, run_record(config, (), {"commit": "", "code": ""}), sinks)
         began_s, before, spent_before_s = time.monotonic(), 0, 0.0
         for step in range(num_steps):
             telemetry.take(_committed(step))

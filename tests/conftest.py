@@ -21,7 +21,12 @@ settings.load_profile("spare")
 
 
 def pytest_configure() -> None:
-    """Started in the background of a shell it would ignore Ctrl-C, and so would all that tests start and interrupt."""
+    """Undoes what the caller of pytest leaves to its processes.
+
+    In the background of a shell they ignore Ctrl-C, and so would all that tests start and interrupt; where tests run
+    in parallel, COLUMNS is set to 80.
+    """
+    os.environ.pop("COLUMNS", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

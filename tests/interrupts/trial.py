@@ -18,7 +18,7 @@ from tests.integration.whole_run import tiny_config
 _BEGUN = "begun"
 _COMMAND = """
 import sys
-from spare_megatron.runtime.process import interrupts
+from spare_megatron.process import interrupts
 interrupts.exit_at_once()
 print("begun", flush=True)
 from spare_megatron.cli.entry import main
@@ -75,7 +75,7 @@ def interrupt(preset: Path, folder: Path, after_s: float, line: str = _BEGUN) ->
         preset: Of the run.
         folder: For the run and the output; it does not exist yet.
         after_s: Counted from a line of the command's progress.
-        line: What that line begins with.
+        line: What that line contains: a time stamp comes first.
     """
     process, began_s = _start(preset, folder, line)
     try:
@@ -97,13 +97,13 @@ def interrupt(preset: Path, folder: Path, after_s: float, line: str = _BEGUN) ->
 
 
 def _start(preset: Path, folder: Path, line: str = _BEGUN) -> tuple[subprocess.Popen[bytes], float]:
-    """The command in a process group of its own, and when it printed a line that begins with this."""
+    """The command in a process group of its own, and when it printed a line that contains this."""
     folder.mkdir()
     command = [sys.executable, "-c", _COMMAND, "train", "--config", str(preset), "--run-dir", str(folder / "run")]
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
     end_s = time.monotonic() + START_TIMEOUT_S
-    while not any(text.startswith(line) for text in (folder / "stdout").read_text().splitlines()):
+    while not any(line in text for text in (folder / "stdout").read_text().splitlines()):
         assert process.poll() is None, (folder / "stderr").read_text()
         assert time.monotonic() < end_s, f"it did not print {line!r} in time"
         time.sleep(0.001)

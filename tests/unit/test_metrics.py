@@ -83,7 +83,7 @@ def lost(group: int) -> GroupLost:
 
 def told(*events: Any, config: RunConfig = CONFIG) -> list[Mapping[str, Value]]:
     sink = ListSink()
-    telemetry = Telemetry(config, run_record(config, (), {"commit": ""}), [sink])
+    telemetry = Telemetry(config, run_record(config, (), {"commit": "", "code": ""}), [sink])
     for event in events:
         telemetry.take(event)
     telemetry.close()
@@ -125,7 +125,7 @@ def test_the_time_of_a_run_is_useful_or_lost_to_something_with_a_name(monkeypatc
     now_s = 0.0
     monkeypatch.setattr("spare_megatron.driver.telemetry.time", SimpleNamespace(monotonic=lambda: now_s))
     sink = ListSink()
-    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": ""}), [sink])
+    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), [sink])
 
     def commit(step: int, at_s: float, **settings: Any) -> None:
         nonlocal now_s
@@ -215,7 +215,7 @@ def test_what_a_sink_raises_is_told_and_the_others_have_everything(tmp_path: Pat
     reasons: list[str] = []
     whole = ListSink()
     sinks: list[Sink] = [DetachedSink("broken", BrokenSink, reasons.append), whole]
-    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": ""}), sinks)
+    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), sinks)
     for step in range(10):
         telemetry.take(committed(step))
     telemetry.close()
@@ -259,7 +259,9 @@ def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
     monkeypatch.setitem(sys.modules, "wandb", None)
     failures: list[MetricsLost] = []
     config = replace(CONFIG, metrics=MetricsConfig(wandb_project="gpt", run_id="abcd1234"))
-    telemetry = Telemetry(config, run_record(config, (), {"commit": ""}), open_sinks(config, tmp_path, failures.append))
+    telemetry = Telemetry(
+        config, run_record(config, (), {"commit": "", "code": ""}), open_sinks(config, tmp_path, failures.append)
+    )
     for step in range(3):
         telemetry.take(committed(step))
     telemetry.close()
@@ -270,7 +272,7 @@ def test_a_wandb_that_cannot_be_imported_is_told_and_the_file_has_everything(
 
 def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
     """But 17 bytes a step, by which goodput goes back with a restart; benchmarks/telemetry.py tells 100,000."""
-    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": ""}), [JsonlSink(tmp_path)])
+    telemetry = Telemetry(CONFIG, run_record(CONFIG, (), {"commit": "", "code": ""}), [JsonlSink(tmp_path)])
     tracemalloc.start()
     try:
         sizes = []
@@ -287,7 +289,9 @@ def test_a_long_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     failures: list[MetricsLost] = []
     config = replace(CONFIG, metrics=MetricsConfig(tensorboard=True))
-    telemetry = Telemetry(config, run_record(config, (), {"commit": ""}), open_sinks(config, tmp_path, failures.append))
+    telemetry = Telemetry(
+        config, run_record(config, (), {"commit": "", "code": ""}), open_sinks(config, tmp_path, failures.append)
+    )
     for step in range(3):
         telemetry.take(committed(step))
     telemetry.close()

@@ -15,6 +15,7 @@ from spare_megatron.driver.run import start_run
 from spare_megatron.journal import output
 from spare_megatron.journal.output import NotWritten, named_errors, whole_file
 from spare_megatron.state.checkpoint.saver import with_folder
+from tests.unit.tiny_corpus import write_tiny_corpus
 
 FULL = "[Errno 28] No space left on device"
 
@@ -112,6 +113,7 @@ def test_a_run_that_cannot_write_its_folders_names_them_and_the_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, settings: dict[str, str], named: str
 ) -> None:
     paths = {"run": tmp_path / "run", "tmp": tmp_path}
+    write_tiny_corpus(tmp_path / "corpus")
     settings = {key: value.format(**paths) for key, value in settings.items()}
     config = RunConfig(
         data=DataConfig(corpus=str(tmp_path / "corpus")), checkpoint=CheckpointConfig(interval_steps=1, **settings)

@@ -3,3 +3,24 @@
 Imports `stacking`, `core` and `config`.
 Start with `trainer`; `versions` says which packages it was checked against.
 """
+
+import warnings
+
+from spare_megatron.mcore.quick_import import import_megatron
+from spare_megatron.mcore.versions import check_version, installed_version
+
+
+def _hush_advice_nobody_can_follow() -> None:
+    """Megatron's warnings about its own defaults, and about packages that only a GPU has a use for."""
+    import torch
+
+    warnings.filterwarnings("ignore", message=".*cuda_graph_scope", category=UserWarning)
+    if torch.version.cuda is None:
+        warnings.filterwarnings("ignore", message=".*Apex.*Falling back", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*Transformer Engine.*Falling back", category=UserWarning)
+
+
+for _package in ("torch", "megatron-core"):
+    check_version(_package, installed_version(_package))
+_hush_advice_nobody_can_follow()
+import_megatron()

@@ -181,7 +181,7 @@ def optimize(
     Raises:
         ValueError: As for `candidates`.
 
-    >>> from spare_megatron.planner.plan import CheckpointTimes
+    >>> from spare_megatron.planner.facts import CheckpointTimes
     >>> from spare_megatron.planner.overhead import StepTimes
     >>> times = StepTimes(shard_s=64.0, reduce_s=6.0, loss_interval_s=300.0)
     >>> facts = ClusterFacts(

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Describes the machine of a benchmark, and measures the memory of processes."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def describe_machine() -> str:
-    """Processor, its cores, and GPUs if there are any."""
+    """Processor, number of cores, GPUs if any, and the Python version."""
     import torch
 
     parts = [_processor(), f"{len(os.sched_getaffinity(0))} cores"]
@@ -19,7 +19,6 @@ def describe_machine() -> str:
 
 
 def _processor() -> str:
-    """The processor's name where the kernel tells it."""
     info = Path("/proc/cpuinfo")
     names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return names[0] if names else platform.machine()
@@ -30,11 +29,11 @@ _QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes.
+    """Memory in bytes.
 
     Attributes:
-        host_bytes: The most that any of the processes has ever held of the host's memory (VmHWM, proc(5)).
-        device_bytes: What is taken of the fullest GPU of the machine, allocators' reserves included; 0 without GPUs.
+        host_bytes: Largest peak (VmHWM, proc(5)) of any of the processes.
+        device_bytes: Memory in use on the fullest GPU, allocator reserves included; 0 without GPUs.
     """
 
     host_bytes: int
@@ -42,7 +41,7 @@ class Memory:
 
 
 def memory_of(pids: Iterable[int], *, is_gpu: bool) -> Memory:
-    """What these processes of this machine hold now; those that have ended count for nothing."""
+    """Memory of these local processes; those that have ended count as zero."""
     device_bytes = 0
     if is_gpu:
         answer = subprocess.run(_QUERY, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -1,4 +1,4 @@
-"""Plain Megatron in processes of this machine."""
+"""Trains with plain Megatron in processes of this machine, as the baseline of `spare bench`."""
 
 import contextlib
 import signal
@@ -27,13 +27,10 @@ from spare_megatron.store.spec import StoreSpec
 
 
 def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
-    """Trains all steps; returns when each of them ended at rank 0, and the memory of the fullest rank.
+    """Trains all steps; returns the end times of the steps at rank 0, and the memory of the fullest rank.
 
-    Args:
-        config: A configuration without problems, with the device that is used, on one node.
-
-    Raises:
-        RuntimeError: A rank has ended early; its traceback is on stderr.
+    `config` has no problems, a resolved device and one node. Raises RuntimeError if a rank ends early; its traceback is
+    on stderr.
     """
     preflight(config)
     with deferred() as interrupts:
@@ -50,17 +47,17 @@ def run_plain(config: RunConfig) -> tuple[list[float], Memory]:
             stop_children(ranks)
             return ends[0], memory
         finally:
-            kill(ranks)  # all at once: one that lost a peer would print a traceback
+            kill(ranks)  # all at once: a rank that loses a peer prints a traceback
             for child in [*ranks, store]:
                 end_child(child)
 
 
 def train_plain(config: RunConfig, rank: int, spec: StoreSpec, parent: Connection) -> None:
-    """Trains as one rank of plain Megatron, sends the wall-clock time of the end of every step, and waits to leave."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's to end this process
+    """Trains as one rank, sends the wall-clock end time of every step, and waits for the parent before it exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     device = torch.device(f"cuda:{rank}" if config.cluster.device == "gpu" else "cpu")
     if device.type == "cuda":
-        nccl.prepare_process()  # as ours has it
+        nccl.prepare_process()  # same NCCL settings as our ranks
         torch.cuda.set_device(device)
     join_world(config, rank, open_store(spec).rendezvous("plain", rank, TIMEOUT.total_seconds()), device)
     ends = []

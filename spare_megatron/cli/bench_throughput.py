@@ -1,4 +1,4 @@
-"""How fast a configuration trains while nothing fails, beside plain Megatron in turn."""
+"""Measures how fast a configuration trains without failures, alternating with plain Megatron."""
 
 import dataclasses
 import statistics
@@ -20,7 +20,7 @@ from spare_megatron.process.reports import GroupLost, RanksStarted, RunEvent, St
 NUM_WARMUP = 5
 """Steps at the start of each run that are not measured."""
 _STEPS_TO_GO = 3
-"""Steps before the end at which memory is looked at: no rank has left then."""
+"""Steps before the end at which memory is measured, while no rank has exited."""
 
 OURS, PLAIN = "ours", "plain"
 
@@ -31,7 +31,8 @@ class Run:
 
     Attributes:
         step_s: Seconds between the ends of successive steps.
-        split_s: Medians of what a leader's main thread spent its time on in a step, by name; empty for plain Megatron.
+        split_s: Median seconds of a step that the leader's main thread spends on each activity; empty for plain
+            Megatron.
         memory: Near the end.
     """
 
@@ -42,17 +43,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What one way to train came to over all its runs.
+    """Speed over all runs of one kind.
 
     Attributes:
         step_s: Median.
-        tokens_per_s: Of the whole global batch.
-        tflops_per_rank: 10^12 operations of the model a second (`flops_per_token`: redundant and recomputed ones are
-            not counted).
-        mfu: That over `metrics.peak_tflops`; None where the setting is absent.
+        tokens_per_s: Of the global batch.
+        tflops_per_rank: 10^12 model operations a second by `flops_per_token`, without redundant or repeated ones.
+        mfu: `tflops_per_rank` over `metrics.peak_tflops`; None if that is absent.
         split_s: As in `Run`, the median over runs.
         memory: Of the fullest run.
-        num_steps: Steps that were measured.
+        num_steps: Steps measured.
     """
 
     step_s: float
@@ -66,12 +66,11 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """What was measured.
+    """The measured speeds by kind of run.
 
     Attributes:
-        speeds: By way to train.
         ratio: Median step of ours over that of plain Megatron; None without it.
-        ratios: The same of each pair of runs.
+        ratios: The same for each pair of runs.
     """
 
     speeds: Mapping[str, Speed]
@@ -80,12 +79,12 @@ class Throughput:
 
 
 def training_alone(config: RunConfig) -> RunConfig:
-    """The configuration without faults, checkpoints, snapshots, metrics and an end by time: none of it is compared."""
+    """The configuration without faults, checkpoints, snapshots, metrics and time limit, which are not compared."""
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, max_minutes=None),
         faults=FaultsConfig(),
-        # Those of restarts stay: others have been chosen to fit them.
+        # The restart settings stay: other settings were chosen to fit them.
         checkpoint=dataclasses.replace(
             config.checkpoint,
             cadence="fixed",
@@ -101,7 +100,7 @@ def training_alone(config: RunConfig) -> RunConfig:
 
 
 def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
-    """Why this cannot be measured, beside what keeps it from being trained."""
+    """Why this configuration cannot be measured, in addition to what `validate` reports."""
     if config.train.steps <= NUM_WARMUP + 1:
         yield (
             f"train.steps={config.train.steps}: the first {NUM_WARMUP} steps are not measured; set --steps to more "
@@ -119,19 +118,10 @@ def problems_of(config: RunConfig, *, has_plain: bool) -> Iterator[str]:
 
 
 def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, tell: Callable[[str], None]) -> Throughput:
-    """Trains again and again; plain Megatron in turn with ours, the order changing from pair to pair.
+    """Runs `num_pairs` trainings of each kind in turn, alternating which kind goes first.
 
-    Plain Megatron's optimizer is its DistributedOptimizer where ours is stacked, and its gradients are reduced during
-    the backward pass where ours are.
-
-    Args:
-        config: Without problems.
-        num_pairs: Runs of either kind.
-        has_plain: Whether plain Megatron is to be measured.
-        tell: Told of progress, for people.
-
-    Raises:
-        RuntimeError: A run did not end as it should.
+    Plain Megatron uses its DistributedOptimizer if our optimizer is stacked, and overlaps reduction with the backward
+    pass if ours does. `tell` gets lines of progress. Raises RuntimeError if a run does not end as it should.
     """
     device = resolve_device(config, look_at_machine(config))
     config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device=device))
@@ -151,17 +141,10 @@ def measure(config: RunConfig, num_pairs: int, *, has_plain: bool, tell: Callabl
 
 
 def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[RunEvent], None]) -> None:
-    """Trains as a run in which nothing fails does, and leaves its journal in the folder.
+    """Trains, keeps the journal in `folder`, which must not exist, and checks that nothing failed.
 
-    A group that is lost is masked: the run is valid to its end, and its steps are not those of a run without losses.
-
-    Args:
-        config: As `training_alone` gives it.
-        folder: One that does not exist yet.
-        on_event: Told of everything that happens.
-
-    Raises:
-        RuntimeError: The run did not end as it should, or lost a group.
+    A lost group would be masked and leave a valid run whose steps are slower than fault-free ones. Raises RuntimeError
+    if a group is lost or the run is not finished and valid.
     """
     losses: list[str] = []
 
@@ -182,7 +165,7 @@ def train_without_losses(config: RunConfig, folder: Path, on_event: Callable[[Ru
 
 
 def kernels_measured(config: RunConfig, *, has_plain: bool) -> Mapping[str, str]:
-    """Which kernels were at work. For after `measure`: from here on no process with a GPU can be started."""
+    """Names the kernels in use. Call it after `measure`: no process with a GPU can be started afterwards."""
     import torch
 
     from spare_megatron.mcore.model import kernels_of

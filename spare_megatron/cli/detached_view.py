@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a terminal that stalls, a full disk or a closed pipe does it no harm."""
+"""Shows a run's progress from a thread of its own, so that a stalled or closed output never delays the run."""
 
 import contextlib
 import errno
@@ -13,16 +13,16 @@ from typing import IO, Any, Protocol, Self
 from rich.console import Console
 
 CLOSE_TIMEOUT_S = 10.0
-"""Longest wait at the end of a run for an output that has not taken everything yet."""
+"""Longest wait at the end of a run for output not yet written."""
 
 _MOST_WAITING = 4096
 _REFRESH_S = 0.25
 _UNBROKEN_WIDTH = 1 << 20
-"""Characters; more than any line has."""
+"""Characters; wider than any line."""
 
 
 class View(Protocol):
-    """Shows events; all of it in one thread."""
+    """Displays events; all calls come from one thread."""
 
     def __enter__(self) -> Any: ...
 
@@ -34,15 +34,13 @@ class View(Protocol):
         """Shows an event."""
 
     def refresh(self) -> None:
-        """Shows what has changed meanwhile; called several times a second."""
+        """Shows what has changed; called several times a second."""
 
 
 class RunConsole(Console):
-    """Where a run or what was computed is shown.
+    """The console of the commands; raises BrokenPipeError if the reader of a pipe has gone, where rich would exit.
 
-    Without a terminal, lines and tables are as wide as their text: nothing is wrapped or cut to 80 columns. COLUMNS
-    still sets a width. A pipe whose reader has left is an error like a full disk; rich would throw away what goes to
-    stdout, whichever stream it is that is closed, and end the program.
+    Without a terminal, lines are as wide as their text, neither wrapped nor cut to 80 columns, unless COLUMNS is set.
     """
 
     def __init__(
@@ -53,17 +51,11 @@ class RunConsole(Console):
             self.width = _UNBROKEN_WIDTH
 
     def on_broken_pipe(self) -> None:
-        """Raises the error again."""
         raise BrokenPipeError(errno.EPIPE, "its reader has left")
 
 
 class DetachedView:
-    """A view with a thread of its own: it never keeps its caller waiting, and what it cannot show is shown nowhere.
-
-    Args:
-        view: The view.
-        console: Where it shows.
-    """
+    """Runs a view in a thread of its own; drops events if the output is far behind or fails."""
 
     def __init__(self, view: View, console: Console) -> None:
         self._view = view
@@ -78,12 +70,11 @@ class DetachedView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(queue.Full):  # then the thread waits for its output
+        with contextlib.suppress(queue.Full):  # the thread is blocked on its output
             self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def take(self, event: Any) -> None:
-        """Has an event shown, unless the output is far behind."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(event)
 
@@ -95,7 +86,6 @@ class DetachedView:
             pass
 
     def _show(self, view: View) -> None:
-        """Until the end of the run."""
         next_s = 0.0
         while True:
             if time.monotonic() >= next_s:
@@ -110,9 +100,9 @@ class DetachedView:
 
 @contextlib.contextmanager
 def outlasting_output(stream: IO[str]) -> Iterator[None]:
-    """Around what is shown: if the stream takes nothing any more, nothing is shown there from then on, and that is all.
+    """Redirects the stream to /dev/null if the block raises OSError, and suppresses the error.
 
-    What waits in its buffer is gone, too, or it would be an error again when the program ends.
+    Text left in the stream's buffer goes there too; it would raise again when the program exits.
     """
     try:
         yield

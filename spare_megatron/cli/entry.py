@@ -1,4 +1,4 @@
-"""What the command `spare` runs. The commands are imported once Ctrl-C ends the process without a traceback."""
+"""Entry point of `spare`: makes Ctrl-C exit without a traceback, then imports the commands."""
 
 import signal
 
@@ -6,7 +6,6 @@ from spare_megatron.process import interrupts
 
 
 def main() -> None:
-    """Runs the command of the arguments and exits with its code."""
     interrupts.exit_at_once()
     from spare_megatron.cli.main import app
 

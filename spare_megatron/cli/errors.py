@@ -1,4 +1,4 @@
-"""How commands tell a user what is wrong."""
+"""How commands report errors to a user."""
 
 import select
 import sys
@@ -13,7 +13,7 @@ from spare_megatron.process import interrupts
 
 @contextmanager
 def explained_errors(command: str) -> Iterator[None]:
-    """Turns what a user can fix into one message on stderr and exit code 2, without a traceback; Ctrl-C into 130."""
+    """Turns errors a user can fix into one message on stderr and exit code 2, and Ctrl-C into exit code 130."""
     interrupts.name_command(command)
     try:
         yield
@@ -22,7 +22,7 @@ def explained_errors(command: str) -> Iterator[None]:
         raise typer.Exit(2) from error
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and not _has_reader(sys.stdout):
-            raise  # click ends the program without a word
+            raise  # click exits silently
         typer.echo(f"spare {command}: {error}", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt:
@@ -31,11 +31,11 @@ def explained_errors(command: str) -> Iterator[None]:
 
 
 def do_each(tasks: Sequence[Callable[[], None]]) -> None:
-    """Does all of these, whatever becomes of the others: a full disk costs a file, and not the figures as well.
+    """Runs all tasks even if some fail, so that a full disk costs one file and not the other results.
 
     Raises:
-        ValueError: Several could not be done; the text has every reason.
-        OSError: One could not be done, or nobody reads what is printed any more. Or whatever else that one raises.
+        ValueError: Several tasks failed; the text lists every reason. A single failure is raised as it is, and a
+            BrokenPipeError only if nothing else failed.
     """
     failures: list[ValueError | OSError | MemoryError] = []
     for task in tasks:
@@ -51,7 +51,7 @@ def do_each(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def _has_reader(stream: IO[str]) -> bool:
-    """Whether what is written to the stream may still be read by somebody, where it is a pipe."""
+    """Whether a stream that is a pipe still has a reader."""
     poll = select.poll()
     poll.register(stream, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))

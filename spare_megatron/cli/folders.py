@@ -1,4 +1,4 @@
-"""What a path that a user names is, and whether it can be written, before anything is done for it."""
+"""Checks the paths that a user names before any work is done for them."""
 
 import os
 from pathlib import Path
@@ -9,11 +9,7 @@ if TYPE_CHECKING:
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Whether it is the directory of a run; else it is that of a job.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Whether the folder is a run's directory rather than a job's; raises ValueError if it is neither."""
     from spare_megatron.driver.slurm.commands import JOB_FILE
 
     is_run = (folder / "journal").is_dir()
@@ -27,26 +23,14 @@ def is_run_dir(folder: Path) -> bool:
 
 
 def check_folders(config: "RunConfig", run_dir: Path) -> None:
-    """Refuses folders that a run could not write, before anything is started for it.
-
-    Raises:
-        ValueError: One cannot be written.
-    """
+    """Raises ValueError if the run could not write `run_dir` or its checkpoint folder."""
     check_writable("--run-dir", run_dir.absolute())
     if config.checkpoint.is_wanted and config.checkpoint.folder:
         check_writable("checkpoint.folder", Path(config.checkpoint.folder).absolute())
 
 
 def check_writable(setting: str, folder: Path) -> None:
-    """Refuses a folder that cannot be made, or be written.
-
-    Args:
-        setting: Which one it is, for the message.
-        folder: Its absolute path.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Raises ValueError, naming `setting`, if the absolute path `folder` cannot be created or written."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"{setting} {folder} cannot be made: {there} is a file; choose another")
@@ -55,11 +39,7 @@ def check_writable(setting: str, folder: Path) -> None:
 
 
 def check_output_file(option: str, path: Path) -> None:
-    """Refuses a file that cannot be made, before the work whose result it is to hold.
-
-    Raises:
-        ValueError: It has no folder, or is one, or cannot be written.
-    """
+    """Raises ValueError if the file cannot be written: it is a directory, lacks a folder, or is not permitted."""
     folder = path.absolute().parent
     if path.is_dir():
         raise ValueError(f"{option} {path} is a directory; name a file in it")
@@ -71,11 +51,7 @@ def check_output_file(option: str, path: Path) -> None:
 
 
 def check_plot_file(path: Path) -> None:
-    """Refuses a picture that cannot be made.
-
-    Raises:
-        ValueError: Its name does not end with .png, or it has no folder.
-    """
+    """Raises ValueError if the name does not end in .png or the file cannot be written."""
     if path.suffix.lower() != ".png":
         raise ValueError(f"--plot {path}: the name has to end with .png")
     check_output_file("--plot", path)

@@ -1,4 +1,4 @@
-"""What `spare plan` found, and its figures for machines."""
+"""Output of `spare plan`: tables, the figures of `--json`, and the plot."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What `spare plan` shows.
+    """The result of `spare plan`.
 
     Attributes:
-        facts: The cluster.
-        plan: The plan of the policy asked for.
-        frugal: That of the same policy with the least redundancy at which training hardly takes longer.
-        slices: How many groups are to hold each slice of the optimizer state, where it is cut into slices.
-        alternatives: The best plan of each policy that the facts allow.
-        limits: What stacks cost and may cost; None when nothing was said about it.
+        plan: The plan of the requested policy.
+        frugal: The same policy with the least redundancy at which training hardly takes longer.
+        slices: How many groups should host each state partition.
+        alternatives: The best plan of each policy that the options allow.
+        limits: Limits on stacks; None if not given.
         assumed: Names of the facts that were not given.
     """
 
@@ -51,7 +50,7 @@ class Answer:
 
 
 def as_figures(answer: Answer) -> dict[str, Any]:
-    """What `--json` prints. The first five keys are a contract."""
+    """The figures of `--json`; the first five keys are a contract."""
     from spare_megatron.planner.plan import closed_form_redundancy
 
     plan, limits = answer.plan, answer.limits
@@ -77,13 +76,13 @@ def as_figures(answer: Answer) -> dict[str, Any]:
 
 
 def _as_facts(facts: "ClusterFacts") -> dict[str, Any]:
-    """The cluster; JSON knows no infinity, so that what never happens is null."""
+    """The cluster, with infinity as null, for JSON."""
     domain_interval_s = facts.domain_interval_s if facts.has_domains else None
     return asdict(facts) | {"domain_interval_s": domain_interval_s}
 
 
 def read_s(answer: Answer) -> float | None:
-    """Seconds to read the stack of one step, where size and rate are known."""
+    """Seconds to read the stack of one step; None unless size and rate are given."""
     if answer.limits is None or answer.limits.read_bytes_per_s is None:
         return None
     return answer.plan.redundancy * answer.limits.shard_bytes / answer.limits.read_bytes_per_s
@@ -99,7 +98,6 @@ _LONG_CADENCE_S = 86400.0
 
 
 def print_answer(answer: Answer) -> None:
-    """The plan, what it rests on, and the other policies."""
     console = RunConsole()
     console.print(_two_columns("plan", _plan_rows(answer)))
     console.print(_two_columns("optimizer state in slices", _slice_rows(answer)))
@@ -205,7 +203,7 @@ mpl.use("agg")
 
 
 POLICY_STYLES = {"stack": ("#0072B2", "o"), "microbatch": ("#D55E00", "s"), "rejoin": ("#009E73", "^")}
-"""Okabe and Ito's palette, and a marker for each so that colour is not needed."""
+"""Okabe and Ito's palette; each policy also has a marker, so that colour is not needed."""
 
 INK = "#444444"
 
@@ -216,15 +214,11 @@ _MOST_REDUNDANCY = 24
 _FEW_COUNTS = 40
 
 _HIGHEST_RATIO = 2.5
-"""Ratios above this many times the least one are cut off: r = 1 may be off by orders of magnitude."""
+"""Ratios above this many times the plan's or the worst alternative's are cut off: r = 1 may be far above."""
 
 
 def write_plot(path: Path, facts: ClusterFacts, plan: Plan, alternatives: tuple[Plan, ...]) -> None:
-    """Time to train over the redundancy, losses endured, and time lost over the cadence, in one PNG file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Plots time to train over redundancy, endured losses, and lost time over cadence, as one PNG. Raises OSError."""
     settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titleweight": "bold"}
     with mpl.rc_context(settings):
         figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
@@ -276,7 +270,7 @@ def _time_to_train(axes: "Axes", facts: ClusterFacts, plan: Plan, alternatives: 
 
 
 def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
-    """Distribution of the losses endured by hosts of single groups that stay away: the wipe-out is loss k + 1."""
+    """Distribution of losses endured one by one without rejoins: the wipe-out is loss k + 1."""
     covered = coverage_probabilities(facts.num_groups, plan.redundancy)
     chance = 100 * (covered[:-1] - covered[1:])
     mean = float(covered[1:].sum())
@@ -306,7 +300,7 @@ def _endured(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
 
 
 def _cadence(axes: "Axes", facts: ClusterFacts, plan: Plan) -> None:
-    """Time lost over the cadence, logarithmic both ways: it may be anything from a billionth to nearly all."""
+    """Lost time over cadence on log axes: it ranges from a billionth to nearly all."""
     save_s, restart_s = facts.checkpoint.save_s, facts.checkpoint.restart_s
     cadences_s = np.geomspace(max(plan.cadence_s / 20, 1.2 * save_s), plan.cadence_s * 20, 300)
     lost = [100 * (1 - availability(float(c), save_s, plan.time_to_wipe_out_s, restart_s)) for c in cadences_s]

@@ -1,4 +1,4 @@
-"""What `spare plan` was asked, and the cluster that it describes."""
+"""The options of `spare plan`, and the cluster that they describe."""
 
 import math
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ ASSUMED_SLICE_COPY = "60s"
 SECONDS_PER_DAY = 86400.0
 _MOST_GROUPS = 10_000_000
 _MOST_GROUPS_TIMES_DOMAINS = 8_000_000
-"""As many counts are held for every redundancy that is tried."""
+"""The planner holds this many counts for each redundancy that it tries."""
 
 
 class LossRate(NamedTuple):
-    """How often groups are lost: the first, or the others."""
+    """How often groups are lost, as `mtbf` or as the other three options."""
 
     mtbf: str | None
     failures_per_node_day: float | None
@@ -30,7 +30,7 @@ class LossRate(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a stack costs and may cost."""
+    """Cost of a stack, and its limits."""
 
     shard_size: str | None
     memory: str | None
@@ -47,14 +47,14 @@ class Returning(NamedTuple):
 
 
 class Domains(NamedTuple):
-    """What is lost together, and how often."""
+    """Groups that are lost together, and how often."""
 
     groups_per_domain: int | None
     mtbf: str | None
 
 
 class LastResort(NamedTuple):
-    """Whether any survivor can compute any shard, and how long it reads one that is not in its stack."""
+    """Whether any survivor can compute any shard, and the time to read one that is not in its stack."""
 
     is_wanted: bool
     fetch: str | None
@@ -62,7 +62,7 @@ class LastResort(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the user asked: the options as they were written, None where absent."""
+    """The options as the user wrote them; None where absent."""
 
     groups: int
     losses: LossRate
@@ -81,11 +81,7 @@ class Question:
 
 
 def facts_of(question: Question) -> "ClusterFacts":
-    """The cluster that was described.
-
-    Raises:
-        ValueError: A value is out of range, or it is not clear how often groups are lost.
-    """
+    """The described cluster; raises ValueError if a value is out of range or the loss rate is missing or ambiguous."""
     from spare_megatron.planner.facts import CheckpointTimes, ClusterFacts
     from spare_megatron.planner.overhead import StepTimes
 
@@ -175,7 +171,7 @@ def _duration_or_0(option: str, text: str | None) -> float:
 
 
 def _loss_interval_s(losses: LossRate, num_groups: int) -> float:
-    """Mean seconds between losses of groups, from either way to say it."""
+    """Mean seconds between losses of groups, from either set of options."""
     rate = losses.failures_per_node_day
     if losses.mtbf is not None and rate is not None:
         raise ValueError(
@@ -203,11 +199,7 @@ def _gpus(option: str, count: int | None) -> int:
 
 
 def policy_of(question: Question) -> "Policy":
-    """The policy asked for; without one that of what was said: rejoin, microbatch, else SPARe's own, stack.
-
-    Raises:
-        ValueError: It is unknown, or contradicts what was said.
-    """
+    """The requested policy, or the one that the other options imply; raises ValueError if they contradict it."""
     repair, is_last_resort = question.returning.repair, question.last_resort.is_wanted
     if question.policy is None:
         return "rejoin" if repair else "microbatch" if question.microbatches or is_last_resort else "stack"
@@ -223,12 +215,11 @@ def policy_of(question: Question) -> "Policy":
 
 
 def slice_copy_s_of(question: Question) -> float:
-    """Seconds in which one copy of a slice of the optimizer state is made."""
+    """Seconds to copy one state partition."""
     return parse_duration_s("--slice-copy", question.slice_copy or ASSUMED_SLICE_COPY)
 
 
 def policies_of(question: Question) -> "tuple[Policy, ...]":
-    """All policies that what was said allows, in the order of the tables."""
     found: list[Policy] = [] if question.last_resort.is_wanted else ["stack"]
     found.append("microbatch")
     if question.returning.repair is not None:
@@ -237,11 +228,7 @@ def policies_of(question: Question) -> "tuple[Policy, ...]":
 
 
 def limits_of(holding: Holding) -> "HoldingLimits | None":
-    """What stacks may cost; None when nothing was said about it.
-
-    Raises:
-        ValueError: A size cannot be read, or a limit has nothing to limit.
-    """
+    """Limits on stacks; None if no shard size is given. Raises ValueError for a limit without one."""
     from spare_megatron.planner.facts import HoldingLimits
 
     if holding.shard_size is None:
@@ -257,11 +244,7 @@ def limits_of(holding: Holding) -> "HoldingLimits | None":
 
 
 def check_redundancy_asked(question: Question, facts: "ClusterFacts", limits: "HoldingLimits | None") -> None:
-    """The redundancy asked for against groups and limits; with none asked for, whether one shard can be held.
-
-    Raises:
-        ValueError: It cannot be.
-    """
+    """Raises ValueError if the requested redundancy, or 1 if none is, exceeds the number of groups or the limits."""
     wanted, num_groups, holding = question.redundancy, question.groups, question.holding
     if wanted is not None and not 1 <= wanted <= num_groups:
         raise ValueError(

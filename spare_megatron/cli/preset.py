@@ -1,4 +1,4 @@
-"""The preset of a run as commands take it, and everything that is wrong with it, reported at once."""
+"""Loads the run preset of a command and reports everything wrong with it at once."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +18,7 @@ PresetOption = Annotated[Path | None, typer.Option("--config", help="The run pre
 
 
 def one_preset(argument: Path | None, option: Path | None, command: str) -> Path:
-    """The preset of a command that takes it as an argument and as an option.
-
-    Raises:
-        ValueError: Both are given, or none.
-    """
+    """The preset, given as an argument or as an option; raises ValueError if both or neither are given."""
     if argument is not None and option is not None:
         raise ValueError(f"the preset is given twice, as {argument} and as --config {option}; leave one out")
     preset = argument or option
@@ -40,18 +36,18 @@ def load_without_problems(
     restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
     where: str = "",
 ) -> "tuple[RunConfig, LoadedConfig]":
-    """The configuration that can run on the machine, and as it was loaded.
+    """Loads a configuration that can run on the machine; returns it restricted, and as it was loaded.
 
     Args:
         path: The preset.
-        overrides: Of its settings.
-        machine_of: The machine that a configuration is to run on.
-        cluster: A preset whose values win over those of the first.
-        restrict: Leaves out what the command does not run, before the rest is judged.
-        where: For the message, where it cannot run.
+        overrides: `--set` arguments.
+        machine_of: Describes the machine that a configuration is to run on.
+        cluster: A preset whose values override those of `path`.
+        restrict: Removes what the command does not run, before validation.
+        where: Place named in the error message.
 
     Raises:
-        ValueError: It cannot run; the text has every reason.
+        ValueError: It cannot run; the text lists every reason.
     """
     from spare_megatron.config.loader import load_and_judge
     from spare_megatron.config.validate import problems
@@ -67,5 +63,4 @@ def load_without_problems(
 
 
 def refusal(found: Sequence[str], where: str = "") -> str:
-    """The message that a configuration cannot run, with every reason."""
     return f"this configuration cannot run{where}:\n" + "\n".join(f"  - {text}" for text in found)

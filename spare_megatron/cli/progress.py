@@ -1,4 +1,4 @@
-"""What `spare train` shows: a live view on a terminal, plain lines elsewhere, and the table at the end."""
+"""Output of `spare train`: a live view on a terminal, plain lines elsewhere, and a table at the end."""
 
 import contextlib
 import time
@@ -42,18 +42,18 @@ from spare_megatron.process.reports import (
 )
 
 _BEHIND_S = 10.0
-"""After which the journal is behind if it lacks a step that was reported: its storage may be full."""
+"""Delay after which a reported step missing from the journal counts as late: its storage may be full."""
 
 
 _MOST_REASONS = 10
-"""Of a verdict that is not `valid`: a journal that lacks its end has one for each step and group."""
+"""Reasons to list if the verdict is not `valid`; a truncated journal yields one for each step and group."""
 
 
 class RunProgress:
-    """Follows a run's journal, and the events that no journal has. Use as a context manager around the run.
+    """Shows a run from its journal and from events that no journal has; a context manager around the run.
 
-    On a terminal the lines scroll by above a live view; each event is shown once, in its line. While the journal is
-    behind, as on a full disk, steps, losses and returns are shown as they are reported.
+    On a terminal, lines scroll above a live view. While the journal is behind, as on a full disk, steps, losses and
+    rejoins are shown as reported; each event is shown once.
     """
 
     def __init__(self, config: RunConfig, console: Console, run_dir: Path) -> None:
@@ -62,10 +62,10 @@ class RunProgress:
         self._console = console
         self._follower = Follower(run_dir)
         self._lines = NewLines(has_steps=not console.is_terminal)
-        self._absent: set[int] = set()  # groups that are lost, and not up again
+        self._absent: set[int] = set()  # lost groups that are not up again
         self._is_store_away = self._is_store_short = False
         self._wiped_out_at: int | None = None
-        self._reported: tuple[int, float] | None = None  # a step that the journal lacked, and when it was reported
+        self._reported: tuple[int, float] | None = None  # a step missing from the journal, and when it was reported
         self._next_at_s = self._next_poll_s = 0.0
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
@@ -85,7 +85,7 @@ class RunProgress:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Shows what the journal has to tell by now; without a terminal only after an event or two seconds."""
+        """Shows what is new in the journal; without a terminal, only after an event or two seconds."""
         now_s = time.time()
         if now_s < self._next_poll_s:
             return
@@ -95,14 +95,14 @@ class RunProgress:
             self._live.update(view_of(run_state, self._plan, now_s, num_events=0), refresh=True)
 
     def take(self, event: RunEvent) -> None:
-        """Shows an event, unless the journal tells of it."""
+        """Shows an event unless the journal has it."""
         if not isinstance(event, StepCommitted):
             self._next_poll_s = 0.0
         match event:
             case Starting(what=what):
                 self._tell(f"starting: {what}")
             case RanksReady(group=group) if group in self._absent:
-                self._absent.discard(group)  # each of its nodes says so
+                self._absent.discard(group)  # each node of the group reports it
                 self._tell(f"group {group} is up again and waits for the end of a step")
             case StepCommitted():
                 self._committed(event)
@@ -125,7 +125,7 @@ class RunProgress:
             case StoreAwaited() | StoreAway() | StoreBack() | StoreMeasured():
                 self._store_told(event)
             case RunStopped(step=step, reason=reason, is_final=False) if step != self._wiped_out_at:
-                self._wiped_out_at = step  # each group says so
+                self._wiped_out_at = step  # each group reports it
                 self._tell(f"wiped out after {step} committed steps: {reason}")
 
     def _describe_records(self, event: RecordsHeld | RecordsLost) -> str:
@@ -149,7 +149,7 @@ class RunProgress:
                     f"warning: etcd at {', '.join(endpoints)} (control.endpoints) does not answer: {reason}; it is "
                     f"waited for when all else is ready, control.store_timeout_s={limit_s:g} s at most"
                 )
-            case StoreAway(limit_s=limit_s) if not self._is_store_away:  # each node says so
+            case StoreAway(limit_s=limit_s) if not self._is_store_away:  # each node reports it
                 self._is_store_away = True
                 self._tell(f"the control store does not answer; training pauses for it, {limit_s:g} s at most")
             case StoreBack(away_s=away_s) if self._is_store_away:
@@ -161,7 +161,7 @@ class RunProgress:
                 self._is_store_short = bool(shortage)
 
     def _committed(self, event: StepCommitted) -> None:
-        """Tells of a step if the journal is behind."""
+        """Shows a committed step if the journal is behind."""
         newest, now_s = self._follower.run_state.newest, time.time()
         if self._reported is None or (newest is not None and newest.step >= self._reported[0]):
             self._reported = event.step, now_s
@@ -194,13 +194,13 @@ class RunProgress:
 
     def _follow(self) -> RunState:
         run_state = self._follower.run_state
-        with contextlib.suppress(OSError):  # of the journal's storage: what is new is shown the next time
+        with contextlib.suppress(OSError):  # from the journal's storage: the next poll retries
             self._follower.poll()
         self._print(*self._lines.take(run_state, time.time()))
         return run_state
 
     def _tell(self, text: str) -> None:
-        self._follow()  # for what it may refer to
+        self._follow()  # shows the events that the text may refer to first
         self._print(self._lines.stamped(text, time.time()))
 
     def _print(self, *lines: str) -> None:
@@ -209,7 +209,6 @@ class RunProgress:
 
 
 def print_summary(summary: Summary, run_dir: Path, console: Console) -> None:
-    """The table at the end of a run."""
     table = Table(title="run", show_header=False, box=box.SIMPLE)
     for name, value in _figures(summary, run_dir):
         table.add_row(name, value)

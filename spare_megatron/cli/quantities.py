@@ -1,4 +1,4 @@
-"""Durations, sizes and ranges as people write them."""
+"""Parses durations, sizes and ranges as users write them."""
 
 import math
 import re
@@ -10,15 +10,10 @@ _PART = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def parse_duration_s(option: str, text: str, *, is_zero_fine: bool = False) -> float:
-    """Seconds of a duration like 300s, 5m, 2h, 1h30m or 250ms.
-
-    Args:
-        option: Whose value it is, for the message.
-        text: What the user wrote.
-        is_zero_fine: Whether it may be 0.
+    """Seconds of a duration like 300s, 5m, 2h, 1h30m or 250ms; `option` names it in messages.
 
     Raises:
-        ValueError: The text is no duration, or it is out of range.
+        ValueError: The text is not a duration, or the duration is out of range.
 
     >>> parse_duration_s("--restart", "1h30m")
     5400.0
@@ -31,10 +26,10 @@ def parse_duration_s(option: str, text: str, *, is_zero_fine: bool = False) -> f
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Bytes of a size like 64MiB or 1.5GB. For a rate like 2GB/s the "/s" is left off.
+    """Bytes of a size like 64MiB or 1.5GB; a rate may end in "/s", which is dropped.
 
     Raises:
-        ValueError: The text is no size, or the size is less than a byte.
+        ValueError: The text is not a size, or the size is less than a byte.
 
     >>> parse_bytes("--shard-size", "64MiB")
     67108864
@@ -46,14 +41,10 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def parse_redundancies(text: str, most: int) -> tuple[int, ...]:
-    """Ascending redundancies of a text like 2..20 or 3,4,8..10.
-
-    Args:
-        text: What the user wrote.
-        most: The groups that there are.
+    """Ascending redundancies of a text like 2..20 or 3,4,8..10; `most` is the number of groups.
 
     Raises:
-        ValueError: The text says something else, or a redundancy is out of range.
+        ValueError: The text is malformed, or a redundancy is out of range.
 
     >>> parse_redundancies("3,5..7", most=7)
     (3, 5, 6, 7)
@@ -76,7 +67,7 @@ def parse_redundancies(text: str, most: int) -> tuple[int, ...]:
 
 
 def _sum_of_parts(option: str, text: str, units: dict[str, float] | dict[str, int], example: str) -> float:
-    """The sum of all numbers with units in a text. A leading minus makes it negative."""
+    """Sums all numbers with units in the text; a leading minus makes the sum negative."""
     body = text.strip()
     is_negative = body.startswith("-")
     rest = body.lstrip("-") if is_negative else body

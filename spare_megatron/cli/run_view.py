@@ -1,4 +1,4 @@
-"""How a run stands, for people: a view on a terminal, lines elsewhere. Letters say what colours say."""
+"""Renders the state of a run as a terminal view or as lines; letters repeat what colours show."""
 
 import datetime
 from collections import Counter
@@ -27,23 +27,15 @@ _IN_A_BLOCK, _IN_A_ROW = 10, 50
 _BAR_WIDTH = 50
 _EVENTS_SHOWN = 6
 _RECENT_COMMITS = 8
-"""Among which the newest step is that some group has applied."""
+"""Commits searched for that of the newest applied step."""
 STEP_LINE_INTERVAL_S = 2.0
-"""Without a terminal, seconds between lines about steps."""
+"""Seconds between lines about steps, without a terminal."""
 
 
 def view_of(
     run_state: RunState, plan: SavePlan, now_s: float, note: str = "", num_events: int = _EVENTS_SHOWN
 ) -> RenderableType:
-    """The view of a run.
-
-    Args:
-        run_state: How it stands.
-        plan: When it saves.
-        now_s: Seconds since the epoch.
-        note: What is to be said that no journal tells.
-        num_events: The last events to be listed, at most.
-    """
+    """The terminal view of a run, with the last `num_events` events, and a note that the journal does not have."""
     run = run_state.run
     if run is None:
         return Text(note or "the journal has no run yet")
@@ -60,7 +52,7 @@ def view_of(
 
 
 def lines_of(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]:
-    """The same as text."""
+    """The view as lines of text, without bar and note."""
     if run_state.run is None:
         yield "the journal has no run yet"
         return
@@ -70,26 +62,25 @@ def lines_of(run_state: RunState, plan: SavePlan, now_s: float) -> Iterator[str]
 
 
 class NewLines:
-    """What a run's journal has to tell since the last time, as lines with their times: each event once.
+    """Lines about what is new in a run's journal, with timestamps; each event appears once.
+
+    With `has_steps` there are also lines about the newest step, with events or every `STEP_LINE_INTERVAL_S`.
 
     Attributes:
-        unrecorded: Texts of events that were told before the journal had them.
-
-    Args:
-        has_steps: Has a line about the newest step, too, with events or when the last one is two seconds old.
+        unrecorded: Events already shown before the journal had them.
     """
 
     def __init__(self, *, has_steps: bool) -> None:
         self.unrecorded: set[str] = set()
         self._has_steps = has_steps
         self._num_events = 0
-        self._told = (-1, 0)  # the newest attempt, and restarts, as of the last line about a step
+        self._told = (-1, 0)  # newest attempt and number of restarts in the last step line
         self._next_at_s = 0.0
 
     def take(self, run_state: RunState, now_s: float) -> list[str]:
-        """The new lines in the order of their times."""
+        """The new lines, ordered by time."""
         if run_state.num_events > self._num_events or run_state.end is not None:
-            self._next_at_s = now_s  # a step that came before an event is told before it
+            self._next_at_s = now_s  # show an earlier step before the event
         found = [*run_state.events_since(self._num_events), *self._step(run_state, now_s)]
         self._num_events = run_state.num_events
         new = [event for event in sorted(found, key=lambda event: event.at_s) if event.text not in self.unrecorded]
@@ -97,7 +88,7 @@ class NewLines:
         return [self.stamped(event.text, event.at_s) for event in new]
 
     def stamped(self, text: str, at_s: float) -> str:
-        """The text with the local time before each of its lines; with the date where lines are kept."""
+        """Prefixes each line with the local time, and with the date if lines are kept."""
         time = f"{datetime.datetime.fromtimestamp(at_s):{'%Y-%m-%d %H:%M:%S' if self._has_steps else '%H:%M:%S'}}"
         return "\n".join(f"{time} {line}" for line in text.split("\n"))
 
@@ -112,7 +103,7 @@ class NewLines:
 
 
 def step_line(run_state: RunState, now_s: float) -> str:
-    """The step that the run has come to, in a line."""
+    """One line about the newest step of the run."""
     run, folding, update = run_state.run, run_state.folding, run_state.newest
     assert run is not None, "nothing is told of a run that is not there"
     assert folding is not None, "a run has a log"
@@ -130,7 +121,6 @@ def step_line(run_state: RunState, now_s: float) -> str:
 
 
 def figures_of(run: RunRecord, update: UpdateRecord, num_groups: int) -> Iterator[str]:
-    """Those of a step that so many groups took part in."""
     yield f"step {update.step + 1}/{run.num_steps}"
     if update.loss:  # a simulated run has none
         yield f"loss {update.loss:.4f}"
@@ -171,7 +161,7 @@ def _describe_goodput(goodput: Goodput) -> str:
 
 
 def _grid(states: Sequence[GroupState]) -> Text:
-    """A letter for each group, by tens, and what the letters mean."""
+    """One letter per group in blocks of ten, with a legend."""
     grid = Text("groups ")
     for group, state in enumerate(states):
         if group and group % _IN_A_ROW == 0:

@@ -1,4 +1,4 @@
-"""What commands that run a training on this machine have in common."""
+"""Shared by the commands that train on this machine."""
 
 import contextlib
 import datetime
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spare_megatron.supervisor.remote_supervisor import Launcher
 
 _MOST_FAULTS = 4
-"""To be named before a run; a campaign has hundreds."""
+"""Faults to name before a run; a campaign has hundreds."""
 
 
 def load_runnable(
@@ -29,16 +29,10 @@ def load_runnable(
     overrides: Sequence[str],
     restrict: Callable[["RunConfig"], "RunConfig"] = lambda config: config,
 ) -> "RunConfig":
-    """The configuration, after telling what may not be meant.
+    """Loads a configuration that can run on this machine, and prints its warnings.
 
-    Args:
-        command: For the message.
-        path: The preset.
-        overrides: Of its settings.
-        restrict: Leaves out what the command does not run, before the rest is judged.
-
-    Raises:
-        ValueError: It cannot run here; the text has every reason.
+    `restrict` removes what the command does not run, before validation. Raises ValueError with every reason if it
+    cannot run.
     """
     from spare_megatron.config.validate import warnings
     from spare_megatron.driver.run import look_at_machine
@@ -51,13 +45,13 @@ def load_runnable(
 
 
 def choose_run_dir(config: "RunConfig", stated: Path | None) -> Path:
-    """The directory that is stated, or one that is named after the run and the time."""
+    """The stated directory, or one named after the run and the current time."""
     return stated or Path("runs") / f"{config.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
 @contextlib.contextmanager
 def told_interruption(command: str, run_dir: Path) -> Iterator[None]:
-    """Around a run: SIGTERM ends it as Ctrl-C does, and either ends the command when all processes are gone."""
+    """Makes SIGTERM act like Ctrl-C; once all processes have ended, either one prints where the run is and exits."""
     try:
         with interrupts.raising():
             yield
@@ -74,7 +68,7 @@ def run_and_show(
     *listeners: Callable[["RunEvent"], None],
     launcher: "Launcher | None" = None,
 ) -> "Summary":
-    """The whole run, with its progress on the console; others may listen. Supervisors start here without a launcher."""
+    """Trains, with progress on the console and events passed to `listeners`; without a launcher, on this machine."""
     from spare_megatron.cli.detached_view import DetachedView
     from spare_megatron.cli.progress import RunProgress
     from spare_megatron.driver.run import start_run
@@ -93,7 +87,7 @@ def run_and_show(
 
 
 def plan_of(config: "RunConfig") -> str:
-    """What is about to be trained, and the faults to come."""
+    """One line about the run to start and the faults to inject."""
     from spare_megatron.faults.rates import draw_faults
     from spare_megatron.faults.trace import resolve_trace
     from spare_megatron.journal.events import fault_named

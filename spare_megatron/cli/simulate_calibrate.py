@@ -1,4 +1,4 @@
-"""`spare simulate --calibrate`: costs of a real run, and what they predict of it or of another."""
+"""`spare simulate --calibrate`: costs measured in a real run, and what they predict for it or another run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,18 +20,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run has measured, and the replay of its own losses or of those of another run."""
+    """Costs measured in a run, and the replay of its losses or of another run's."""
 
     calibration: Calibration
     replay: Replay
 
 
 def measured_by(run_dir: Path, replayed_dir: Path | None) -> Measured:
-    """The costs of a run, and what they predict of the run to be replayed; without one of the run itself.
+    """Calibrates costs on a run and replays the losses of `replayed_dir`, or else of the run itself.
 
     Raises:
-        ValueError: A journal has nothing to measure by.
-        OSError: It cannot be read.
+        ValueError: A journal has too little to calibrate on or to replay.
+        OSError: A journal cannot be read.
     """
     found = _explained("--calibrate", run_dir, lambda: calibrate(read_journal(run_dir)))
     costs, scatter, replayed = CostModel(**found.costs), found.scatter, replayed_dir or run_dir
@@ -42,12 +42,12 @@ def measured_by(run_dir: Path, replayed_dir: Path | None) -> Measured:
 
 
 def costs_elsewhere(found: Calibration) -> dict[str, float]:
-    """The costs that hold for other scenarios, too: that groups share processors belongs to the run's machine."""
+    """The costs that hold for other scenarios: without processor sharing, which belongs to the run's machine."""
     return {name: value for name, value in found.costs.items() if name != "full_speed_groups"}
 
 
 def as_json(measured: Measured) -> dict[str, Any]:
-    """`calibration` and `replay` of the figures; infinite values are null."""
+    """`calibration` and `replay` of the JSON figures; an infinite `full_speed_groups` is null."""
     calibration, found = asdict(measured.calibration), asdict(measured.replay)
     if calibration["full_speed_groups"] == float("inf"):
         calibration["full_speed_groups"] = None
@@ -63,7 +63,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
 
 
 def print_measured(measured: Measured, console: Console) -> None:
-    """The costs, how well they fit, what could not be told, and the predictions beside what was measured."""
+    """Prints the costs, their fit, what the run could not measure, and predictions beside measurements."""
     table = _table(f"measured in the run {measured.calibration.name}", "", "")
     for name, value in _calibration_rows(measured.calibration):
         table.add_row(name, value)

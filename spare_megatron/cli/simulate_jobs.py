@@ -1,4 +1,4 @@
-"""Simulations in parallel processes, their results kept as they come."""
+"""Runs simulations in parallel processes and saves each result as it arrives."""
 
 import multiprocessing
 import os
@@ -29,17 +29,13 @@ from spare_megatron.simulator.sweep import (
 )
 
 _PLAIN_INTERVAL_S = 2.0
-"""Without a terminal, seconds between lines about finished cases."""
+"""Seconds between lines about finished cases, without a terminal."""
 _ENDING_S = 5.0
-"""Longest wait for processes that were told to end."""
+"""Longest wait for terminated processes before they are killed."""
 
 
 class ResultFile:
-    """Finished cases, one JSON line each. What it holds already is not simulated again.
-
-    Raises:
-        ValueError: The file is there and holds something else.
-    """
+    """Finished cases, one JSON line each, which are not simulated again; raises ValueError for any other file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,18 +45,18 @@ class ResultFile:
         except ValueError as error:
             raise ValueError(f"--out {path}: {error}") from error
         if text and not text.endswith("\n"):
-            # The last line was cut off in the middle: without this the next one would be appended to it.
+            # Drop a last line that was cut off, or the next one would be appended to it.
             os.truncate(path, len(text[: text.rfind("\n") + 1].encode()))
         path.open("a").close()
 
     def append(self, result: CaseResult) -> None:
-        """Hands the line to the operating system before the next case is waited for."""
+        """Appends a result and closes the file, so that the line survives this process."""
         with self._path.open("a") as file:
             file.write(encode_result(result) + "\n")
 
 
 class CaseProgress:
-    """A bar over all cases on a terminal, plain lines elsewhere. Use as a context manager."""
+    """Progress over all cases: a bar on a terminal, plain lines elsewhere. A context manager."""
 
     def __init__(self, num_cases: int, num_done: int, console: Console) -> None:
         self._console = console
@@ -85,7 +81,6 @@ class CaseProgress:
             self._bar.stop()
 
     def take(self, result: CaseResult) -> None:
-        """Shows that a case is done."""
         self._num_done += 1
         found = "given up" if result.stalled else f"{result.time_to_train_ratio:.3f} x"
         text = (
@@ -102,23 +97,16 @@ class CaseProgress:
 def simulate_all(
     cases: Sequence[Case], *, num_jobs: int, console: Console, out: ResultFile | None = None
 ) -> dict[str, CaseResult]:
-    """Digest -> result of all cases.
+    """Simulates the cases that `out` does not have; returns the results of all by digest.
 
-    Args:
-        cases: What to simulate.
-        num_jobs: Processes; 1 simulates in this one.
-        console: Where progress is shown.
-        out: Results of earlier calls, and where new ones are kept.
-
-    Raises:
-        KeyboardInterrupt: After the processes have been told to end; they end, too, if this one is killed. Finished
-            cases are kept.
+    `num_jobs` is the number of processes; 1 simulates in this one. They end if this process is interrupted or killed;
+    finished cases stay in `out`.
     """
     results = dict(out.found) if out is not None else {}
     left = pending(cases, results)
     with (
         CaseProgress(len(cases), len(cases) - len(left), console) as progress,
-        closing(_simulated(left, min(num_jobs, len(left)))) as finished,  # an interrupt here ends the processes, too
+        closing(_simulated(left, min(num_jobs, len(left)))) as finished,  # ends the processes on an interrupt
     ):
         for result in finished:
             results[result.digest] = result
@@ -129,7 +117,7 @@ def simulate_all(
 
 
 def default_jobs() -> int:
-    """One process for each processor that this one may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -137,24 +125,24 @@ def _simulated(cases: Sequence[Case], num_jobs: int) -> Generator[CaseResult]:
     if num_jobs <= 1:
         yield from map(_simulate_one, cases)
         return
-    # Fresh processes: a fork of one with threads (progress, solvers) may hang.
+    # Spawn: forking a process with threads (progress, solvers) may hang.
     start_in_safe_path_mode()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=_follow_the_first_process) as pool:
         try:
-            with never_in_children():  # processes are started with the first case
+            with never_in_children():  # the first case starts the processes
                 futures = [pool.submit(_simulate_one, case) for case in cases]
             for future in as_completed(futures):
                 yield future.result()
         except BaseException:
-            # The pool's own thread ends with them, and is waited for: the end of the program would write to a pipe that
-            # it is about to close.
+            # The pool's thread ends with its processes and is joined here. Otherwise the interpreter would write at
+            # exit to a pipe that this thread is about to close.
             _end(multiprocessing.active_children())
             raise
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Ends them all; kills those that do not end by themselves, as those that are stopped."""
+    """Terminates the processes, and kills those that do not end in time, such as stopped ones."""
     for process in processes:
         process.terminate()
     end_s = time.monotonic() + _ENDING_S
@@ -169,7 +157,7 @@ def _simulate_one(case: Case) -> CaseResult:
 
 
 def _follow_the_first_process() -> None:
-    """The first process may be killed without a chance to end this one, which would wait for work for ever."""
+    """Ends this process when its parent is killed; it would otherwise wait for work forever."""
     first = multiprocessing.parent_process()
     assert first is not None
     threading.Thread(target=_end_with, args=(first,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""What `spare simulate` prints."""
+"""Output of `spare simulate`: tables and the plot."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 _SMALLEST_TERM = 5e-4
-"""Terms that add less to the ratio are rounded to nothing and left out."""
+"""Smaller terms of the ratio round to zero and are left out."""
 
 
 def print_figures(listed: Sequence[Figures], console: Console) -> None:
-    """One scenario in full, or a line for each of several and the best in full."""
+    """Prints one scenario in full, or one line for each of several and the best in full."""
     best = min(listed, key=lambda figures: figures.time_to_train_ratio.mean)
     if len(listed) > 1:
         console.print(_comparison(listed, best))
@@ -60,7 +60,7 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _term_rows(figures: Figures) -> Iterator[tuple[str, str]]:
-    """What adds up to the ratio, the largest first."""
+    """The terms that add up to the ratio, the largest first."""
     yield "without losses and saves", " 1.000"
     for name, share in sorted(figures.terms.items(), key=lambda item: -item[1]):
         if abs(share) >= _SMALLEST_TERM:
@@ -68,7 +68,6 @@ def _term_rows(figures: Figures) -> Iterator[tuple[str, str]]:
 
 
 def _cause_rows(figures: Figures) -> Iterator[tuple[str, str]]:
-    """The most frequent first."""
     for name, count in sorted(figures.losses_by_cause.items(), key=lambda item: -item[1]):
         yield name.replace("_", " "), f"{count:.1f} ({count / figures.losses:.1%})"
 
@@ -96,7 +95,7 @@ def _with_interval(found: Estimate, digits: int) -> str:
 
 
 def percent_with_bounds(found: Estimate, digits: int) -> str:
-    """In percent, with the bounds of its interval: a few seeds that differ widely have one that is not symmetric."""
+    """A share in percent with the bounds of its interval, which is asymmetric for few, widely differing seeds."""
     text = f"{100 * found.mean:.{digits}f}"
     if found.ci95 is None:
         return text
@@ -120,22 +119,16 @@ STYLES = {
     ("replication", "stack"): ("#CC79A7", "D"),
     ("checkpoint_only", "stack"): ("#E69F00", ""),
 }
-"""Okabe and Ito's palette, and a marker for each so that colour is not needed."""
+"""Okabe and Ito's palette, with markers so that colour is not needed."""
 
 _MOST_SAVES_SHOWN = 200
 
 _HIGHEST_RATIO = 3.0
-"""Ratios above this many times the least one of the policy are cut off."""
+"""Ratios up to this many times the least of the policies' best are always shown."""
 
 
 def write_plot(path: Path, base: Scenario, figures: Sequence[Figures], timeline: Sequence[Moment]) -> None:
-    """Time to train and availability over the redundancy, and one run, in one PNG file.
-
-    Args:
-        path: The file.
-        base: The scenario that was varied.
-        figures: Every policy and redundancy.
-        timeline: A run of the base scenario.
+    """Plots time to train and availability over redundancy, and one run, as one PNG.
 
     Raises:
         ValueError: There are no figures.
@@ -220,7 +213,7 @@ def _over_redundancy(
 
 
 def _ceiling(figures: Sequence[Figures]) -> float:
-    """Above the best of every policy but checkpoint_only, which may be off by orders of magnitude, and the paper's."""
+    """Upper axis limit: above each policy's best but checkpoint_only's, which may be far off, and the paper's."""
     best: dict[tuple[str, str], float] = {}
     for one in figures:
         kind, ratio = (one.policy, one.granularity), one.time_to_train_ratio.mean
@@ -248,7 +241,7 @@ def _published_points(axes: "Axes", base: Scenario, *, is_ratio: bool) -> None:
 
 
 def _timeline(groups: "Axes", steps: "Axes", base: Scenario, moments: Sequence[Moment]) -> None:
-    """Groups that take part, and steps done, over the hours of one run; restarts shaded."""
+    """Groups taking part and steps done over the time of one run, with restarts shaded."""
     unit_s, unit = (3600.0, "hours") if moments[-1].at_s < 5 * 86400 else (86400.0, "days")
     policy = "checkpoint_only" if base.policy == "checkpoint_only" else "spare"
     colour, _ = STYLES[policy, "stack" if policy == "checkpoint_only" else base.granularity]

@@ -1,4 +1,4 @@
-"""What a mistyped name was probably meant to be."""
+"""Builds a `RunConfig` from plain values, and suggests the nearest valid name for a mistyped one."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -12,11 +12,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from spare_megatron.config.schema import RunConfig
 
 _LEAST_LIKENESS = 0.65
-"""Of two names, as difflib has it: a letter or a word too few or too many, not another name."""
+"""Least difflib ratio between a mistyped name and a suggestion: a letter or a word off, not another name."""
 
 
 def nearest(name: str, valid: Collection[str]) -> str | None:
-    """The valid name that is near this one; of dotted names one of the same table, whose own name may be mistyped.
+    """The valid name closest to this one; a dotted name is matched by table first, then by key within that table.
 
     >>> valid = ["name", "spare.redundancy", "train.steps"]
     >>> [nearest(key, valid) for key in ("spare.redundency", "trian.steps", "spare.name")]
@@ -30,7 +30,7 @@ def nearest(name: str, valid: Collection[str]) -> str | None:
 
 
 def advice(name: str, valid: Collection[str]) -> str:
-    """The end of a message that a name is not valid: which one is near, or else which there are.
+    """How to fix an invalid name: the nearest valid one, the tables that have the key, or the valid names.
 
     >>> valid = ["name", "optimizer.redundancy", "optimizer.eps", "spare.redundancy"]
     >>> [advice(key, valid) for key in ("optimizer.name", "redundancy")]
@@ -52,26 +52,23 @@ def _near(name: str, valid: Collection[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeProblem:
-    """A value that does not fit its setting."""
-
     key: str
     text: str
 
 
 class _Misfit(Exception):
-    """A value does not have the type of its field; the text says which key, which value, what was expected."""
+    """A value does not have the type of its field; the text names the key, the value and the expected type."""
 
 
 def valid_keys() -> tuple[str, ...]:
-    """Every dotted key of the schema, in its order; `[megatron]` is open and contributes none."""
+    """Every dotted key in the order of the schema; `[megatron]` is open and contributes none."""
     return tuple(key for key, kind in _leaf_kinds(RunConfig, "").items() if get_origin(kind) is not Mapping)
 
 
 def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig, list[TypeProblem]]:
-    """The configuration with these values, and every value that does not fit; its setting has the default.
+    """Builds the configuration from values by dotted key; lists those of the wrong type, which keep their defaults.
 
-    Args:
-        values: Plain values by dotted key; every key is valid or starts with `megatron.`.
+    Every key must be valid or start with `megatron.`.
     """
     problems: list[TypeProblem] = []
     table: dict[str, Any] = {}
@@ -92,7 +89,7 @@ def build_run_config(values: Mapping[str, Any]) -> tuple[RunConfig, list[TypePro
 
 @cache
 def _leaf_kinds(schema: type[Any], prefix: str) -> Mapping[str, Any]:
-    """Of every setting its type; there is one schema, and a campaign builds many configurations."""
+    """Maps each dotted key to its type; cached because a campaign builds many configurations."""
     kinds: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind) and isinstance(kind, type):
@@ -116,7 +113,7 @@ def _build_sections(table: Mapping[str, Any]) -> RunConfig:
 
 
 def _convert(value: Any, kind: Any, key: str) -> Any:
-    """The value in the type of its field; whole numbers are fine where a number is expected."""
+    """Converts a value to the type of its field; a whole number is accepted for a float."""
     origin = get_origin(kind)
     if origin in (Union, UnionType):
         inner = [choice for choice in get_args(kind) if choice is not type(None)]
@@ -132,7 +129,7 @@ def _convert(value: Any, kind: Any, key: str) -> Any:
         if value in get_args(kind) and isinstance(value, str):
             return value
     elif kind is float and type(value) in (int, float):
-        with contextlib.suppress(OverflowError):  # a whole number beyond any float
+        with contextlib.suppress(OverflowError):  # a whole number too large for a float
             return float(value)
     elif type(value) is kind:
         return value
@@ -159,7 +156,7 @@ def _convert_table(value: Any, kind: type[Any], key: str) -> Any:
 
 
 def describe_kind(kind: Any) -> str:
-    """The expected type in words.
+    """Names the expected type in words.
 
     >>> describe_kind(int), describe_kind(Literal["fast", "slow"])
     ('a whole number', 'one of fast, slow')

@@ -1,7 +1,7 @@
-"""The two files of a corpus: whether they fit each other, and what is in them. Loads without torch.
+"""Validates the two files of a corpus (tokens and Megatron index) and reads its facts. Loads without torch.
 
-Reading all of it takes minutes where it is large. What was found is kept, with the size and the time of last change
-of both files, and counts only as long as they have these.
+A full read takes minutes for a large corpus, so its facts are cached with size and modification time of both files, and
+the cache is valid only while these match.
 """
 
 import hashlib
@@ -22,14 +22,13 @@ from spare_megatron.config.store_space import gib
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-"""Of an index of Megatron's: magic, version, code of the type of tokens, number of sequences and of documents."""
+"""Megatron index header: magic, version, token type code, number of sequences, number of documents."""
 _VERSION = 1
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOAT_TYPES = (6, 7)
 _CHUNK = 1 << 22
-"""Items read at a time."""
 _LONG_BYTES = 1 << 28
-"""More than this takes a second or longer to read."""
+"""Reading more than this takes a second or longer."""
 _DIGEST_DIGITS = 16
 _MOST_NOTE_BYTES = 1 << 16
 _STATE = "state"
@@ -37,15 +36,12 @@ _STATE = "state"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFacts:
-    """What is in a corpus.
+    """Contents of a corpus.
 
     Attributes:
-        digest: SHA-256 over both files, the first digits.
-        num_tokens: Of all sequences.
-        least_token: The smallest token id.
-        largest_token: The largest token id.
-        tokenizer: What made the tokens, where the note beside the corpus says so.
-        vocab_size: The vocabulary that the corpus was written with, where the note says so.
+        digest: First digits of the SHA-256 over both files.
+        tokenizer: Tokenizer named in the note beside the corpus; empty if there is none.
+        vocab_size: Vocabulary named in the note, with which the corpus was written.
     """
 
     digest: str
@@ -57,13 +53,13 @@ class CorpusFacts:
 
     @property
     def identity(self) -> str:
-        """Which corpus it is, wherever it lies."""
+        """Identifies the corpus independently of its path."""
         known = f"{self.digest}, {self.num_tokens} tokens"
         return f"{known}, tokenizer {self.tokenizer}" if self.tokenizer else known
 
 
 def is_same_corpus(one: str, other: str) -> bool:
-    """Whether two identities are of one corpus; what one of them does not say tells nothing, all of it if empty.
+    """Whether two identities may denote one corpus; parts that either lacks are not compared.
 
     >>> is_same_corpus("9f86d081884c7d65, 300 tokens", "9f86d081884c7d65, 300 tokens, tokenizer byte")
     True
@@ -76,22 +72,16 @@ def is_same_corpus(one: str, other: str) -> bool:
 
 
 def corpus_files(prefix: str | Path) -> tuple[Path, Path]:
-    """The tokens and the index of a corpus."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """Where what is derived from the corpus goes."""
+    """Folder for files derived from the corpus."""
     return (Path(data.cache) if data.cache else Path(data.corpus).absolute().parent / "cache").absolute()
 
 
 def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: None) -> tuple[CorpusFacts | None, str]:
-    """What is in the corpus, or why it is unfit; neither where a file is missing.
-
-    Args:
-        data: Where the corpus is.
-        on_read: Called with what is about to be done, if that takes long.
-    """
+    """Facts of the corpus, or why it cannot be used; neither if a file is missing. `on_read` announces long reads."""
     try:
         return _look_at(data, on_read), ""
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -106,7 +96,7 @@ def judge_corpus(data: DataConfig, on_read: Callable[[str], None] = lambda _: No
 
 
 def _look_at(data: DataConfig, on_read: Callable[[str], None]) -> CorpusFacts:
-    """Raises ValueError where the corpus is unfit, OSError where it cannot be read."""
+    """Facts from the cache, else from a full read. Raises ValueError if damaged, OSError if unreadable."""
     files = corpus_files(data.corpus)
     state = _state_of(files)
     note = _note_beside(data.corpus)
@@ -115,29 +105,24 @@ def _look_at(data: DataConfig, on_read: Callable[[str], None]) -> CorpusFacts:
     if facts is None:
         facts = read_corpus(data.corpus, on_read)
         _keep(kept, {**_figures(facts), _STATE: state})
-    if note.get("digest", facts.digest) != facts.digest:  # it is of what was here before
+    if note.get("digest", facts.digest) != facts.digest:  # the note describes an earlier corpus at this path
         return facts
     return replace(facts, tokenizer=str(note.get("tokenizer", "")), vocab_size=note.get("vocab_size"))
 
 
 def note_of(prefix: str | Path, tokenizer: str, vocab_size: int) -> str:
-    """What `spare preprocess` notes beside a corpus that it has written.
-
-    Raises:
-        ValueError: The files are damaged.
-        OSError: They cannot be read.
-    """
+    """The note that `spare preprocess` writes beside a corpus. Raises as `read_corpus`."""
     state = _state_of(corpus_files(prefix))
     figures = _figures(read_corpus(prefix))
     return json.dumps({"tokenizer": tokenizer, "vocab_size": vocab_size, **figures, _STATE: state}) + "\n"
 
 
 def read_corpus(prefix: str | Path, on_read: Callable[[str], None] = lambda _: None) -> CorpusFacts:
-    """Reads both files from the first to the last byte.
+    """Reads both files completely.
 
     Raises:
-        ValueError: They are damaged, or do not fit each other.
-        OSError: One cannot be read.
+        ValueError: They are damaged or do not match.
+        OSError: A file cannot be read.
     """
     tokens, index = corpus_files(prefix)
     num_bytes = tokens.stat().st_size
@@ -168,7 +153,7 @@ def read_corpus(prefix: str | Path, on_read: Callable[[str], None] = lambda _: N
 
 
 def _check_index(path: Path) -> tuple[np.dtype[Any], int]:
-    """The type of the tokens and how many bytes they take, by an index that does not contradict itself."""
+    """Checks the index for consistency; returns the token type and the size of all tokens in bytes."""
     with path.open("rb") as file:
         dtype, num_sequences, num_documents = _read_header(path, file)
         num_bytes = _check_sequences(path, file, num_sequences, dtype.itemsize)
@@ -191,7 +176,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
         raise ValueError(f"{path} is the index of floating-point numbers, not of token ids; choose another corpus")
     if code not in _TOKEN_TYPES:
         raise _damaged(path, f"names a type of tokens that does not exist ({code})")
-    # That of a multimodal corpus has a byte more for each sequence, which nothing here reads.
+    # The index of a multimodal corpus has one more byte per sequence, which is not read.
     needed = _HEADER.size + 12 * num_sequences + 8 * num_documents
     if size not in (needed, needed + num_sequences):
         what = "cut short or damaged" if size < needed else "damaged"
@@ -200,7 +185,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
 
 
 def _check_sequences(path: Path, file: BinaryIO, count: int, itemsize: int) -> int:
-    """The bytes of all tokens: each sequence begins where the one before it ends."""
+    """Checks that each sequence begins where the one before it ends; returns the bytes of all tokens."""
     end = 0
     for first in range(0, count, _CHUNK):
         num = min(_CHUNK, count - first)
@@ -218,7 +203,6 @@ def _check_sequences(path: Path, file: BinaryIO, count: int, itemsize: int) -> i
 
 
 def _check_documents(path: Path, file: BinaryIO, num_sequences: int, count: int) -> None:
-    """They begin at sequences, in order; the last number is that of all sequences."""
     last, offset = 0, _HEADER.size + 12 * num_sequences
     for first in range(0, count, _CHUNK):
         begins = _integers(path, file, "<i8", offset + 8 * first, min(_CHUNK, count - first))
@@ -236,7 +220,7 @@ def _integers(path: Path, file: BinaryIO, dtype: str, offset: int, count: int) -
 
 
 def _token_range(path: Path, dtype: np.dtype[Any], update: Callable[[Any], None]) -> tuple[int, int]:
-    """The smallest and the largest token id; all bytes go to `update`."""
+    """The smallest and the largest token id; passes all bytes to `update`."""
     chunks = list(_ranges(path, dtype, update))
     return min(least for least, _ in chunks), max(largest for _, largest in chunks)
 
@@ -256,7 +240,7 @@ def _damaged(path: Path, what: str) -> ValueError:
 
 
 def _state_of(files: tuple[Path, Path]) -> list[list[int]]:
-    """Sizes and times of last change of files that can be read."""
+    """Size and modification time of each file; opens them to make sure that they can be read."""
     state = []
     for file in files:
         with file.open("rb") as stream:
@@ -270,12 +254,12 @@ def _name_of(prefix: str) -> str:
 
 
 def _figures(facts: CorpusFacts) -> dict[str, Any]:
-    """What the files say themselves."""
+    """The facts that come from the files themselves, not from the note."""
     return {name: value for name, value in asdict(facts).items() if name not in ("tokenizer", "vocab_size")}
 
 
 def _facts_in(note: Mapping[str, Any], state: list[list[int]]) -> CorpusFacts | None:
-    """What the note says of files in this state; None if nothing."""
+    """The facts in a note if it describes files in this state, else None."""
     counts: dict[str, Any] = {name: note.get(name) for name in ("num_tokens", "least_token", "largest_token")}
     if note.get(_STATE) != state or not all(isinstance(count, int) for count in counts.values()):
         return None
@@ -283,11 +267,7 @@ def _facts_in(note: Mapping[str, Any], state: list[list[int]]) -> CorpusFacts | 
 
 
 def _note_beside(prefix: str) -> Mapping[str, Any]:
-    """What `spare preprocess` has noted beside the corpus; empty where it is another's.
-
-    Raises:
-        ValueError: What should say with which vocabulary the corpus was written says something else.
-    """
+    """The note of `spare preprocess`; empty without one. Raises ValueError if the file has no vocabulary size."""
     path = Path(f"{prefix}.json")
     if not path.is_file():
         return {}
@@ -301,17 +281,17 @@ def _note_beside(prefix: str) -> Mapping[str, Any]:
 
 
 def _json_in(path: Path) -> Mapping[str, Any]:
-    """The object that a file holds; empty if it holds none."""
+    """The JSON object in a file; empty if it holds none."""
     with suppress(OSError, ValueError):
         with path.open("rb") as file:
-            note = json.loads(file.read(_MOST_NOTE_BYTES))  # Megatron's own tools read text from files of such names
+            note = json.loads(file.read(_MOST_NOTE_BYTES))  # Megatron's own tools use this name for files of text
         if isinstance(note, dict):
             return note
     return {}
 
 
 def _keep(path: Path, note: Mapping[str, Any]) -> None:
-    """Keeps the note for the next time, where that can be written."""
+    """Writes the note to the cache, if the cache is writable."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is wrong, or doubtful, with the nodes that a run is to have. Pure: from what was found there to texts."""
+"""Judges the nodes of a run by the facts collected on them. Pure: from facts to findings."""
 
 import statistics
 from collections import Counter
@@ -16,24 +16,17 @@ from spare_megatron.config.validate_cluster import num_etcd_members
 T = TypeVar("T", bound=Hashable)
 
 _SLOW_LINK = 3.0
-"""A link so many times slower than the median of all of them holds the others up."""
+"""Factor below the median speed at which a link slows the others down."""
 _MIN_LINKS = 3
 _OWN_FILES = 256
-"""Libraries, logs, the corpus, the store."""
+"""Files for libraries, logs, the corpus and the store."""
 _FILES_PER_PEER = 4
-"""gloo has a socket for each member of a communicator, and communicators that were let go may still be closing."""
+"""gloo keeps a socket per member of a communicator, and dropped communicators may still be closing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFinding:
-    """Something about one node.
-
-    Attributes:
-        node: Its name.
-        check: What was looked at.
-        text: The value, the limit and what to change.
-        is_problem: The run could not start, or not go on for long; otherwise it could, and not as it should.
-    """
+    """A problem of one node, or only a warning; `text` has the value, the limit and what to change."""
 
     node: str
     check: str
@@ -42,12 +35,9 @@ class NodeFinding:
 
 
 def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> list[NodeFinding]:
-    """What is wrong with these nodes, node by node.
+    """Findings about these nodes, ordered by node; the nodes of the run come first in `nodes`, then its spare ones.
 
-    Args:
-        config: A configuration without problems of its own.
-        folder: Of the checkpoints.
-        nodes: In the order of the run's nodes; spare ones follow.
+    `config` has no problems of its own; `folder` is that of the checkpoints.
     """
     whole = [(node, node.facts) for node in nodes if node.facts is not None]
     found = [NodeFinding(node=node.name, check="node", text=node.failure) for node in nodes if node.facts is None]
@@ -60,7 +50,7 @@ def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> lis
         found += _clock(config, node)
         found += _limits(config, node.name, facts)
         found += _store(config, node.name, facts, own_etcd_ports(config, index, len(nodes)))
-        if index == 0:  # it is the same one that all see
+        if index == 0:  # all nodes see the same store
             found += _store_room(config, node.name, facts)
         found += _corpus(config, node.name, facts)
         found += _folder(config, folder, node, facts)
@@ -70,7 +60,7 @@ def diagnose(config: RunConfig, folder: str, nodes: Sequence[NodeReport]) -> lis
 
 
 def own_etcd_ports(config: RunConfig, node: int, num_nodes: int) -> tuple[int, ...]:
-    """The ports that the job's own etcd takes on this one of the job's nodes; none without one."""
+    """Ports that the job's own etcd uses on this node; empty if it runs none there."""
     brings_etcd = config.cluster.launcher == "srun" and config.control.store == "etcd" and not config.control.endpoints
     if not brings_etcd or node >= num_etcd_members(num_nodes):
         return ()
@@ -79,18 +69,18 @@ def own_etcd_ports(config: RunConfig, node: int, num_nodes: int) -> tuple[int, .
 
 
 def nodes_per_group(config: RunConfig) -> int:
-    """Machines that the ranks of a group stand on, who write a checkpoint together."""
+    """Machines that a group stands on, which write a checkpoint together."""
     return -(-config.parallel.ranks_per_group // ranks_per_machine(config))
 
 
 def ranks_per_machine(config: RunConfig) -> int:
-    """All ranks where nodes are rehearsed on one machine."""
+    """Ranks on one machine: all of them if nodes are rehearsed on it."""
     layout = config.parallel
     return layout.num_ranks if config.cluster.launcher == "local" else layout.ranks_per_node
 
 
 def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[NodeFinding]:
-    """What should be the same everywhere, against what most nodes have; the first of them where there is no most."""
+    """Compares what must be equal on all nodes with the most frequent value; of equally frequent ones, the first."""
 
     def version_of(package: str, facts: NodeFacts) -> str:
         return facts.versions.get(package, "")
@@ -130,11 +120,11 @@ def _alike(nodes: Sequence[tuple[NodeReport, NodeFacts]]) -> Iterator[NodeFindin
 def _deviants(
     nodes: Sequence[tuple[NodeReport, NodeFacts]], value: Callable[[NodeFacts], T]
 ) -> Iterator[tuple[NodeReport, T, T]]:
-    """Nodes that differ from most, what they have, and what most have."""
+    """Yields each node whose value is not the most frequent one, with its value and the most frequent one."""
     values = [value(facts) for _, facts in nodes]
     if not values:
         return
-    usual = Counter(values).most_common(1)[0][0]  # of equally many, the one that comes first
+    usual = Counter(values).most_common(1)[0][0]  # on ties, the first one
     yield from ((node, own, usual) for (node, _), own in zip(nodes, values, strict=True) if own != usual)
 
 
@@ -175,7 +165,7 @@ def _gpus(config: RunConfig, name: str, facts: NodeFacts) -> Iterator[NodeFindin
 
 
 def _clock(config: RunConfig, node: NodeReport) -> Iterator[NodeFinding]:
-    """No decision compares clocks of two nodes; times in journals do, and losses are found within two heartbeats."""
+    """Warns about clock skew: journals compare times of nodes, though no decision does."""
     limit_s = 2 * config.control.heartbeat_interval_s
     clock = node.clock
     if clock is not None and abs(clock.ahead_s) - clock.error_s > limit_s:
@@ -286,7 +276,7 @@ def _folder(config: RunConfig, folder: str, node: NodeReport, facts: NodeFacts) 
 def _write_time(
     config: RunConfig, folder: str, share: float, bytes_per_s: float, finding: Callable[..., NodeFinding]
 ) -> Iterator[NodeFinding]:
-    """A node's share of a checkpoint, against the times that the configuration gives it."""
+    """Compares the time to write a node's share of a checkpoint with the configured timeout and interval."""
     write_s = share / max(bytes_per_s, 1.0)
     told = (
         f"{folder} takes {gib(bytes_per_s)} a second, which makes {write_s:.3g} s for this node's part of a checkpoint"

@@ -1,4 +1,4 @@
-"""How many parameters a model has, how many of them each pipeline stage holds, and what a token costs."""
+"""Sizes that follow from a configuration: parameters, memory of the fullest rank, batch, FLOPs per token."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.core.bucket_window import MAX_STAGED
 
 _VOCAB_MULTIPLE = 128
-"""The vocabulary of each tensor-parallel rank is padded to a multiple of this, as Megatron's training does."""
+"""Megatron pads the vocabulary of each tensor-parallel rank to a multiple of this."""
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
@@ -21,13 +21,11 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Parameters of a GPT, over all its tensor-parallel ranks.
+    """Parameter counts of a GPT, summed over tensor-parallel ranks.
 
     Attributes:
-        embedding: The embedding table.
-        positions: The learned positions; 0 if positions are rotated.
-        layer: One transformer layer.
-        layer_matrices: Those of a layer that each token is multiplied with.
+        positions: Learned positions; 0 with rotary ones.
+        layer_matrices: The matrices of a layer, by which each token is multiplied.
         final_norm: The norm behind the last layer.
         num_layers: Layers over all stages.
         is_tied: The output layer shares the embedding table.
@@ -43,7 +41,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, a table that is shared counted once."""
+        """Parameters of the whole model; a shared table counts once."""
         tables = self.embedding * (1 if self.is_tied else 2)
         return tables + self.positions + self.num_layers * self.layer + self.final_norm
 
@@ -56,7 +54,7 @@ class ModelShape:
 
 
 def model_shape(config: RunConfig) -> ModelShape:
-    """The shape of the model as Megatron builds it; `[megatron]` fields that change the number of parameters count."""
+    """The shape that Megatron builds, including the effect of `[megatron]` fields."""
     model, megatron = config.model, config.megatron
     hidden = model.hidden_size
     has_bias = bool(megatron.get("add_bias_linear", True))
@@ -90,12 +88,11 @@ def model_shape(config: RunConfig) -> ModelShape:
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Floating-point operations that training on one token takes: forward pass, and twice as many backward.
+    """Floating-point operations to train on one token: a forward pass, and twice as many backward.
 
-    Two for each element of a matrix that the token is multiplied with, the output layer's among them, and 4 s h a
-    layer for the scores of attention and what they weigh, over whole sequences of s tokens, h being the width of all
-    heads (Narayanan et al., arXiv 2104.04473, appendix, without what is computed again; nor are redundant microbatches
-    counted). The rest (norms, activations, softmax) is left out, as is usual.
+    Per token, a forward pass takes 2 per element of each matrix, the output layer's included, and 4 s h per layer for
+    attention, with s tokens in a sequence and h the width of all heads (Narayanan et al., arXiv 2104.04473, appendix).
+    Norms, activations, softmax, recomputation and redundant microbatches do not count.
     """
     shape, model = model_shape(config), config.model
     head = config.megatron.get("kv_channels") or model.hidden_size // model.num_attention_heads
@@ -106,14 +103,14 @@ def flops_per_token(config: RunConfig) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of the fullest rank, without what libraries and allocators take for themselves.
+    """Bytes of the fullest rank, without the overhead of libraries and allocators.
 
     Attributes:
-        weights_bytes: Parameters that the layers compute with.
-        gradients_bytes: The sums that gradients are added to.
-        reduction_bytes: The buckets that are staged at most.
-        optimizer_bytes: Adam's two moments, and fp32 parameters where the layers compute with others, of what is held.
-        activations_bytes: What the backward pass needs of the forward pass, at the most; an estimate.
+        weights_bytes: Parameters in the precision that layers compute with.
+        gradients_bytes: Buffers in which gradients are summed.
+        reduction_bytes: Buckets staged at a time, at most.
+        optimizer_bytes: Adam's moments and, if layers compute in other precision, fp32 parameters of the hosted state.
+        activations_bytes: Peak of what the forward pass keeps for the backward pass; an estimate.
     """
 
     weights_bytes: int
@@ -124,26 +121,13 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
         states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         return states + self.reduction_bytes + self.activations_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implications:
-    """What a configuration comes to.
-
-    Attributes:
-        num_ranks: Ranks over all groups.
-        ranks_per_group: Ranks of a group.
-        num_parameters: Parameters of the model.
-        microbatches_per_step: Microbatches of a step, over all groups.
-        sequences_per_step: The global batch in sequences.
-        tokens_per_step: The global batch in tokens.
-        tokens: Tokens of the whole run.
-        memory: The fullest rank.
-        checkpoint_bytes: A checkpoint: parameters and the optimizer's state, each once.
-    """
+    """Derived sizes of a configuration; counts per step cover all groups, `checkpoint_bytes` counts all state once."""
 
     num_ranks: int
     ranks_per_group: int
@@ -157,7 +141,7 @@ class Implications:
 
 
 def implications(config: RunConfig) -> Implications:
-    """What this configuration comes to; it has no problems."""
+    """Derives the sizes of a configuration without problems."""
     microbatches = config.layout.num_groups * config.spare.microbatches_per_shard
     sequences = microbatches * config.train.micro_batch_size
     tokens = sequences * config.model.seq_length
@@ -175,11 +159,10 @@ def implications(config: RunConfig) -> Implications:
 
 
 def rank_memory(config: RunConfig) -> RankMemory:
-    """The memory of the fullest rank."""
     layout = config.layout
     parameters = -(-max(model_shape(config).of_stages(layout.pipeline_parallel)) // layout.tensor_parallel)
     weights_bytes, optimizer_bytes = _bytes_per_parameter(config)
-    # Megatron's fp32 buffer is always there; reproducible sums are int64, and so are the buckets that are reduced.
+    # Megatron's fp32 buffer always exists; reproducible mode adds int64 sums, and reduces int64 buckets.
     number_bytes = 8 if config.reduce.mode == "reproducible" else 4
     sums = 4 + (number_bytes if config.reduce.mode == "reproducible" else 0)
     optimizer = config.optimizer
@@ -194,17 +177,17 @@ def rank_memory(config: RunConfig) -> RankMemory:
 
 
 def _bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
-    """Of a parameter that the layers compute with, and of what the optimizer keeps for it (see `RankMemory`)."""
+    """Bytes of a parameter in compute precision, and of its optimizer state (see `RankMemory`)."""
     return (2, 12) if config.model.precision == "bf16" else (4, 8)
 
 
 def _activations_bytes(config: RunConfig) -> int:
-    """Activations of the fullest stage.
+    """Activation bytes of the fullest stage.
 
-    Korthikanti et al., arXiv 2205.05198, without the scores of attention, which are never stored: a layer keeps
-    s b h (10 + 24/t) bytes in 16 bits, 34 s b h / t with sequence parallelism, 2 s b h when it is computed again. Of
-    the 24, 16 are those of a feed-forward layer of width 4 h. The first of p stages keeps those of p microbatches,
-    which after losses a group has even where its own shard has fewer.
+    Korthikanti et al., arXiv 2205.05198, without attention scores, which are never stored: a layer keeps s b h (10 +
+    24/t) bytes in 16 bits (s tokens, b sequences, h width, t tensor-parallel ranks), 34 s b h / t with sequence
+    parallelism, 2 s b h with full recomputation. Of the 24, 16 belong to a feed-forward layer of width 4 h. The first
+    of p stages keeps p microbatches: losses may give a group that many even if a shard has fewer.
     """
     model, layout, megatron = config.model, config.layout, config.megatron
     tensor = layout.tensor_parallel
@@ -222,7 +205,7 @@ def _activations_bytes(config: RunConfig) -> int:
     num_shards = layout.num_groups if config.data.access == "shared" else config.spare.redundancy
     in_flight = float(min(stages, num_shards * config.spare.microbatches_per_shard))
     if layout.virtual_pipeline > 1:
-        in_flight = stages + (stages - 1) / layout.virtual_pipeline  # it is padded to a multiple of the stages
+        in_flight = stages + (stages - 1) / layout.virtual_pipeline  # microbatches padded to a multiple of stages
     logits = tokens * 4 * padded_vocab_size(model.vocab_size, layout.tensor_parallel) / tensor
     first = layers * in_flight * tokens * per_token
     last = layers * tokens * per_token + logits

@@ -1,7 +1,6 @@
-"""A run's configuration from TOML presets and `--set` overrides, and where each value came from.
+"""Loads a run's configuration from TOML presets and `--set` overrides, and records where each value came from.
 
-Precedence, the later wins: defaults of the schema, included presets in their order, the preset itself, the preset of
-the cluster, overrides.
+Precedence, later wins: schema defaults, included presets in order, the preset itself, the cluster preset, overrides.
 """
 
 import os
@@ -20,16 +19,12 @@ INCLUDE = "include"
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be understood. The text lists everything found wrong with it."""
+    """The configuration cannot be read or parsed; the text lists every mistake found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A configuration and its provenance.
-
-    Attributes:
-        provenance: For each dotted key that was set, the file or `--set` argument whose value counts.
-    """
+    """A configuration, and for each dotted key that was set the file or `--set` argument whose value won."""
 
     config: RunConfig
     provenance: Mapping[str, str] = field(default_factory=dict)
@@ -44,27 +39,22 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mistake:
-    """What is wrong with a key or with the type of its value, and the setting that has its default for it."""
+    """An unknown key or mistyped value; `key` is the setting left at its default, the nearest valid one if unknown."""
 
     key: str
     text: str
 
     def concerns(self, problem: str) -> bool:
-        """Whether what is wrong with a value may be due to that default."""
+        """Whether a problem names the setting, and so may come from its default."""
         key = re.escape(self.key)
         return re.search(rf"(?<![\w.]){key}\b" if "." in self.key else rf"(?<![\w.]){key}[.=]", problem) is not None
 
 
 def load_run_config(path: Path | None, overrides: Sequence[str] = (), cluster: Path | None = None) -> LoadedConfig:
-    """The configuration that a preset and overrides describe.
-
-    Args:
-        path: The run preset; None starts from the defaults alone.
-        overrides: Arguments `a.b=value`, the value in TOML or a bare string.
-        cluster: A preset whose values win over those of the run preset: another place to run the same.
+    """Loads a preset (None: the defaults), then the cluster preset, then `a.b=value` overrides in TOML or bare text.
 
     Raises:
-        ConfigError: A file cannot be read or parsed, a key is unknown, a value has the wrong type.
+        ConfigError: A file cannot be read or parsed, a key is unknown, or a value has the wrong type.
     """
     return _without_mistakes(*_assemble(_read_all(path, overrides, cluster)))
 
@@ -75,18 +65,10 @@ def load_and_judge(
     judge: Callable[[RunConfig], Iterable[str]],
     cluster: Path | None = None,
 ) -> tuple[LoadedConfig, list[str]]:
-    """The configuration that a preset and overrides describe, and everything that is wrong with it.
+    """Loads as `load_run_config` does, and returns the configuration with everything wrong with it.
 
-    With a mistake in a key or a type the setting has its default, and what `judge` says of that is left out.
-
-    Args:
-        path: As for `load_run_config`.
-        overrides: As for `load_run_config`.
-        judge: What is wrong with the values of a configuration; a ValueError is one such thing.
-        cluster: As for `load_run_config`.
-
-    Raises:
-        ConfigError: A file cannot be read or parsed.
+    A setting with a mistaken key or type keeps its default, and what `judge` reports about it is dropped. A ValueError
+    from `judge` counts as one problem; ConfigError is raised only if a file cannot be read or parsed.
     """
     loaded, mistakes = _assemble(_read_all(path, overrides, cluster))
     try:
@@ -98,11 +80,7 @@ def load_and_judge(
 
 
 def loads_run_config(text: str, origin: str = "text") -> LoadedConfig:
-    """The configuration that one TOML text describes, without includes; the inverse of `dump_run_config`.
-
-    Raises:
-        ConfigError: As for `load_run_config`.
-    """
+    """Parses one TOML text without includes; the inverse of `dump_run_config`. Raises as `load_run_config`."""
     return _without_mistakes(*_assemble(list(_flatten(_parse_toml(text, origin), origin))))
 
 
@@ -145,7 +123,7 @@ def _read_all(path: Path | None, overrides: Sequence[str], cluster: Path | None)
 
 
 def _read_preset(path: Path, included_from: tuple[Path, ...]) -> Iterator[_Setting]:
-    """Settings of the included presets first, then of the preset itself."""
+    """Yields the settings of included presets, then those of the preset itself."""
     path = Path(os.path.normpath(path))
     via = f" (included from {included_from[-1]})" if included_from else ""
     if path in included_from:
@@ -172,7 +150,7 @@ def _parse_toml(text: str, origin: str) -> dict[str, Any]:
 
 
 def _parse_override(text: str) -> Iterator[_Setting]:
-    """Settings of one `a.b=value`; a value that is no TOML is a string."""
+    """Settings of one `a.b=value` argument; a value that is not TOML is a string."""
     key, separator, value_text = text.partition("=")
     key = key.strip()
     if not separator or not key:
@@ -187,7 +165,7 @@ def _parse_override(text: str) -> Iterator[_Setting]:
 
 
 def _flatten(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[_Setting]:
-    """One setting for each value; what stands below `[megatron]` is a value, whatever it is."""
+    """Yields one setting per value; a table directly below `[megatron]` is a value."""
     for name, value in table.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and not key.startswith("megatron."):

@@ -1,4 +1,4 @@
-"""What is found on the nodes that a run is to have, before it starts."""
+"""Facts collected on the nodes of a run before it starts; see `diagnosis` for their judgement."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,13 +8,7 @@ from spare_megatron.config.store_space import StoreSpace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as torch sees it.
-
-    Attributes:
-        name: Its model.
-        memory_bytes: What it has.
-        free_bytes: What nobody uses now.
-    """
+    """One GPU as torch sees it; `name` is its model, `free_bytes` its unused memory."""
 
     name: str
     memory_bytes: int
@@ -23,25 +17,22 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What a node says of itself.
+    """Facts that a node reports about itself.
 
     Attributes:
-        host: The name of the machine.
-        versions: Package -> version; empty where it is absent.
+        versions: Package -> version; empty if absent.
         torch_failure: Why torch cannot be loaded; empty if it can.
-        gpus: Those that torch sees.
         gpu_driver: Version of NVIDIA's driver; empty without one.
-        open_files: How many files a process may have open.
-        open_files_most: What that may be raised to.
-        locked_memory_bytes: How much memory a process may lock; None: all.
-        has_infiniband: There are adapters that want memory locked.
-        busy_ports: Those of the ports asked about that somebody listens on.
-        store_failures: Endpoint of etcd -> why it does not answer here.
-        store_refusal: What etcd answers instead of how large it is, or that it answers nothing; empty if it tells, or
-            cannot be connected to.
-        store_space: How large it is; None where it does not tell.
+        open_files: Limit on open files of a process.
+        open_files_most: Value to which that limit can be raised.
+        locked_memory_bytes: Limit on locked memory of a process; None if unlimited.
+        has_infiniband: InfiniBand adapters are present, which need locked memory.
+        busy_ports: The requested ports that are already in use.
+        store_failures: etcd endpoint -> why it does not answer here.
+        store_refusal: Why etcd does not report its size; empty if it does, or cannot be connected to.
+        store_space: Size of etcd's database; None if not reported.
         corpus_bytes: Sizes of the corpus's two files; None for one that cannot be read.
-        sees_folder: The file that the driver has put into the folder of the checkpoints is there.
+        sees_folder: The file that the driver wrote to the checkpoint folder is visible.
         folder_free_bytes: Free space in that folder.
     """
 
@@ -65,7 +56,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast bytes went; or why they did not."""
+    """A measured transfer rate, or why the measurement failed."""
 
     bytes_per_s: float = 0.0
     failure: str = ""
@@ -73,7 +64,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """How far a node's clock is ahead of the driver's, give or take the error."""
+    """Offset of a node's clock from the driver's, with its uncertainty."""
 
     ahead_s: float
     error_s: float
@@ -81,16 +72,13 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """One node and what was measured between it and others.
+    """Facts of one node and measurements between it and others.
 
     Attributes:
-        name: What it is called: its name in Slurm, or `node I`.
-        failure: Why nothing more is known of it; empty otherwise.
-        facts: What it says of itself.
-        clock: Its clock.
-        write: Into the folder of the checkpoints, while the other nodes of a group write, too.
-        link_to: The node that it sent bytes to; empty if it is alone.
-        link: To that node, all nodes sending at once.
+        failure: Why the node could not be examined; empty if it was.
+        write: Rate into the checkpoint folder while the other nodes of a group write too.
+        link_to: The node to which `link` was measured; empty for a single node.
+        link: Rate to that node while all nodes send.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Which code this is: a digest of it, and the commit where it stands in a checkout of its own.
+"""Identifies the running code by a digest and, if it stands in a checkout of its own, a commit.
 
-All processes of a run have the same. None of them imports from the working directory, where a user may keep a copy of
-this package, or a file that has the name of one of Python's modules.
+All processes of a run must have equal code. None imports from the working directory, where a copy of this package or
+a file named like a module of the standard library may lie.
 """
 
 import hashlib
@@ -15,16 +15,15 @@ from spare_megatron import __version__
 PACKAGE = Path(__file__).resolve().parents[1]
 UNKNOWN = "unknown"
 NUM_DIGITS = 12
-"""Of a digest, for people."""
+"""Digits of a digest shown to users."""
 _ANSWER_S = 10.0
 
 
 @cache
 def code_digest(*packages: str) -> str:
-    """SHA-256 of the Python files of these packages of ours, of all of them without a name.
+    """SHA-256 of the Python files of the given packages of `spare_megatron`; of all packages if none is given.
 
-    A checkout changes without its version. The files are read once: a process that has imported them, and what is
-    forked from it, keeps this digest when they change.
+    Cached: a process and its forks keep the digest of the code they imported, even if the files change later.
     """
     digest = hashlib.sha256(__version__.encode())
     for folder in [PACKAGE / name for name in packages] or [PACKAGE]:
@@ -34,11 +33,7 @@ def code_digest(*packages: str) -> str:
 
 
 def code_mismatch(code: str) -> str:
-    """How this process's code differs from that of its run; empty if it does not.
-
-    Args:
-        code: Digest of the code of the run's driver.
-    """
+    """How this process's code differs from that of the run's driver, whose digest is `code`; empty if it does not."""
     own = code_digest()
     if own == code:
         return ""
@@ -46,22 +41,22 @@ def code_mismatch(code: str) -> str:
 
 
 def start_in_safe_path_mode() -> None:
-    """Keeps the working directory off `sys.path` of every Python that this process and those below it start.
+    """Keeps the working directory off `sys.path` of this process's Python children, those of multiprocessing included.
 
-    Also of those that multiprocessing starts with `-c`. A command for another machine has `python -P` of its own.
+    Commands for other machines pass `python -P` instead.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def commit(num_digits: int = 40) -> str:
-    """The commit of the checkout, with `-dirty` behind it where that has changes; UNKNOWN where git cannot tell.
+    """The commit of the checkout, with `-dirty` if it has changes; UNKNOWN if git does not track this package there.
 
-    A package that is installed may lie in the checkout of another project, whose commit says nothing of it.
+    An installed package may lie in the checkout of another project, whose commit does not describe it.
     """
     try:
         _git("ls-files", "--error-unmatch", "__init__.py")
         return _git("describe", "--always", "--dirty", f"--abbrev={num_digits}")
-    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or a file system too slow for it
+    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or a slow file system
         return UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""Lines of `slurm.setup` that export variables, as keys to services: who may read them, and where they go."""
+"""Writes a resolved configuration: as TOML, by dotted key, and without the secrets that `slurm.setup` exports."""
 
 import os
 import re
@@ -17,20 +17,17 @@ _EXPORT = re.compile(r"(\bexport\s+[^\s=]+=).*", re.DOTALL)
 
 
 def write_with_exports(file: Path, text: str, config: RunConfig) -> None:
-    """Writes what has the configuration's lines; for its owner alone if one of them exports something.
-
-    Others of a project may read all else.
-    """
+    """Writes `text`, for its owner alone if `slurm.setup` exports variables, which may be keys to services."""
     is_private = any(_EXPORT.search(line) for line in config.slurm.setup)
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if is_private else 0o666)
     with os.fdopen(fd, "w") as stream:
         if is_private:
-            os.fchmod(fd, 0o600)  # it may have been there
+            os.fchmod(fd, 0o600)  # an existing file keeps its mode otherwise
         stream.write(text)
 
 
 def without_exports(text: str) -> str:
-    """A configuration as TOML, without the values that are exported.
+    """Blanks the exported values in a configuration as TOML.
 
     >>> without_exports('slurm.setup = ["export KEY=abc"]').split()
     ['[slurm]', 'setup', '=', '[', '"export', 'KEY=...",', ']']
@@ -44,12 +41,12 @@ def without_exports(text: str) -> str:
 
 
 def dump_run_config(config: RunConfig) -> str:
-    """The configuration as TOML that loads back to an equal one, every setting spelled out."""
+    """The configuration as TOML with every setting spelled out; loads back to an equal one."""
     return tomli_w.dumps(_plain(config))
 
 
 def settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Every setting by its dotted key, in the order of the schema; of `[megatron]` those that are set."""
+    """Yields every setting by dotted key in schema order; of `[megatron]` only the keys that are set."""
     for section in fields(config):
         value = getattr(config, section.name)
         if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""The terms of a run: what its settings fix for all groups, by the names that the run record has for them."""
+"""The terms of a run: what its settings fix for all groups, keyed as in the run record of the journal."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from spare_megatron.config.schema import RunConfig
 
 
 def terms_of_run(config: RunConfig) -> dict[str, Any]:
-    """The terms that a resolved configuration fixes; the same in the driver and in every rank."""
+    """The terms that a resolved configuration fixes; equal in the driver and in every rank."""
     layout, spare = config.layout, config.spare
     tokens = implications(config).tokens_per_step
     return {
@@ -38,7 +38,7 @@ def terms_of_run(config: RunConfig) -> dict[str, Any]:
 
 
 def terms_in(run_dir: Path) -> dict[str, Any]:
-    """The terms by the settings that a run's directory has; none where it has none that this version can read."""
+    """The terms that a run directory's `config.toml` fixes; empty if this version cannot load it."""
     try:
         return terms_of_run(load_run_config(run_dir / "config.toml").config)
     except (ValueError, OSError):

@@ -1,8 +1,7 @@
-"""Where the sample indices of a corpus are, and which of them stay. Loads without torch.
+"""Locates sample indices of a corpus and removes unused ones. Loads without torch.
 
-An index is a folder of its own beside those of other settings and other runs. A run holds a lease on its index, a file
-beside it, which its ranks renew and its driver removes at the end. An index without a lease goes once newer ones are
-as many as are kept.
+An index is a folder named by all it depends on. A run's lease on it is a file beside it, which ranks renew and the
+driver removes at the end. Of the indices without a lease the `NUM_KEPT` last used ones stay.
 """
 
 import json
@@ -19,26 +18,20 @@ from spare_megatron.config.schema import RunConfig
 from spare_megatron.config.terms import global_batch
 
 NUM_KEPT = 8
-"""Indices that no run uses: those that were used last."""
 LEASE_S = 7 * 24 * 3600.0
-"""A lease that has not been renewed for so long is that of a run that was killed."""
+"""A lease not renewed for this long belongs to a run that was killed."""
 RENEWAL_S = 3600.0
 _PREFIX, _LEASE = "samples-", ".lease-"
 
 
 def num_samples(config: RunConfig) -> int:
-    """Samples that the run reads."""
     return config.train.steps * global_batch(config)
 
 
 def index_folder(config: RunConfig) -> Path:
-    """Where the index of this run's samples belongs.
+    """Folder for the index of this run's samples; raises ValueError if the corpus is missing.
 
-    The name holds all that the index depends on, the state of the corpus included, which Megatron leaves out:
-    a corpus that was written anew gets a new index.
-
-    Raises:
-        ValueError: The corpus is missing.
+    Its name digests the state of the corpus files, which Megatron leaves out: a rewritten corpus gets a new index.
     """
     prefix = Path(config.data.corpus).absolute()
     files = corpus_files(prefix)
@@ -56,14 +49,10 @@ def index_folder(config: RunConfig) -> Path:
 
 @contextmanager
 def leased(config: RunConfig) -> Iterator[None]:
-    """Keeps the index of this run from being removed, from before it is built to the end of the run.
-
-    Raises:
-        ValueError: The corpus is missing.
-    """
+    """Holds a lease on the run's index; enter before building it. Raises ValueError if the corpus is missing."""
     folder = index_folder(config)
     lease = folder.with_name(f"{folder.name}{_LEASE}{secrets.token_hex(8)}")
-    with suppress(OSError):  # where nothing can be written nothing is removed either, or the index cannot be built
+    with suppress(OSError):  # on read-only storage nothing is removed either, or building the index fails
         lease.parent.mkdir(parents=True, exist_ok=True)
         lease.touch()
     try:
@@ -74,17 +63,16 @@ def leased(config: RunConfig) -> Iterator[None]:
 
 
 def renew(folder: Path) -> None:
-    """The index is in use: it counts as used now, and so do all leases on it."""
+    """Marks the index as used now, and renews all leases on it."""
     for path in (folder, *_leases(folder)):
-        with suppress(OSError):  # that of another user
+        with suppress(OSError):  # owned by another user
             os.utime(path)
 
 
 def remove_unused(folder: Path) -> None:
-    """Removes the indices beside this one that no run uses, but for those that were used last.
+    """Removes expired leases, abandoned folders, and all but the `NUM_KEPT` last used indices without a lease.
 
-    Args:
-        folder: An index in use, which has just been renewed: its time is now by the clock of the storage.
+    `folder` is an index just renewed: its modification time is now by the clock of the storage.
     """
     now_s = _used_at_s(folder)
     for lease in folder.parent.glob(f"{_PREFIX}*{_LEASE}*"):
@@ -92,7 +80,7 @@ def remove_unused(folder: Path) -> None:
             with suppress(OSError):
                 lease.unlink()
     for aside in folder.parent.glob(f".{_PREFIX}*"):
-        if now_s - _used_at_s(aside) > LEASE_S:  # who built or removed it was killed
+        if now_s - _used_at_s(aside) > LEASE_S:  # its process was killed while it built or removed the index
             shutil.rmtree(aside, ignore_errors=True)
     others = [path for path in folder.parent.glob(f"{_PREFIX}*") if path.is_dir() and path != folder]
     unused = sorted((path for path in others if not any(_leases(path))), key=_used_at_s, reverse=True)
@@ -100,7 +88,7 @@ def remove_unused(folder: Path) -> None:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         with suppress(OSError):
             path.rename(aside)
-            if any(_leases(path)):  # of a run that has begun meanwhile
+            if any(_leases(path)):  # a run took a lease meanwhile
                 aside.rename(path)
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -110,7 +98,7 @@ def _leases(folder: Path) -> Iterator[Path]:
 
 
 def _used_at_s(path: Path) -> float:
-    """When it was last renewed; at the beginning of time if it is gone."""
+    """When the path was last renewed; 0 if it is gone."""
     try:
         return path.stat().st_mtime
     except OSError:

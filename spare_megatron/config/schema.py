@@ -1,4 +1,4 @@
-"""The only schema of a run's configuration. The string below a field is its help."""
+"""The schema of a run's configuration. The string below a field is its help, printed to users."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from spare_megatron.stacking.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The GPT model. Everything else of Megatron's is reached through `[megatron]`."""
+    """The GPT model; `[megatron]` sets everything else that Megatron lets one choose."""
 
     num_layers: int = 4
     """Transformer layers, over all pipeline stages."""
@@ -40,7 +40,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
-    """How the ranks are divided."""
+    """How the ranks are divided into groups and, inside a group, by tensor, context and pipeline parallelism."""
 
     num_groups: int = 4
     """Data-parallel groups, each a whole model."""
@@ -56,7 +56,7 @@ class LayoutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareConfig:
-    """The redundancy that masks failures."""
+    """The redundancy that masks lost groups."""
 
     redundancy: int = 3
     """Shards in a group's stack: hosts of each shard (r)."""
@@ -134,7 +134,7 @@ class ReduceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlConfig:
-    """Agreement between groups, the store it needs, and the waits inside a group."""
+    """Agreement between groups, the control store, and timeouts inside a group."""
 
     store: Literal["embedded", "etcd"] = "embedded"
     """Where the groups agree: in a server process of the run, or in an etcd cluster, which outlives its members."""
@@ -166,7 +166,7 @@ class ControlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints: when and where they are taken, which the run begins with, and restarts after a wipe-out."""
+    """When checkpoints are taken, which one the run starts from, and restarts after a wipe-out."""
 
     cadence: Literal["fixed", "optimal"] = "fixed"
     """optimal takes checkpoints by what the run has measured: stalls of saves, restarts, losses, who is left."""
@@ -199,13 +199,12 @@ class CheckpointConfig:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether checkpoints are taken."""
         return self.cadence == "optimal" or self.interval_steps is not None or self.interval_s is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotConfig:
-    """Copies of the state in the memory of the nodes, for restarts after a wipe-out."""
+    """Copies of the training state in the nodes' memory, for restarts after a wipe-out."""
 
     every_steps: int = 0
     """Steps from one snapshot of the state in host memory to the next, at least 2; 0 takes none."""
@@ -231,12 +230,12 @@ FaultKind = Literal[
     "param_flip",
     "moment_flip",
 ]
-"""What a fault does. `docs/campaigns.md` has what becomes of each."""
+"""What a fault does; `docs/campaigns.md` describes the effect of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultConfig:
-    """One fault to inject. Absent fields are drawn from `faults.seed`."""
+    """One fault to inject. `faults.seed` determines the fields left unset."""
 
     phase: FaultPoint
     """Moment of the step at which the rank is hit."""
@@ -282,7 +281,7 @@ class FaultsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The length and the seeds of the run."""
+    """Length and seeds of the run."""
 
     steps: int = 20
     """Optimizer steps to commit."""
@@ -301,7 +300,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The machines."""
+    """The machines of the run."""
 
     num_nodes: int = 1
     """Nodes, with a supervisor each; ranks are dealt out to them in equal consecutive blocks."""
@@ -317,7 +316,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmConfig:
-    """The job that `spare submit` hands to Slurm."""
+    """The job that `spare submit` submits to Slurm."""
 
     partition: str = ""
     """Partition; the cluster's default when empty."""
@@ -351,7 +350,7 @@ class SlurmConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """Where numbers go while the run trains, beside `metrics.jsonl`."""
+    """Where metrics go while the run trains, besides `metrics.jsonl`."""
 
     tensorboard: bool = False
     """Writes event files for TensorBoard into the run's directory."""
@@ -365,7 +364,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """A whole run."""
+    """The whole configuration of a run."""
 
     name: str = "run"
     """Name of the run, and of its directory under `runs` unless another is given."""
@@ -388,7 +387,7 @@ class RunConfig:
 
     @property
     def parallel(self) -> Layout:
-        """The layout in the terms of `core`."""
+        """Sizes and rank order, as every other package uses them."""
         return Layout(
             num_groups=self.layout.num_groups,
             tensor_parallel=self.layout.tensor_parallel,

@@ -1,10 +1,10 @@
-"""Sizes of what machines have, as their tools tell them."""
+"""The size of etcd's database against its quota, and sizes as text."""
 
 from dataclasses import dataclass
 
 
 def gib(num_bytes: float) -> str:
-    """A size with three digits.
+    """A size with three significant digits.
 
     >>> [gib(size) for size in (100, 5e5, 3 * 2**30)]
     ['100 B', '488 KiB', '3 GiB']
@@ -16,21 +16,20 @@ def gib(num_bytes: float) -> str:
 
 
 STEP_BYTES = 400
-"""What a step leaves in etcd's database for good, its entry of the log: docs/control_store.md has the measurement."""
+"""Bytes that a step's log entry leaves in etcd's database for good; measured in docs/control_store.md."""
 
 _WELL_FILLED = 0.8
-"""Of the quota. Beyond it whoever looks after etcd is told: what is left has to last until somebody does something."""
+"""Share of the quota beyond which an operator is warned early enough to act."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpace:
-    """How large the database of an etcd is.
+    """The size of an etcd database.
 
     Attributes:
-        used_bytes: What its keys take with all versions that are not compacted; free pages, which are taken again, do
-            not count.
-        limit_bytes: Its quota: a database of this size takes no more writes. None where it does not tell.
-        is_full: It takes no more.
+        used_bytes: Keys with all versions not yet compacted, without free pages, which etcd reuses.
+        limit_bytes: The quota, at which etcd refuses writes; None if unknown.
+        is_full: etcd refuses writes.
     """
 
     used_bytes: int
@@ -39,7 +38,7 @@ class StoreSpace:
 
 
 def shortage(space: StoreSpace, num_steps: int) -> str:
-    """Why etcd may refuse writes before so many further steps are committed, and what to do; empty if it will not."""
+    """Why etcd may refuse writes before `num_steps` more steps are committed, and the remedy; empty if it will not."""
     if space.is_full:
         return f"{FULL}, at {held(space.used_bytes, space.limit_bytes)}; {REMEDY}"
     needed_bytes = num_steps * STEP_BYTES
@@ -52,7 +51,7 @@ def shortage(space: StoreSpace, num_steps: int) -> str:
 
 
 def held(used_bytes: int, limit_bytes: int | None) -> str:
-    """The size of a database beside its quota, where that is known.
+    """The size of a database, with its quota if known.
 
     >>> held(3 * 2**29, 2**33)
     '1.5 GiB of the 8 GiB of its --quota-backend-bytes'
@@ -67,4 +66,4 @@ REMEDY = (
     "(--auto-compaction-retention) and defragmented, raise --quota-backend-bytes, to 8 GiB at most, then run `etcdctl "
     "alarm disarm`"
 )
-"""As docs/control_store.md has it in order."""
+"""The steps of docs/control_store.md, in order."""

@@ -1,4 +1,4 @@
-"""The terms of a training: what two runs must have in common for one to go on from the other's checkpoint."""
+"""The terms of a training: the settings that must match for a run to continue from another run's checkpoint."""
 
 import re
 from collections.abc import Mapping
@@ -13,11 +13,7 @@ LAST_STATE_NAME = re.compile(r"step-(\d{8,})\.state")
 
 
 def step_of(path: Path) -> int:
-    """The committed steps that a checkpoint holds, by its name.
-
-    Raises:
-        ValueError: It is not the name of a checkpoint.
-    """
+    """Committed steps in a checkpoint, by its name; raises ValueError if the name is not that of a checkpoint."""
     match = CHECKPOINT_NAME.fullmatch(path.name) or LAST_STATE_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named as a checkpoint is, step-NNNNNNNN")
@@ -49,15 +45,13 @@ FUNCTION_IN_MEGATRON: Mapping[str, object] = {
     "window_attn_skip_freq": None,
     "window_size": None,
 }
-"""Megatron's fields that say which function of its parameters the model is, and their defaults. The others say how it
-is computed, and may change on the way."""
+"""Megatron fields that change the function the model computes, with their defaults; others may change between runs."""
 
 
 def terms_of(config: RunConfig) -> Terms:
-    """What fixes the model and the order of its data, by setting.
+    """The settings that fix the model and the order of its data, by key.
 
-    The layout is none of them, nor are optimizer settings: a checkpoint loads at any layout, and the learning rate may
-    be changed on the way.
+    Layout and optimizer settings are absent: a checkpoint loads at any layout, and the learning rate may change.
     """
     model, train = config.model, config.train
     return {
@@ -91,15 +85,14 @@ def global_batch(config: RunConfig) -> int:
 
 
 def _function_of(config: RunConfig) -> str:
-    """The fields that make another model than Megatron's defaults, in the order of their names."""
     fields = {name: config.megatron.get(name, default) for name, default in sorted(FUNCTION_IN_MEGATRON.items())}
     return ", ".join(f"{name}={value}" for name, value in fields.items() if value != FUNCTION_IN_MEGATRON[name])
 
 
 def differences(theirs: Terms, config: RunConfig) -> list[str]:
-    """What keeps a run from going on from a checkpoint with these terms, for people; empty when nothing does."""
+    """User-facing reasons why a run cannot continue from a checkpoint with these terms; empty if it can."""
     ours = terms_of(config)
-    theirs = {_MEGATRON: ours[_MEGATRON], **theirs}  # earlier versions did not say
+    theirs = {_MEGATRON: ours[_MEGATRON], **theirs}  # checkpoints of earlier versions lack this term
     found = [
         f"{key} = {_told(ours[key])}, and the checkpoint was trained with {_told(theirs.get(key))}; set it to that"
         for key in ours
@@ -114,7 +107,7 @@ def differences(theirs: Terms, config: RunConfig) -> list[str]:
 
 
 def other_corpus(theirs: Terms, config: RunConfig) -> str:
-    """The corpus of a checkpoint with these terms; empty if it is that of the run, or either is not known."""
+    """Identity of the checkpoint's corpus if it differs from the run's; empty if equal or if either is unknown."""
     identity = str(theirs.get(_CORPUS, ""))
     return "" if is_same_corpus(identity, config.data.identity) else identity
 

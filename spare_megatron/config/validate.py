@@ -1,6 +1,6 @@
-"""What is wrong with a configuration, all of it at once, and what is merely doubtful. Nothing is changed.
+"""Reports all problems of a configuration at once, and warns about doubtful settings; changes nothing.
 
-Facts about the machine are passed in, so that the answer depends on the arguments alone.
+Pure: facts about the machine are arguments.
 """
 
 import math
@@ -34,27 +34,25 @@ from spare_megatron.stacking.placement import make_placement
 
 _LEAST_BUCKET_MIB, _MOST_BUCKET_MIB = 2.0**-10, 2.0**20
 _MOST_THREADS_PER_CORE = 8
-"""Up to which ranks of small models that share cores meet their heartbeats; the demo has 8 for the whole machine."""
+"""Limit up to which ranks of small models that share cores meet their heartbeats; the demo runs 8 on one machine."""
 _LEAST_HEARTBEAT_S = 0.01
-"""As long as a healthy thread may have to wait for a processor."""
+"""A healthy thread may wait this long for a processor."""
 _MOST_WAIT_S = 1e8
-"""Libraries count nanoseconds in 64 bits, and add the time since the machine was started."""
+"""Libraries count nanoseconds since boot in 64 bits; longer waits overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a run would find where it is to run.
+    """Resources of the machine that a run starts on; None stands for unknown.
 
     Attributes:
         num_gpus: Accelerators for the run, over all its nodes.
         num_cores: CPU cores for the run, over all its nodes.
-        has_corpus: Both files of `data.corpus` exist.
-        can_isolate: Processes may be given networks of their own: root, and `ip` and `nsenter` are there.
+        can_isolate: The process is root and has `ip` and `nsenter`, so it can give nodes separate networks.
         can_listen: `control.listen_address` is an address of this machine.
-        corpus_failure: Why they cannot be used; empty if they can.
-        corpus: What is in them, where that is known.
-        memory_bytes: That of one of its machines, where that is known.
-        process_memory_bytes: What one process may take of it, where that is known.
+        corpus_failure: Why the corpus cannot be used; empty if it can.
+        memory_bytes: Memory of one machine.
+        process_memory_bytes: Memory that one process may use.
     """
 
     num_gpus: int
@@ -69,17 +67,14 @@ class Machine:
 
 
 def resolve_device(config: RunConfig, machine: Machine) -> Literal["cpu", "gpu"]:
-    """Where ranks compute on this machine: what `auto` stands for."""
+    """Resolves `cluster.device`: `auto` means GPUs if the machine has any."""
     if config.cluster.device == "auto":
         return "gpu" if machine.num_gpus > 0 else "cpu"
     return config.cluster.device
 
 
 def problems(config: RunConfig, machine: Machine) -> list[str]:
-    """Every reason why this configuration cannot run here; empty when it can.
-
-    Each text names the value, the limit and the setting to change.
-    """
+    """Every reason why the configuration cannot run on the machine: the value, the limit, the setting to change."""
     found = [
         *_name(config),
         *_too_small(config),
@@ -116,7 +111,7 @@ def problems(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def warnings(config: RunConfig, machine: Machine) -> list[str]:
-    """What will run and may not be what was meant. Only for a configuration without problems."""
+    """Doubtful settings of a configuration that has no problems."""
     return [
         *_oversubscribed(config, machine),
         *_weak_redundancy(config),
@@ -130,7 +125,7 @@ def warnings(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def _name(config: RunConfig) -> Iterator[str]:
-    """It is part of paths, of keys in the control store, and of a batch script."""
+    """The name becomes part of paths, control store keys and the batch script."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", config.name):
         yield f"name={config.name!r} cannot be the name of a run: letters, digits and _.- only; change it"
 
@@ -188,7 +183,6 @@ def _infinite(config: RunConfig) -> Iterator[str]:
 
 
 def _outside_interval(config: RunConfig) -> Iterator[str]:
-    """Settings that must lie in [0, 1)."""
     settings = {
         "model.hidden_dropout": config.model.hidden_dropout,
         "model.attention_dropout": config.model.attention_dropout,
@@ -233,7 +227,7 @@ def _indivisible(config: RunConfig) -> Iterator[str]:
         ("model.ffn_hidden_size", ffn, tensor_text, tensor),
     ]
     if layout.context_parallel > 1:
-        # Causal attention is balanced by giving each rank one early and one late piece of the sequence.
+        # Each context-parallel rank takes an early and a late piece of the sequence, which balances causal attention.
         pieces = 2 * layout.context_parallel
         divisions.append(("model.seq_length", model.seq_length, "2 x layout.context_parallel", pieces))
     query_groups = config.megatron.get("num_query_groups")
@@ -280,7 +274,7 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 
 def _timeouts(config: RunConfig) -> Iterator[str]:
-    """All waits are above 0, and whoever waits for another outlasts what that one waits for."""
+    """All timeouts are positive, and each outlasts the events it has to wait through."""
     control = config.control
     waits = {
         "control.heartbeat_interval_s": control.heartbeat_interval_s,
@@ -383,7 +377,7 @@ def _weak_redundancy(config: RunConfig) -> Iterator[str]:
     if spare.redundancy == 1:
         yield "spare.redundancy=1 masks nothing: every lost group sends the run back to its newest checkpoint"
         return
-    if spare.redundancy == num_groups:  # no other placement does better, nor does a lower redundancy
+    if spare.redundancy == num_groups:  # no other placement nor a lower redundancy does better
         return
     placement = make_placement(spare.placement, num_groups, spare.redundancy, spare.groups_per_domain)
     most = placement.max_hosts_in_domain(spare.groups_per_domain)
@@ -393,7 +387,7 @@ def _weak_redundancy(config: RunConfig) -> Iterator[str]:
             f"lost together: spare.redundancy x spare.groups_per_domain={spare.groups_per_domain} exceeds "
             f"layout.num_groups={num_groups}; lower one of the former"
         )
-    if spare.placement == "golomb":  # what few groups have to share, no placement avoids
+    if spare.placement == "golomb":  # already has as few shared hosts as this number of groups allows
         return
     shared = placement.max_shared_hosts
     fewest = make_placement("golomb", num_groups, spare.redundancy).max_shared_hosts

@@ -1,4 +1,4 @@
-"""What is wrong with the settings of checkpoints and restarts."""
+"""Problems and warnings about checkpoints, restarts and snapshots."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _KINDS = ("kill", "stop")
 
 
 def checkpoint_problems(config: RunConfig) -> Iterator[str]:
-    """Every reason why no checkpoints can be taken, or training not start again, or the faults not strike a save."""
+    """Every reason why checkpoints or restarts cannot work, or a fault cannot strike a save or a load."""
     yield from _settings(config.checkpoint)
     yield from _restarts(config)
     for index, fault in enumerate(config.faults.trace):
@@ -85,7 +85,7 @@ def _unreachable_load(config: RunConfig, index: int, fault: FaultConfig) -> Iter
 
 
 def snapshot_problems(config: RunConfig) -> Iterator[str]:
-    """Every reason why no snapshots can be taken, or none would be of use."""
+    """Every reason why snapshots cannot be taken or have no effect."""
     snapshot = config.snapshot
     if snapshot.redundancy < 0:
         yield f"snapshot.redundancy={snapshot.redundancy} must be at least 0; raise it"
@@ -104,7 +104,7 @@ def snapshot_problems(config: RunConfig) -> Iterator[str]:
 
 
 def snapshot_warnings(config: RunConfig) -> Iterator[str]:
-    """Where fewer nodes may be lost than was asked for."""
+    """Warns if fewer nodes may be lost than `snapshot.redundancy` says."""
     num_copies, num_nodes = config.snapshot.redundancy + 1, config.cluster.num_nodes
     if not config.snapshot.every_steps:
         return

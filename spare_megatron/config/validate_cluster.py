@@ -1,4 +1,4 @@
-"""What is wrong, or doubtful, with a run whose supervisors are started elsewhere than here."""
+"""Problems and warnings about the launcher, the Slurm job, spares and the control store."""
 
 import ipaddress
 import re
@@ -10,7 +10,7 @@ from spare_megatron.config.schema import ControlConfig, RunConfig
 _NAME = re.compile(r"[A-Za-z0-9_.,-]+")
 
 _STRIKING_ONE_MACHINE = ("cut", "stop_node", "stop_store", "kill_store")
-"""Faults that the driver inflicts on processes of its own machine."""
+"""Faults that the driver injects into processes of its own machine."""
 
 _ETCD_MEMBERS = 3
 
@@ -18,12 +18,12 @@ _ETCD_PORTS = 2 * _ETCD_MEMBERS
 
 
 def num_etcd_members(num_nodes: int) -> int:
-    """Members of the etcd that a job brings up on its nodes: three stand the loss of one, two would not."""
+    """Members of the etcd that a job starts on its nodes: three survive the loss of one, two would not."""
     return _ETCD_MEMBERS if num_nodes >= _ETCD_MEMBERS else 1
 
 
 def launcher_problems(config: RunConfig) -> Iterator[str]:
-    """Every reason why no supervisor could be started, or would be of no use, where `cluster.launcher` is not local."""
+    """Every reason why `cluster.launcher` cannot start supervisors, if it is not local."""
     launcher = config.cluster.launcher
     if launcher == "local":
         return
@@ -45,7 +45,7 @@ def launcher_problems(config: RunConfig) -> Iterator[str]:
 
 
 def launcher_warnings(config: RunConfig) -> Iterator[str]:
-    """What may not be meant in a job of Slurm. Only for a configuration without problems."""
+    """Doubtful settings of a Slurm job. Only for a configuration without problems."""
     if config.cluster.launcher != "srun":
         return
     if config.slurm.max_requeues and not config.checkpoint.is_wanted:
@@ -56,12 +56,12 @@ def launcher_warnings(config: RunConfig) -> Iterator[str]:
 
 
 def _layout_problems(config: RunConfig) -> Iterator[str]:
-    """Groups fill whole nodes, and tensor-parallel ranks stand on one."""
+    """Groups must fill whole nodes, and tensor-parallel ranks must share a node."""
     layout, gpus = config.parallel, config.slurm.gpus_per_node
     if config.cluster.device == "auto":
         yield "cluster.device=auto cannot be told before the job runs; set it to gpu or cpu"
     if min(layout.num_ranks, layout.num_nodes) < 1 or layout.num_ranks % layout.num_nodes:
-        return  # told elsewhere
+        return  # reported by `problems`
     per_node, per_group = layout.ranks_per_node, layout.ranks_per_group
     if config.cluster.device == "gpu" and per_node != gpus:
         fits = gpus > 0 and layout.num_ranks % gpus == 0
@@ -125,7 +125,7 @@ def _job_problems(config: RunConfig) -> Iterator[str]:
 
 
 def spare_problems(config: RunConfig) -> Iterator[str]:
-    """Why nobody would ever take the processes that wait."""
+    """Why the configured spare groups would never be used."""
     spare, layout = config.spare, config.parallel
     if spare.spares <= 0 or layout.num_nodes < 1 or layout.num_ranks % layout.num_nodes:
         return
@@ -143,13 +143,7 @@ def spare_problems(config: RunConfig) -> Iterator[str]:
 
 
 def store_problems(control: ControlConfig, *, brings_etcd: bool = False, can_listen: bool = True) -> Iterator[str]:
-    """Every reason why no control store can be reached with these settings.
-
-    Args:
-        control: The settings.
-        brings_etcd: The run starts an etcd of its own where no endpoint is named.
-        can_listen: `control.listen_address` is an address of this machine.
-    """
+    """Every reason why the control store cannot be reached; `brings_etcd` if the run can start an etcd of its own."""
     try:
         if ipaddress.ip_address(control.listen_address).is_unspecified:
             yield (
@@ -181,7 +175,7 @@ def store_problems(control: ControlConfig, *, brings_etcd: bool = False, can_lis
 
 
 def store_warnings(control: ControlConfig) -> Iterator[str]:
-    """What leaves the control store open to others."""
+    """Warns if others may read or write the control store."""
     if control.store == "embedded":
         if not ipaddress.ip_address(control.listen_address).is_loopback:
             yield (
@@ -217,7 +211,7 @@ def _is_endpoint(endpoint: str) -> bool:
 
 
 def _without_user(endpoint: str) -> str:
-    """A password that was put here by mistake is not shown."""
+    """Hides credentials that were put into an endpoint by mistake."""
     return endpoint.rpartition("@")[2]
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with the faults that a configuration wants to be injected."""
+"""Problems of the faults to inject, both those of a trace and random ones."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _WHILE_SUMS_GROW = (
     FaultPoint.PATCH,
     FaultPoint.BEFORE_REDUCE,
 )
-"""Phases at which the local gradient sums have yet to enter the reduction."""
+"""Phases at which local gradient sums have not entered the reduction."""
 
 _FOR_GOOD = (
     "kill",
@@ -32,7 +32,7 @@ _MOST_SECONDS = 1e6
 
 
 def fault_problems(config: RunConfig) -> Iterator[str]:
-    """Why the faults of the trace cannot be injected."""
+    """Why faults of the trace cannot be injected."""
     trace, num_groups = config.faults.trace, config.layout.num_groups
     may_come_back = config.spare.rejoins > 0 or config.checkpoint.max_restarts > 0
     if len(trace) > num_groups and not may_come_back:
@@ -149,14 +149,14 @@ def _impossible_corruption(config: RunConfig, where: str, fault: FaultConfig) ->
 
 
 _LEAST_MEAN_STEPS = 0.1
-"""Faults are drawn one by one, and those that find no group that may be hit are drawn in vain."""
+"""Faults are drawn one by one, and those that find no group to hit are discarded."""
 
 _LEAST_SHAPE = 0.1
-"""Below, nearly all faults come at once and then none for longer than any run; far below, their mean overflows."""
+"""Below, nearly all faults come at once, then none for longer than any run; far below, the mean overflows."""
 
 
 def rate_problems(config: RunConfig) -> Iterator[str]:
-    """Why faults of these kinds, at this rate, cannot be drawn for the run."""
+    """Why random faults of these kinds cannot be drawn at this rate."""
     faults = config.faults
     if faults.mean_steps is None:
         return

@@ -1,4 +1,4 @@
-"""What is wrong with the corpus that a configuration names."""
+"""Problems of corpus, `[megatron]` fields, memory, metrics and optimizer."""
 
 import importlib.util
 import re
@@ -13,10 +13,10 @@ from spare_megatron.config.store_space import gib
 from spare_megatron.config.terms import global_batch
 
 INDEX_BYTES_PER_SAMPLE = 12
-"""Of Megatron's sample index at the least: a document and an offset, and a place in the shuffled order."""
+"""Least size of a sample in Megatron's index: document, offset, and place in the shuffled order."""
 
 MOST_SEED = 2**32 - 1
-"""Megatron shuffles with NumPy's RandomState, which takes no larger one."""
+"""Megatron shuffles with NumPy's RandomState, which takes no larger seed."""
 
 
 def data_problems(
@@ -27,15 +27,7 @@ def data_problems(
     corpus: CorpusFacts | None,
     memory_bytes: int | None,
 ) -> Iterator[str]:
-    """Every reason why no samples could be read.
-
-    Args:
-        config: The configuration.
-        has_corpus: Both files of `data.corpus` exist.
-        corpus_failure: Why they cannot be used, empty if they can.
-        corpus: What is in them, where that is known.
-        memory_bytes: What the process that builds the sample index may take at the most, where that is known.
-    """
+    """Every reason why no samples could be read; the facts are those of `Machine`."""
     seed = config.train.seed
     if seed > MOST_SEED:
         yield f"train.seed={seed} exceeds {MOST_SEED}, beyond which no order of the samples can be drawn; lower it"
@@ -68,7 +60,7 @@ def _missing(corpus: str) -> str:
 
 
 def _unfit(config: RunConfig, corpus: CorpusFacts) -> Iterator[str]:
-    """Why the model cannot be trained on it."""
+    """Why the model cannot be trained on this corpus."""
     data, vocab_size = config.data, config.model.vocab_size
     if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
         yield (
@@ -112,7 +104,7 @@ OURS_IN_MEGATRON_WORDS = {
     "virtual_pipeline_model_parallel_size": "layout.virtual_pipeline",
     "micro_batch_size": "train.micro_batch_size",
 }
-"""Megatron's fields that follow from ours, and the setting they follow from."""
+"""Megatron fields that follow from our settings, and those settings."""
 
 
 FIXED_IN_MEGATRON = {
@@ -123,7 +115,7 @@ FIXED_IN_MEGATRON = {
     "param_sync_func": "parameters are never sharded over groups",
     "grad_scale_func": "gradients are scaled once, after the reduction",
 }
-"""Megatron's fields that a masked loss depends on, and why they are not to be had."""
+"""Megatron fields that masking losses depends on, and why they cannot be set."""
 
 
 OF_TRANSFORMER_ENGINE = (
@@ -134,7 +126,7 @@ OF_TRANSFORMER_ENGINE = (
     "window_attn_skip_freq",
     "window_size",
 )
-"""Megatron's fields that only layers of transformer-engine heed: others would pass most of them over in silence."""
+"""Megatron fields that only transformer-engine layers use; other layers silently ignore most of them."""
 
 
 ON_GPUS_ALONE = (
@@ -147,7 +139,7 @@ ON_GPUS_ALONE = (
     "recompute_granularity",
     "sequence_parallel",
 )
-"""Megatron's fields with which no rank could be built, or none could compute, on CPUs."""
+"""Megatron fields with which ranks on CPUs cannot be built or cannot compute."""
 
 
 COUNTED_WITH: dict[str, type] = {
@@ -163,11 +155,11 @@ COUNTED_WITH: dict[str, type] = {
     "recompute_granularity": str,
     "sequence_parallel": bool,
 }
-"""Megatron's fields on which limits, sizes and memory depend that are worked out before Megatron is there."""
+"""Types of the Megatron fields that limits, sizes and memory are computed from, without Megatron loaded."""
 
 
 def megatron_problems(config: RunConfig) -> Iterator[str]:
-    """Every field that is not the user's to set, or of another type than what is worked out with it needs."""
+    """Every `[megatron]` field that cannot be set, or whose value has the wrong type or range."""
     for key, value in config.megatron.items():
         if key in OURS_IN_MEGATRON_WORDS:
             yield f"megatron.{key} follows from {OURS_IN_MEGATRON_WORDS[key]}; set that instead"
@@ -180,7 +172,7 @@ def megatron_problems(config: RunConfig) -> Iterator[str]:
 
 
 def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
-    """Those of Megatron's fields with these names that are switched on, as they are written."""
+    """Those of the named Megatron fields that are switched on, as a user writes them."""
     for name in names:
         value = config.megatron.get(name)
         if value not in (None, False, "vanilla"):
@@ -188,13 +180,9 @@ def fields_set(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
 
 
 def memory_problems(config: RunConfig, machine_bytes: int | None) -> Iterator[str]:
-    """Why the kernel would kill ranks on CPUs. Only for a configuration without other problems.
+    """Whether CPU ranks exceed the memory of a machine. Only for a configuration without other problems.
 
-    What is certain is counted, and no activations, which are an estimate.
-
-    Args:
-        config: The configuration.
-        machine_bytes: Memory of one machine of the run; None where it is not known.
+    Activations are left out: their size is an estimate. `machine_bytes` is None if unknown.
     """
     memory, num_ranks = rank_memory(config), ranks_per_machine(config)
     needed = num_ranks * (memory.total_bytes - memory.activations_bytes)
@@ -210,7 +198,7 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
-    """Every reason why metrics cannot go where they are wanted."""
+    """Every reason why metrics cannot go where they are configured to go."""
     wanted = {"metrics.tensorboard": metrics.tensorboard, "metrics.wandb_project": metrics.wandb_project}
     for name, value in wanted.items():
         package = name.partition(".")[2].partition("_")[0]
@@ -229,7 +217,7 @@ def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
-    """Every reason why the optimizer cannot be had as it is configured."""
+    """Every reason why the optimizer settings cannot work."""
     settings, steps = config.optimizer, config.train.steps
     for key, value in (("learning_rate", settings.learning_rate), ("eps", settings.eps)):
         if not value > 0.0:
@@ -267,7 +255,7 @@ def _sharding(config: RunConfig) -> Iterator[str]:
             f"optimizer.redundancy={redundancy} exceeds layout.num_groups={num_groups}: a slice cannot have more hosts "
             f"than there are groups; lower optimizer.redundancy or raise layout.num_groups"
         )
-    # A gather sends a number of each group at least in one staging buffer.
+    # A gather's staging buffer holds at least one number per group.
     least = 4 * (num_groups + 1) / 2**20
     if config.reduce.bucket_mib < least:
         yield (

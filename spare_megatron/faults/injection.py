@@ -1,4 +1,4 @@
-"""The faults of one rank, carried out at the chosen moment of the chosen step."""
+"""Carries out the faults of one rank, each at its phase and step."""
 
 import os
 import signal
@@ -14,15 +14,11 @@ _FOR_GOOD_S = 1e6
 
 
 class InjectedFault(RuntimeError):
-    """An exception that was asked for in `faults.trace`."""
+    """The exception of a fault of kind `raise`."""
 
 
 class Injector:
-    """A probe that a rank calls at every moment it could be hit at.
-
-    Attributes:
-        phases: The phases at which something may happen; the others need not be probed.
-    """
+    """Carries out faults; a rank calls it at every phase in `phases`, and may skip the others."""
 
     def __init__(
         self, faults: Sequence[Fault], report: Callable[[Fault], None], request: Callable[[Fault], None]
@@ -30,10 +26,10 @@ class Injector:
         """Arms the faults.
 
         Args:
-            faults: The faults of this rank and no other.
-            report: Called just before a fault; must have stored what it was told when it returns.
-            request: Called for a fault that a rank cannot inflict on itself; returns when it has struck and, where it
-                stops this process, is over.
+            faults: The faults of this rank.
+            report: Called just before a fault; must have stored it when it returns, as the process may die.
+            request: Called for a fault that a rank cannot inflict on itself; returns once the fault has struck and, if
+                it stops this process, has passed.
         """
         self.phases = frozenset(fault.phase for fault in faults)
         self._pending = list(faults)
@@ -45,7 +41,7 @@ class Injector:
 
     @property
     def step(self) -> int:
-        """The step that the rank is in; -1 before the first."""
+        """Step the rank is in; -1 before the first."""
         return self._step
 
     @step.setter
@@ -55,11 +51,7 @@ class Injector:
         self._step = step
 
     def __call__(self, phase: FaultPoint) -> None:
-        """Carries out the fault of this moment, if there is one. Each is carried out at most once.
-
-        Raises:
-            InjectedFault: The fault is of the kind `raise`.
-        """
+        """Carries out the faults due at this phase, each at most once; raises InjectedFault for the kind `raise`."""
         if phase not in self.phases:
             return
         if self._slow is not None and self._slow[:2] == (self._step, phase):
@@ -73,7 +65,7 @@ class Injector:
     def _is_reached(self, fault: Fault, phase: FaultPoint) -> bool:
         if fault.phase is not phase:
             return False
-        # Processes take their time to be up again, to write, or to copy.
+        # Restarts, writes and copies take several steps, so these phases may be reached late.
         if phase in PHASES_BETWEEN_STEPS or phase is FaultPoint.REPAIR:
             return fault.step <= self._step
         return (fault.step, fault.ordinal) == (self._step, self._num_reached[phase])
@@ -97,13 +89,13 @@ class Injector:
 
 
 def _set_wall_clock_ahead(seconds: float) -> None:
-    """This process alone: the machine's clock is everybody's."""
+    """Shifts `time.time` of this process alone: other processes share the machine's clock."""
     clock = time.time
     time.time = lambda: clock() + seconds
 
 
 def fill_disk(fd: int, seconds: float | None) -> None:
-    """From here on every write to the descriptor meets a full disk: for some seconds, or for good."""
+    """Makes every write to the descriptor fail with a full disk, for some seconds or for good."""
     real = os.dup(fd)
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), fd)

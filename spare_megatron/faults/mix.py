@@ -1,4 +1,4 @@
-"""What interrupted a published training, by cause."""
+"""Weights of fault kinds, from the causes that interrupted a published training."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -65,11 +65,11 @@ _LIKE: Mapping[str, tuple[FaultKind, ...]] = {
     "dependency": ("stop_store", "raise"),
     "memory": ("param_flip", "kill"),
 }
-"""Cause of an interruption -> the kinds that look most like it to a run. An assumption of this project."""
+"""Cause of an interruption -> the kinds whose effect on a run is most similar; an assumption of this project."""
 
 
 def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
-    """Every kind that can be injected into this run without being sure to end it."""
+    """Every kind that this run can survive."""
     kinds = _ANYWHERE
     if config.optimizer.sharding == "stacked" and config.optimizer.redundancy < LEAST_HOSTS_TO_COMPARE:
         kinds = tuple(kind for kind in kinds if kind != "param_flip")
@@ -83,13 +83,9 @@ def survivable_kinds(config: RunConfig) -> tuple[FaultKind, ...]:
 
 
 def kind_weights(config: RunConfig) -> dict[FaultKind, float]:
-    """How often each kind is drawn, relative to the others; the sum is 1.
+    """Probability of each kind, summing to 1; raises ValueError if no kind is left.
 
-    With `faults.mix=llama3` a cause is shared equally by those of its kinds that may be drawn here, and left out where
-    there is none.
-
-    Raises:
-        ValueError: No kind is left.
+    With `faults.mix=llama3` the kinds allowed here share a cause equally; a cause without any is left out.
     """
     listed = config.faults.kinds or survivable_kinds(config)
     weights: dict[FaultKind, float] = dict.fromkeys(dict.fromkeys(listed), 0.0)

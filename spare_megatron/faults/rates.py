@@ -1,8 +1,6 @@
-"""Whether random faults leave every slice of the optimizer state a host that is known to be right.
+"""Draws random faults that the run is sure to survive.
 
-Who holds a copy of a slice follows from when groups are lost and taken in, which nobody knows beforehand. So the losses
-are counted that lie closer together than `faults.recovery_steps`, by when lost copies have been made anew: with h hosts
-of each slice they are at most h - 1, whosever they are.
+Every shard keeps a host, every state partition keeps a correct copy, and groups comparing parameters keep a majority.
 """
 
 import itertools
@@ -22,31 +20,27 @@ from spare_megatron.stacking.placement import Placement, make_placement
 
 @dataclass(slots=True)
 class SliceMargin:
-    """The losses so far.
+    """Counts the losses that state partitions must survive, as an upper bound on lost copies.
+
+    The groups lost within `recovery_steps` must be fewer than the hosts of a partition, whichever partitions they host.
 
     Attributes:
-        redundancy: Hosts of each slice, r_o.
-        recovery_steps: Steps within which lost copies are made anew and, again within as many, compared.
+        redundancy: Hosts of each partition, r_o.
+        recovery_steps: Steps to remake lost copies, and again to compare them.
     """
 
     redundancy: int
     recovery_steps: int
     losses: list[int] = field(default_factory=list)
-    """The step of each, without those of groups whose state went wrong."""
+    """Step of each loss that is not a flip."""
     flips: list[int] = field(default_factory=list)
-    """The steps at which state went wrong on a group, which is lost for it."""
+    """Steps at which a group's state was corrupted, which costs the group."""
 
     def allows(self, step: int, num_lost: int, num_members: int, *, is_flip: bool) -> bool:
-        """Whether it leaves every slice enough hosts.
+        """Whether every partition keeps enough hosts if `num_lost` of `num_members` groups are lost at this step.
 
-        With wrong state on one of h hosts and k others that are lost, or have a copy that was not compared since, more
-        than half of the h are to say what is right: 2 (h - k - 1) > h.
-
-        Args:
-            step: When.
-            num_lost: Groups that are lost with it.
-            num_members: Groups that take part before it.
-            is_flip: Whether they are lost because their state has gone wrong.
+        If one of h hosts is corrupt and k others are lost or hold a copy not compared since, the correct ones must be
+        more than half: 2 (h - k - 1) > h. `is_flip` marks a loss by corruption.
         """
         hosts = min(self.redundancy, num_members)
         if self._num_since(step - self.recovery_steps) + num_lost >= hosts:
@@ -56,11 +50,9 @@ class SliceMargin:
         return all(self._confirms(hosts, flip, num_lost) for flip in self.flips if flip + self.recovery_steps > step)
 
     def hit(self, step: int, num_lost: int, *, is_flip: bool) -> None:
-        """It has been drawn."""
         (self.flips if is_flip else self.losses).extend([step] * num_lost)
 
     def changes(self) -> list[int]:
-        """The steps at which more may be allowed."""
         hits = [*self.losses, *self.flips]
         return [step + times * self.recovery_steps for step in hits for times in (1, 2)]
 
@@ -68,17 +60,17 @@ class SliceMargin:
         return sum(hit > step for hit in (*self.losses, *self.flips))
 
     def _confirms(self, hosts: int, flip: int, num_more: int) -> bool:
-        """Whether wrong state on one host is found, with so many more losses than there have been."""
+        """Whether the corruption of one host at step `flip` is found with `num_more` further losses."""
         num_others = sum(hit > flip - 2 * self.recovery_steps for hit in self.losses)
         num_others += sum(hit > flip - 2 * self.recovery_steps and hit != flip for hit in self.flips)
         return 2 * (hosts - num_others - num_more - 1) > hosts
 
 
 FIRST_STEP = 3
-"""Before it nobody knows how long a step takes, so that a rank that stands still is found only by a timeout."""
+"""Before it no step time is known, so that a hung rank is found only by a timeout."""
 
 
-_STREAM = 1  # beside that of the trace
+_STREAM = 1  # separate from the stream of the trace
 
 _CORRUPTIONS: tuple[FaultKind, ...] = ("nan", "bit_flip", "param_flip")
 
@@ -95,14 +87,14 @@ _SURE_TO_COST: tuple[FaultKind, ...] = ("kill", "raise", "kill_supervisor", "nan
 _PHASES = tuple(phase for phase in FaultPoint if phase not in PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES)
 
 _PHASES_WITH_SLICES = (*_PHASES, FaultPoint.BEFORE_GATHER)
-"""Without that in a gather: where another group is lost in the same gather, it is not reached."""
+"""Without IN_GATHER, which is not reached if another group is lost in the same gather."""
 
 _CORRUPTIBLE_PHASES = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.PATCH, FaultPoint.BEFORE_REDUCE)
 
 _PHASES_OF_A_RECOVERY = (FaultPoint.PATCH, FaultPoint.REBUILD)
 
 _NUM_MANTISSA_BITS = 23
-"""A flip of any other bit of a parameter may be so large that the gradients of all who gather it are not finite."""
+"""A flip of a higher bit of a parameter may give every group that gathers it gradients that are not finite."""
 
 _BEFORE_THE_SUM = (
     FaultPoint.FORWARD,
@@ -111,21 +103,21 @@ _BEFORE_THE_SUM = (
     FaultPoint.BACKWARD,
     FaultPoint.BEFORE_REDUCE,
 )
-"""Who is lost here has not been counted, so that others have to compute its microbatches in the same step."""
+"""A group lost here is not in the sum, so others recompute its microbatches in the same step."""
 
 _HARMLESS_INTERVALS = 0.5
-"""A pause of this many heartbeat intervals costs no group, also on a busy machine."""
+"""A pause of this many heartbeat intervals costs no group, even on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draw:
-    """A fault whose groups are still open."""
+    """A fault whose groups are not chosen yet."""
 
     kind: FaultKind
     phase: FaultPoint
     seconds: float | None
     seconds_else: float | None
-    """How long one that lasts does where it must not; None if it cannot pass."""
+    """Duration to use where a lasting fault is not allowed; None if it does not last or cannot pass."""
     bit: int | None
     is_of_domain: bool
     costs: bool
@@ -133,7 +125,7 @@ class _Draw:
 
     @property
     def is_for_good(self) -> bool:
-        """Whether those it costs stay away, also where others are started again."""
+        """Whether its groups stay lost even if others are started again."""
         return self.costs and self.kind in _OF_A_NODE and self.seconds is None
 
     @property
@@ -142,14 +134,14 @@ class _Draw:
 
     @property
     def brings_patch(self) -> bool:
-        """Whether the survivors are sure to compute a patch in its step."""
+        """Whether survivors are sure to compute a patch in its step."""
         lasts = self.kind not in _LASTING_OR_NOT or self.seconds is None
         return self.kind in _SURE_TO_COST and lasts and self.phase in _BEFORE_THE_SUM
 
 
 @dataclass(slots=True)
 class _Condition:
-    """Who may be hit when, after the faults drawn so far."""
+    """Which groups may be hit at which step, given the faults drawn so far."""
 
     placement: Placement
     needs_majority: bool
@@ -164,13 +156,9 @@ class _Condition:
     corrupt_until: float = 0.0
 
     def allows(self, draw: _Draw, groups: frozenset[GroupId], step: int, targets: Set[frozenset[GroupId]]) -> bool:
-        """Whether the run survives it for sure, and every group is there to be hit.
+        """Whether the run is sure to survive this fault in these groups, and all of them are present to be hit.
 
-        Args:
-            draw: The fault.
-            groups: That it strikes.
-            step: When.
-            targets: The groups that such a fault could strike at once, for each place that it could be aimed at.
+        `targets` has every set of groups that such a fault can strike at once.
         """
         if any(step < self.hit_until.get(group, 0) for group in groups):
             return False
@@ -217,12 +205,9 @@ class _Condition:
 
 
 def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
-    """The random faults of a run, in the order of their steps; none if `faults.mean_steps` is absent.
+    """The random faults of a run without configuration problems, by step; empty if `faults.mean_steps` is absent.
 
-    The last `faults.recovery_steps` are spared: what happens there might be found only after the run.
-
-    Args:
-        config: A configuration without problems.
+    The last `faults.recovery_steps` are spared: a fault there might be found only after the run.
     """
     faults = config.faults
     if faults.mean_steps is None:
@@ -268,14 +253,14 @@ def draw_faults(config: RunConfig) -> tuple[Fault, ...]:
 
 
 def _gaps(config: RunConfig) -> Iterator[tuple[float, np.random.Generator]]:
-    """Steps to the next fault, and the generator for all else of that fault."""
+    """Steps to the next fault, and a generator for the fault's other choices."""
     faults = config.faults
     mean = faults.mean_steps or 0.0
     gaps = np.random.default_rng([faults.seed, _STREAM])
     for index in itertools.count():
         share = gaps.exponential()
         if faults.distribution == "weibull":
-            # An exponential variable to the power of 1 / shape is a Weibull one, of mean Gamma(1 + 1 / shape).
+            # X^(1/shape) of an exponential X is Weibull, with mean Gamma(1 + 1/shape).
             share = share ** (1 / faults.shape) / math.gamma(1 + 1 / faults.shape)
         yield mean * share, np.random.default_rng([faults.seed, _STREAM, index])
 
@@ -311,7 +296,7 @@ def _draw(config: RunConfig, weights: dict[FaultKind, float], rng: np.random.Gen
 
 
 def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool:
-    """Whether a fault that lasts so long may cost its groups."""
+    """Whether a fault of this duration may cost its groups."""
     if kind in ("disk_full", "clock_jump", "stop_store"):
         return False
     return seconds is None or seconds > _HARMLESS_INTERVALS * config.control.heartbeat_interval_s
@@ -320,7 +305,7 @@ def _may_cost(config: RunConfig, kind: FaultKind, seconds: float | None) -> bool
 def _place(
     config: RunConfig, condition: _Condition, draw: _Draw, step: int, end: int, rng: np.random.Generator
 ) -> list[Fault]:
-    """The fault in the groups it hits, at the first step from this one on that allows it; empty if none does."""
+    """The fault in each group it hits, at the first step in [step, end) that allows it; empty if there is none."""
     struck_by = {GroupId(aim): _groups_of(config, draw, GroupId(aim)) for aim in range(config.layout.num_groups)}
     targets = frozenset(struck_by.values())
     while step < end:
@@ -339,7 +324,7 @@ def _place(
 
 
 def _groups_of(config: RunConfig, draw: _Draw, group: GroupId) -> frozenset[GroupId]:
-    """The groups that the fault strikes when it is aimed at this one."""
+    """The groups that the fault strikes if aimed at this one."""
     if draw.is_of_domain:
         size = config.spare.groups_per_domain
         first = group - group % size

@@ -1,4 +1,4 @@
-"""The faults of a run, every open field drawn from the seed. The same configuration always gives the same trace."""
+"""Resolves the configured faults: draws every open field from the seed, the same for equal configurations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +17,13 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import Placement, make_placement
 
 PHASES_OF_A_MICROBATCH = frozenset({FaultPoint.FORWARD, FaultPoint.SEND, FaultPoint.RECEIVE, FaultPoint.BACKWARD})
-"""Phases that a rank reaches at least once for every microbatch it computes."""
+"""Phases that a rank reaches at least once per microbatch."""
 
 PHASES_AFTER_A_LOSS = PHASES_OF_A_JOIN | {FaultPoint.PATCH, FaultPoint.REBUILD, FaultPoint.REPAIR}
-"""Phases that are reached only when a group has been lost: in this step, or before a repair or a join, which may come
-any time later.
-"""
+"""Phases reached only after a loss: in its step, or any time later by a repair or a join."""
 
 _WITH_THE_ONE_BEFORE = PHASES_AFTER_A_LOSS | PHASES_OF_A_LOAD
-"""Phases whose open step is that of the fault before."""
+"""Phases whose open step is that of the preceding fault."""
 
 PHASES_OF_EVERY_STEP = tuple(
     phase for phase in FaultPoint if phase not in PHASES_AFTER_A_LOSS | PHASES_BETWEEN_STEPS | PHASES_WITH_SLICES
@@ -37,17 +35,14 @@ _SURELY_FOUND_INTERVALS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault, fully decided.
+    """One fault, fully determined.
 
     Attributes:
-        step: Step at which the rank is hit, from 0; with repair or a phase between steps the first at which it may be.
-        group: Group that is hit.
-        rank: Rank inside that group.
-        phase: Moment of the step.
-        kind: What happens.
+        step: Step at which the rank is hit, from 0; for a repair or a phase between steps, the first one possible.
+        rank: Rank inside the group.
         seconds: How long it lasts, or how far the clock jumps; None for good.
-        ordinal: How often the rank has reached the phase in this step when it is hit, from 1.
-        bit: The bit that a flip inverts, from 0, the lowest; None for the second highest.
+        ordinal: Which time in this step the rank reaches the phase, from 1.
+        bit: Bit to flip, from 0, the lowest; None for the second highest.
     """
 
     step: int
@@ -61,10 +56,10 @@ class Fault:
 
 
 def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
-    """The groups that a fault costs the run for sure.
+    """The groups that a fault is sure to cost the run.
 
-    A rank or node that comes back before it is missed costs nothing, nor does what hits no group at all; a flipped bit
-    may go unnoticed. One that is away for long enough is missed even where the store was slow meanwhile.
+    A rank or node that returns before it is missed costs none; a slow store may delay that by several heartbeat
+    intervals. A flipped bit may go unnoticed.
     """
     is_long = fault.seconds is None or fault.seconds >= _SURELY_FOUND_INTERVALS * config.control.heartbeat_interval_s
     if fault.kind in ("kill", "raise", "nan") or (fault.kind in ("hang", "stop") and is_long):
@@ -76,14 +71,11 @@ def groups_hit(config: RunConfig, fault: Fault) -> frozenset[GroupId]:
 
 
 def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
-    """The faults of a run in the order they are configured.
+    """The faults of a run in the order they are configured, for a configuration without problems.
 
-    Steps are spread over the run in that order; a fault that needs a loss before it takes the step of its
-    predecessor. Groups are distinct, and no drawn group takes the last host of a shard. Each fault draws from a
-    stream of its own, so stating one field changes no other fault's rank, step or ordinal.
-
-    Args:
-        config: A configuration without problems.
+    Open steps are spread over the run in that order; a fault that needs a loss takes the step of its predecessor.
+    Groups are distinct, and no drawn group takes the last host of a shard. Each fault has its own random stream, so
+    setting one field changes no other fault's rank, step or ordinal.
 
     Raises:
         ValueError: Every group left to draw would wipe out a shard.
@@ -108,7 +100,7 @@ def resolve_trace(config: RunConfig) -> tuple[Fault, ...]:
 
 
 def _pick(num_choices: int, share: float) -> int:
-    """The choice at this share, from 0 to below 1, of the way through equally likely ones."""
+    """Maps a share in [0, 1) to one of equally likely choices."""
     return int(share * num_choices)
 
 
@@ -119,7 +111,7 @@ def _choose_ordinal(config: RunConfig, fault: FaultConfig, share: float) -> int:
 
 
 def _choose_steps(trace: Sequence[FaultConfig], num_steps: int, shares: Sequence[float]) -> list[int]:
-    """Each open step is drawn from an equal part of the steps between the stated ones around it."""
+    """Draws each open step from an equal part of the steps between the stated ones around it."""
     steps: list[int] = []
     for index, fault in enumerate(trace):
         if fault.step is not None:
@@ -131,14 +123,14 @@ def _choose_steps(trace: Sequence[FaultConfig], num_steps: int, shares: Sequence
         else:
             first = steps[-1] + 1 if steps else 0
             num_open, end = _open_stretch(trace[index:], num_steps)
-            # Where stated steps leave no room, the fault falls on the last step there is.
+            # If stated steps leave no room, the fault takes the last step.
             offset = _pick(max(end - first, 0), shares[index] / num_open)
             steps.append(min(first + offset, num_steps - 1))
     return steps
 
 
 def _open_stretch(rest: Sequence[FaultConfig], num_steps: int) -> tuple[int, int]:
-    """How many faults up to the next stated step want a step of their own, and where that stretch ends."""
+    """Number of faults up to the next stated step that need a step of their own, and the end of that stretch."""
     num_open = 0
     for fault in rest:
         if fault.step is not None:
@@ -172,6 +164,6 @@ def _choose_groups(config: RunConfig, shares: Sequence[float]) -> list[GroupId]:
 
 
 def _is_survivable(placement: Placement, lost: set[GroupId], group: GroupId) -> bool:
-    """Whether losing the group, too, leaves no further shard without a host."""
+    """Whether losing this group too wipes out no further shard."""
     alive = frozenset(GroupId(other) for other in range(placement.num_groups)) - lost
     return placement.uncovered(alive - {group}) == placement.uncovered(alive)

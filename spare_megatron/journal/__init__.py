@@ -1,5 +1,5 @@
-"""The history of a run: records, the files that hold them, and what they prove.
+"""The run journal: record types, its files, and the proof that a run kept its invariant.
 
-Reads nothing but a run's directory; imports `stacking` alone, and folds the log by itself.
+Reads only a run directory; imports `stacking` alone and folds the decision log independently of `core`.
 Start with `records`, then `fold` and `check`.
 """

@@ -1,4 +1,4 @@
-"""What a run under many faults came to, from its journal alone."""
+"""Figures of a run under many faults, from its journal alone."""
 
 import itertools
 from collections import Counter
@@ -17,13 +17,10 @@ from spare_megatron.journal.summary import Summary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultCount:
-    """The faults of a kind.
+    """Faults of one kind.
 
-    Attributes:
-        planned: In the trace.
-        due: Those whose moment the run came to with the group that was to be hit.
-        fired: Those that struck.
-        masked: Those that struck, and whose step was committed all the same.
+    `due` are those whose moment the run reached with the group to be hit; `masked` those that struck in a step that was
+    committed nevertheless.
     """
 
     planned: int
@@ -34,15 +31,9 @@ class FaultCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CampaignFigures:
-    """The figures of a campaign that `summary.json` does not have.
+    """Figures of a campaign beyond `summary.json`; recovery times are None without a recovery.
 
-    Attributes:
-        faults: Kind -> its faults.
-        losses: Times that a group was lost.
-        admissions: Times that a group was taken in again.
-        recovery_p50_s: Median over the recoveries of their whole time; None without a recovery.
-        recovery_p99_s: The 99th percentile of the same.
-        goodput: Where the time went; None if the journal does not tell.
+    `losses` counts fenced incarnations, `admissions` the times that a group was admitted again.
     """
 
     faults: Mapping[str, FaultCount]
@@ -53,7 +44,7 @@ class CampaignFigures:
     goodput: Goodput | None
 
     def problems(self, summary: Summary) -> list[str]:
-        """Why the run did not stand its faults; empty if it did."""
+        """Why the run did not withstand its faults; empty if it did."""
         found = [f"spare check: {reason}" for reason in summary.reasons]
         if summary.verdict != "valid" and not found:
             found.append(f"spare check: {summary.verdict}")
@@ -70,10 +61,10 @@ class CampaignFigures:
 
 
 def campaign_figures(journal: Journal, summary: Summary) -> CampaignFigures:
-    """The figures of a run that has ended.
+    """Figures of an ended run.
 
     Raises:
-        ValueError: The journal does not say what the run was.
+        ValueError: The journal does not have exactly one run record.
     """
     runs = journal.of(RunRecord)
     if len(runs) != 1:

@@ -1,4 +1,7 @@
-"""Which of the faults that a run was to inject had to strike, by its log."""
+"""Proves from the journal alone that a run kept its invariant: the rules of `spare check`.
+
+Rules about attempts and steps read the journal in parts; their findings have the order of a single pass.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,14 +39,10 @@ from spare_megatron.stacking.placement import Placement, make_placement
 
 
 def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
-    """Whether the run came to the moment of a fault with the group that it was to hit.
+    """Whether the run reached the moment of a planned fault with the group to be hit.
 
-    A step that nobody committed does not count, nor does a recovery that there was no need for: `rebuild` is reached
-    when another group is fenced in the step, `patch` when that cost the sum.
-
-    Args:
-        fault: Of the run record: its step, group and phase.
-        fold: The log.
+    The step must be committed. `rebuild` also needs another group to be fenced first in the step, and `patch` a retry
+    after that fence.
     """
     commits = {commit.step: commit for commit in fold.kept}
     commit = commits.get(fault["step"])
@@ -65,7 +64,7 @@ def is_due(fault: Mapping[str, Any], fold: Fold) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a journal proves."""
+    """What a journal proves; `steps_committed` excludes commits that restarts undid."""
 
     verdict: Literal["valid", "invalid", "unknown"]
     reasons: tuple[str, ...]
@@ -73,27 +72,22 @@ class Verdict:
 
 
 class Tally(Protocol):
-    """What is counted on the way."""
+    """Counts on the way, so that nothing is read twice."""
 
     def take(self, part: Attempts | Steps) -> None:
-        """Takes what the rules are about to look at."""
+        """Takes a part before the rules read it."""
 
 
 _Rule = Callable[[Any, RunRecord, Fold], Iterator[Finding]]
 
 
 def check_journal(journal: Journal) -> Verdict:
-    """Checks a run against its invariant."""
+    """Checks a journal in memory."""
     return check(JournalInMemory(journal))
 
 
 def check(evidence: JournalView, tally: Tally | None = None) -> Verdict:
-    """Checks a run against its invariant.
-
-    Args:
-        evidence: Its journal.
-        tally: Is shown all that is looked at, so that nothing has to be read twice.
-    """
+    """Checks a run against its invariant; shows `tally` every part that the rules read."""
     runs = [line.record for line in evidence.rare if isinstance(line.record, RunRecord)]
     if len(runs) != 1:
         found = [Finding(severity="unknown", reason=f"{len(runs)} run records, expected 1")]
@@ -112,7 +106,7 @@ def check(evidence: JournalView, tally: Tally | None = None) -> Verdict:
 def _apply(
     rules: Sequence[_Rule], parts: Iterator[Attempts] | Iterator[Steps], run: RunRecord, fold: Fold, tally: Tally | None
 ) -> Iterator[Finding]:
-    """What each rule finds in all parts, rule after rule, in the order in which it would find it in a single one."""
+    """Findings of all parts, rule after rule, in the order that a single pass would give."""
     found: list[list[Finding]] = [[] for _ in rules]
     for part in parts:
         if tally is not None:
@@ -134,7 +128,7 @@ def _verdict(evidence: JournalView, findings: list[Finding], steps_committed: in
 
 
 def _check_lines(evidence: JournalView, journal_format: int) -> Iterator[Finding]:
-    """Every line can be read. One of an earlier format that cannot be may be as its version wrote it."""
+    """Every line is readable. In an earlier format, an unreadable line may be as its version wrote it."""
     for text in evidence.damage:
         if journal_format < FORMAT:
             reason = f"a line is not as format {FORMAT} has it, and the journal is of format {journal_format}: {text}"
@@ -144,16 +138,16 @@ def _check_lines(evidence: JournalView, journal_format: int) -> Iterator[Finding
 
 
 def fold_journal(journal: Journal, run: RunRecord) -> Fold:
-    """The log as the groups read it, and what their supervisors tell of its end."""
+    """Same as `fold_evidence`, for a journal in memory."""
     return fold_evidence(JournalInMemory(journal), run)
 
 
 def fold_evidence(evidence: JournalView, run: RunRecord) -> Fold:
-    """The same of a journal that is read in parts."""
+    """Folds the log as the groups read it, and the fences that supervisors report after its end."""
     entries = dict(evidence.entries)
     last_read = max(entries, default=-1)
     for line in evidence.rare:
-        # Groups that have finished do not read what is written after; the supervisor tells of it.
+        # Groups that have finished read no later entries; supervisors record their fences.
         if isinstance(loss := line.record, LossRecord) and loss.entry_index > last_read:
             fence = {"entry": "fence", "group": loss.group, "incarnation": loss.incarnation}
             entries.setdefault(loss.entry_index, fence)
@@ -173,7 +167,7 @@ def _check_log(evidence: JournalView, fold: Fold) -> Iterator[Finding]:
 
 
 def _check_fold(run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Steps are committed in order, each once, each on an attempt of its own; restarts go back to what was saved."""
+    """Steps are committed in order, once each, on ever later attempts; restarts go back to saved state."""
     for error in fold.errors:
         yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=error)
     expected = run.first_step
@@ -195,7 +189,7 @@ def _check_fold(run: RunRecord, fold: Fold) -> Iterator[Finding]:
 
 
 def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """A group computes only shards that are in its stack, unless the run has hosts of last resort."""
+    """A group computes only shards in its stack, unless the run has hosts of last resort."""
     if run.last_resort:
         return
     placement = _placement(run)
@@ -207,7 +201,7 @@ def _check_hosts(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
 
 
 def _check_faults(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Every fault of the trace struck if its group was there to be hit, and cost the run the group it hit."""
+    """Every fault that was due struck, and the groups that it costs were fenced."""
     struck = {(r.step, r.group, r.rank, r.phase) for line in evidence.rare if isinstance(r := line.record, FaultRecord)}
     began_with = {commit.step: commit.began_with for commit in fold.kept}
     begun_at = {commit.step + 1: commit.index for commit in reversed(fold.commits)}  # the first time
@@ -220,17 +214,17 @@ def _check_faults(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator
             there = set(fault.get("costs", [fault["group"]])) & began
             for group in sorted(there):
                 if fold.last_fenced_at.get(group, -1) > begun_at.get(fault["step"], -1):
-                    continue  # a fence of before is that of a former life
+                    continue  # an earlier fence is that of an earlier incarnation
                 reason = f"the fault {fault} struck, but no entry fences group {group}"
                 yield Finding(severity=fold.severity(is_known=fold.is_whole), reason=reason)
 
 
 def _check_end(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """The run came to an end that the journal tells of."""
+    """The journal has an end, and the log agrees with it."""
     ends = [line.record for line in evidence.rare if isinstance(line.record, EndRecord)]
     if not ends:
         yield Finding(severity="unknown", reason="the journal has no end: the run goes on or was cut off")
-    elif len({end.outcome for end in ends}) > 1:  # every node tells of it where the driver is lost
+    elif len({end.outcome for end in ends}) > 1:  # without its driver, every node records the end
         yield Finding(severity="unknown", reason=f"the journal has ends that differ: {[end.outcome for end in ends]}")
     elif ends[0].outcome == "finished" and not _is_complete(run, fold):
         if fold.known.is_over:
@@ -250,19 +244,19 @@ def _check_end(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Fi
 
 
 def _check_storage(evidence: JournalView) -> Iterator[Finding]:
-    """The storage took all lines."""
+    """Storage accepted all lines."""
     for line in evidence.rare:
         if isinstance(record := line.record, StorageRecord) and record.outcome == "lost":
             yield Finding(severity="unknown", reason=describe_storage(record))
 
 
 def _is_complete(run: RunRecord, fold: Fold) -> bool:
-    """Whether all steps are committed, or as many as the run's time allowed."""
+    """Whether all steps are committed, or a commit ended the run early."""
     return fold.next_step == run.num_steps or any(commit.is_last for commit in fold.kept)
 
 
 def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
-    """Whether a slice, or a shard that not every group can compute, has no host among the groups that are left."""
+    """Whether a state partition, or a shard without hosts of last resort, has no surviving host."""
     left = frozenset(GroupId(group) for group in fold.members)
     if not left or has_lost_state(run, fold):
         return True
@@ -270,7 +264,6 @@ def _is_wiped_out(run: RunRecord, fold: Fold) -> bool:
 
 
 def _placement(run: RunRecord) -> Placement:
-    """Who hosts what: a function of the terms of the run."""
     return make_placement(run.placement, run.num_groups, run.redundancy, run.groups_per_domain)  # type: ignore[arg-type]
 
 

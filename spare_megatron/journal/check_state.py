@@ -1,8 +1,7 @@
-"""Proof that wherever state was compared those who went on held the same, and that nothing else was left in the run.
+"""Rules on state: groups that continue hold equal parameters, and hosts of a state partition equal state.
 
-Where the optimizer state is cut into slices, an owner with wrong state may have sent wrong parameters to all others.
-Then the step is computed anew, and every group takes its digests once more, after it has gathered all parameters: those
-are the ones that it goes on with.
+With partitioned state, an owner with wrong state may have sent wrong parameters to all groups. The step is then
+computed again, and every group records its digests again after it has gathered all parameters: these digests count.
 """
 
 from collections import defaultdict
@@ -18,11 +17,11 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.state_partitions import Slicing, first_ownership
 
 _Key = tuple[int, int]
-"""Restarts, and committed steps before."""
+"""(restarts, committed steps before)."""
 
 
 def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """All groups told of the same parameters, and all hosts of a slice of the same state, but for who was put out."""
+    """All groups record equal parameters, and partition hosts equal state, except groups that `_put_out` excuses."""
     changed: dict[_Key, set[int]] = defaultdict(set)
     told: dict[_Key, dict[int, ParamsRecord]] = defaultdict(dict)
     for record in part.params:
@@ -44,17 +43,13 @@ def check_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
 
 
 def _put_out(fold: Fold, key: _Key, groups: Iterable[int], brought: Iterable[tuple[int, int]]) -> frozenset[int]:
-    """The groups that may have had anything, for they had no part in what came of it.
+    """Groups that may hold any state at position `key`, because they had no part in what followed.
 
-    Args:
-        fold: The log.
-        key: When digests were compared.
-        groups: Those that told of one.
-        brought: Groups that contributed to the next step, each with the attempt.
+    `groups` recorded a digest there; `brought` has the (group, attempt) of each contribution to the next step.
     """
     step, put_out = key[1], fold.discarded.get(key, frozenset())
     lost = set(groups) & set(fold.last_fenced_at)
-    if step < fold.next_step:  # whoever was lost before it entered the next reduction spoiled nothing with its own
+    if step < fold.next_step:  # a group lost before it contributed spoiled nothing
         first = -1
         if key in fold.computed_anew:
             first = min(commit.attempts[0].attempt for commit in fold.commits if commit.step == step)
@@ -77,18 +72,18 @@ def _compare(step: int, records: Collection[ParamsRecord]) -> Iterator[str]:
 
 
 def check_last_params(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Whoever is left at the end has told of its parameters."""
+    """Every group that is left at the end has recorded its parameters."""
     if fold.next_step not in part.stretch:
         return
     last = fold.num_restarts, fold.next_step
     silent = fold.members - {r.group for r in part.params if (r.num_restarts, r.step) == last}
-    # Whoever lacks parameters when the last host of a slice is lost has no digest to give.
+    # After the loss of a state partition, groups that still lack its parameters have no digest to record.
     for group in sorted(silent) if silent and not has_lost_state(run, fold) else ():
         yield Finding(severity="unknown", reason=f"no digest of the last parameters of group {group} in the journal")
 
 
 def check_compared(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Whoever went on has told of its parameters wherever all were to."""
+    """Every group that continued has recorded its parameters at each periodic comparison."""
     compared = {(record.group, record.step) for record in part.params}
     for number, commit in part.commits:
         if not run.params_check_every_steps or (commit.step + 1) % run.params_check_every_steps:
@@ -100,19 +95,19 @@ def check_compared(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
 
 
 def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Where parameters were compared after as many steps before, those taken over at a restart are the same."""
+    """Parameters loaded at a restart equal those recorded before it after as many steps."""
     if not fold.num_restarts:
         return
     digests: dict[tuple[int, int], set[str]] = defaultdict(set)
     for record in part.params:
         key = record.num_restarts, record.step
-        if record.group not in fold.discarded.get(key, ()):  # of those that were put out they were wrong
+        if record.group not in fold.discarded.get(key, ()):  # those of discarded groups were wrong
             digests[key].add(record.sha256)
     restarts = [fold.entries[index] for index in sorted(fold.entries) if fold.entries[index]["entry"] == "restart"]
-    begun = [run.first_step]  # the steps with which training began, and began again
+    begun = [run.first_step]  # first steps of the training before and after each restart
     for number, restart in enumerate(restarts, 1):
         step = restart["step"]
-        # Of these steps none but the last training that came past them counts: later ones were undone.
+        # The state after these steps comes from the last training that began at or before them.
         before = next((count for count in reversed(range(number)) if begun[count] <= step), None)
         begun.append(step)
         if step not in part.stretch:
@@ -128,14 +123,7 @@ def check_restored(part: Steps, run: RunRecord, fold: Fold) -> Iterator[Finding]
 
 @dataclass(slots=True)
 class _Slices:
-    """Who holds what, between two entries of the log.
-
-    Attributes:
-        hosts: For each slice, its hosts.
-        attempt: The attempt under way.
-        finished_at: The attempt on which the log says that the run can end.
-        errors: What contradicts the invariant.
-    """
+    """Hosts of each state partition between two log entries; `finished_at` is the attempt of the finish entry."""
 
     hosts: list[set[Member]]
     attempt: int = 0
@@ -147,8 +135,9 @@ class _Slices:
 
 
 def check_slices(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """No step is committed while a slice has no host, copies are those of members, who lets go of one leaves enough,
-    and the run ends with all of it.
+    """No step is committed while a state partition has no host; copies go to members; releases leave enough hosts.
+
+    A finished run has a finish entry, and no group lacked parameters in its attempt.
     """
     if not run.slice_redundancy:
         return
@@ -169,7 +158,7 @@ def check_slices(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[
 
 
 def has_lost_state(run: RunRecord, fold: Fold) -> bool:
-    """Whether some slice has no host after the last entry."""
+    """Whether some state partition has no host after the last entry."""
     return bool(run.slice_redundancy and _fold_slices(run, fold).wiped_out())
 
 
@@ -206,7 +195,7 @@ def _first_hosts(slicing: Slicing, members: Mapping[int, int]) -> list[set[Membe
 
 
 def _let_go(slices: _Slices, step: int, released: Sequence[Any], num_wanted: int) -> None:
-    """Before any copy becomes a host's: those that take its place have been compared since they did."""
+    """Runs before `_commit`: the copies that replace released ones joined, and were compared, earlier."""
     for index, (group, life) in released:
         member, row = Member(GroupId(group), life), slices.hosts[index]
         if member not in row:

@@ -1,8 +1,8 @@
-"""Proof from the journal that the sums of every committed step count every microbatch exactly once, in every bucket.
+"""Rules on steps: the sums of every committed step count every microbatch exactly once, in every bucket.
 
-A step may hold sums of several attempts: each failed one left, for each rank, the first buckets that all survivors
-held, and the next one reduced those after them. So every attempt from which some rank kept buckets, and the one that
-was committed, must count every microbatch once by itself.
+A step may hold sums of several attempts: for each rank, a failed attempt keeps the first buckets that all survivors
+hold, and the next attempt reduces those after them. So every attempt from which some rank kept buckets, and the
+committed one, must count every microbatch exactly once by itself.
 """
 
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ from spare_megatron.journal.records import ContributionRecord, RunRecord, Update
 
 
 def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """The contributions to each attempt whose sums a committed step holds are every microbatch exactly once."""
+    """Every attempt whose sums a committed step holds counts every microbatch exactly once."""
     by_attempt: dict[int, list[ContributionRecord]] = defaultdict(list)
     for _, record in part.contributions:
         by_attempt[record.attempt].append(record)
@@ -25,7 +25,7 @@ def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[
         if following is not None and not _more_than(attempted.kept, following.kept):
             continue  # the step holds no sums of it
         place, records = (number, which), by_attempt.get(attempted.attempt, [])
-        is_told = attempted.attempt in fold.opened  # else the entry is missing that says what was kept
+        is_told = attempted.attempt in fold.opened  # else the entry that says what was kept is missing
         for severity, reason in _check_attempt(commit.step, attempted, records, expected, is_told=is_told):
             yield Finding(severity=severity, reason=reason, place=place)
         for record in records:
@@ -36,7 +36,7 @@ def check_contributions(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[
 
 
 def _more_than(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether some rank keeps more buckets by the other of two counts."""
+    """Whether some rank keeps more buckets in `other` than in `one`."""
     return any(before < after for before, after in zip_longest(one, other, fillvalue=0))
 
 
@@ -66,7 +66,7 @@ def _check_attempt(
 
 
 def check_kept(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Buckets are kept only where every survivor said that it holds their sums."""
+    """Buckets are kept only if every survivor voted that it holds their sums."""
     held = {(record.attempt, record.group): record.num_complete for _, record in part.votes}
     for number, which, commit, attempted, following in part.decided:
         if following is None:
@@ -82,13 +82,13 @@ def check_kept(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
 
 
 def was_fenced(record: ContributionRecord | VoteRecord, fold: Fold) -> bool:
-    """Whether the group, in this incarnation, had no part in the attempt when it began."""
+    """Whether this incarnation of the group was not a member when the attempt began."""
     opened = fold.opened.get(record.attempt)
     return opened is not None and opened.get(record.group) != record.incarnation
 
 
 def microbatches_of(records: Sequence[ContributionRecord]) -> Iterator[tuple[int, int]]:
-    """Shard and index of every microbatch that these bring, as often as they do."""
+    """(shard, index) of every contributed microbatch, with repetitions."""
     for record in records:
         for shard, indices in record.microbatches.items():
             for index in indices:
@@ -104,7 +104,7 @@ def _miscount(counted: Counter[tuple[int, int]], expected: set[tuple[int, int]])
 
 
 def check_voters(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Nobody votes in a life that was fenced before."""
+    """No group votes in an incarnation that was fenced before."""
     for place, record in part.votes:
         if was_fenced(record, fold):
             reason = f"step {record.step}: group {record.group} voted after it was fenced"
@@ -113,7 +113,7 @@ def check_voters(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding
 
 
 def check_single_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Nobody votes twice on an attempt."""
+    """No group votes twice on an attempt."""
     for (attempt, group), cast in sorted(_votes(part).items()):
         if len(cast) > 1:
             reason = f"group {group} voted {len(cast)} times on attempt {attempt}"
@@ -121,9 +121,9 @@ def check_single_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[F
 
 
 def check_voted_work(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """What a group brought into an attempt is what its ranks agreed on when they voted."""
+    """A group's contribution to an attempt is the work that its ranks agreed on in the vote."""
     voted = {(record.attempt, record.group): record.work_digest for _, record in part.votes}
-    last: dict[int, tuple[object, str]] = {}  # group -> what it brought in, and the digest: mostly the same again
+    last: dict[int, tuple[object, str]] = {}  # group -> its last work and digest, which mostly repeat
     for place, record in part.contributions:
         work, digest = last.get(record.group, (None, ""))
         if work != record.microbatches:
@@ -155,7 +155,7 @@ def check_votes(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]
 
 
 def _votes(part: Attempts) -> dict[tuple[int, int], list[bool]]:
-    """Attempt and group -> whether each vote said that the sum is complete."""
+    """(attempt, group) -> `is_complete` of each vote."""
     votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for _, record in part.votes:
         votes[record.attempt, record.group].append(record.is_complete)
@@ -163,7 +163,7 @@ def _votes(part: Attempts) -> dict[tuple[int, int], list[bool]]:
 
 
 def check_applied(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Nothing is applied that was not committed."""
+    """Only committed attempts are applied."""
     applied = {(record.step, record.attempt) for _, record in part.updates}
     stray = sorted(applied - {(commit.step, commit.attempt) for _, commit in part.commits})
     steps = {commit.step for commit in fold.commits} if stray else set()
@@ -180,7 +180,7 @@ def check_applied(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Findin
 
 
 def check_updates(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Every survivor applied every committed step once, with the same sums, which counted all microbatches."""
+    """Every survivor applied every committed step once, with equal sums that counted all microbatches."""
     updates: dict[tuple[int, int], list[UpdateRecord]] = defaultdict(list)
     for _, record in part.updates:
         updates[record.step, record.attempt].append(record)
@@ -188,10 +188,10 @@ def check_updates(part: Attempts, run: RunRecord, fold: Fold) -> Iterator[Findin
         records = updates.get((commit.step, commit.attempt), [])
         for severity, reason in _check_update(run, commit, records):
             yield Finding(severity=severity, reason=f"step {commit.step}: {reason}", place=(number,))
-        if commit.is_undone:  # whoever was stopped before it applied the step is loaded from a checkpoint
+        if commit.is_undone:  # a group stopped before it applied the step loads a checkpoint
             continue
         for group in sorted(commit.members - {record.group for record in records}):
-            # A group lost after the commit may have died before it applied it, unless it took part in what came next.
+            # A group lost after the commit may not have applied it, unless it contributed to the next attempt.
             was_lost = fold.last_fenced_at.get(group, -1) > commit.index
             if not was_lost or (group, commit.attempt + 1) in part.went_on:
                 reason = f"step {commit.step}: no update of group {group} in the journal"

@@ -1,4 +1,4 @@
-"""Proof that the run record says what all groups ran under: every rule reads the terms of the run there."""
+"""Rules on terms and code: the run record, which every rule relies on, states what all groups ran under."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from spare_megatron.journal.records import (
 
 
 def check_terms(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """The run record, the settings beside the journal and the record of each group's life have the same terms."""
+    """The run record, the settings beside the journal and each incarnation's terms record agree."""
     records = [line.record for line in evidence.rare if isinstance(line.record, TermsRecord)]
     terms = asdict(run)
     for name, value in sorted(evidence.settings.items()):
@@ -40,7 +40,7 @@ def check_terms(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[F
 
 
 def _lives(fold: Fold) -> set[tuple[int, int]]:
-    """The groups that had a part in a committed step, each with its incarnation."""
+    """(group, incarnation) of every member of a committed step."""
     lives: set[tuple[int, int]] = set()
     known: tuple[object, object] = (None, None)
     for commit in fold.commits:
@@ -52,7 +52,7 @@ def _lives(fold: Fold) -> set[tuple[int, int]]:
 
 
 def check_told(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """Losses, recoveries, restarts and injected faults are those of the log and of the run record."""
+    """Losses, recoveries, restarts and injected faults agree with the log and the run record."""
     wanted = {(f["step"], f["group"], f["rank"], f["phase"], f["kind"]) for f in run.faults}
     restarts = [entry for entry in fold.entries.values() if entry["entry"] == "restart"]
     for line in evidence.rare:
@@ -100,7 +100,7 @@ _NUM_DIGITS = 12
 
 
 def check_code(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Finding]:
-    """All ranks ran the code of the run record, and each rank of a group that was in a committed sum names its code."""
+    """All ranks ran the code of the run record; each rank of a group in a committed sum recorded its code."""
     if evidence.origin_code not in (None, run.code):
         reason = f"origin.json names {_code(evidence.origin_code)}, the run record {_code(run.code)}"
         yield Finding(severity="invalid", reason=reason)
@@ -124,8 +124,8 @@ def check_code(evidence: JournalView, run: RunRecord, fold: Fold) -> Iterator[Fi
 
 
 def _lives_in_sums(fold: Fold) -> set[tuple[int, int]]:
-    """The groups that were in a committed sum, each with its life."""
-    memberships = {}  # by identity: the log repeats few
+    """(group, incarnation) of every group in a committed sum."""
+    memberships = {}  # by identity: few are distinct
     for commit in fold.commits:
         opened = fold.opened.get(commit.attempt, {})
         memberships[id(opened), id(commit.members)] = opened, commit.members

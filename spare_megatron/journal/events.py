@@ -1,4 +1,4 @@
-"""What people are told of a run, a line each: losses, returns, restarts, saves, and its end.
+"""User-visible texts of run events, one line each: losses, returns, restarts, saves, the end.
 
 All commands take these texts from here. Steps count from 0, as everywhere in the journal.
 """
@@ -21,14 +21,14 @@ from spare_megatron.journal.records import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened, and when, in seconds since the epoch."""
+    """An event text and its time in seconds since the epoch."""
 
     at_s: float
     text: str
 
 
 def groups_named(groups: Collection[int]) -> str:
-    """Groups in words.
+    """Formats group ids.
 
     >>> groups_named([3]), groups_named({6, 3})
     ('group 3', 'groups 3, 6')
@@ -37,7 +37,7 @@ def groups_named(groups: Collection[int]) -> str:
 
 
 class Fault(Protocol):
-    """A fault of the trace, or the record of one."""
+    """A planned fault or a `FaultRecord`."""
 
     @property
     def kind(self) -> str: ...
@@ -52,12 +52,11 @@ class Fault(Protocol):
 
 
 def fault_named(fault: Fault) -> str:
-    """A fault in words."""
     return f"{fault.kind} of group {fault.group} rank {fault.rank} in step {fault.step}, {fault.phase}"
 
 
 def texts_of_record(record: Record) -> Iterator[str]:
-    """What a record tells people, apart from losses and the end of the run."""
+    """Yields the event texts of a record, except those of losses and of the end of the run."""
     match record:
         case FaultRecord():
             yield f"fault injected: {fault_named(record)}"
@@ -76,7 +75,6 @@ def texts_of_record(record: Record) -> Iterator[str]:
 
 
 def describe_storage(record: StorageRecord) -> str:
-    """What has become of files that the storage did not take."""
     match record.outcome:
         case "held":
             return f"the storage takes no more of {record.path}: {record.reason}"
@@ -88,7 +86,7 @@ def describe_storage(record: StorageRecord) -> str:
 
 
 def and_others(path: str, num_others: int) -> str:
-    """A file, and how many more.
+    """Names a file and counts the others.
 
     >>> and_others("a", 0), and_others("a", 1), and_others("a", 2)
     ('a', 'a and 1 other file', 'a and 2 other files')
@@ -98,7 +96,7 @@ def and_others(path: str, num_others: int) -> str:
 
 
 def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
-    """A loss, or that a group which is known to be lost will not come back."""
+    """Text of a loss; if the loss `is_known` already, that the group will not return."""
     if is_known:
         return f"group {record.group} given up: it has used up spare.rejoins"
     end = "; given up: it has used up spare.rejoins" if record.is_given_up else ""
@@ -106,19 +104,14 @@ def text_of_loss(record: LossRecord, *, is_known: bool) -> str:
 
 
 def text_of_end(record: EndRecord, halted_by: str) -> str:
-    """The end of the run; why, unless the reason was already told when the log halted it."""
+    """Text of the end of the run; omits a reason that equals `halted_by`, which was shown when the log halted."""
     if not record.reason:
         return f"the run {record.outcome}"
     return f"the run ended: {record.outcome}" + (f": {record.reason}" if record.reason != halted_by else "")
 
 
 def text_of_entry(entry: Mapping[str, Any], taken_in: Collection[int]) -> str:
-    """What an entry of the decision log tells people; empty if nothing.
-
-    Args:
-        entry: The entry.
-        taken_in: The groups that take part from it on and did not before.
-    """
+    """Text of a log entry after which the groups `taken_in` newly take part; empty if there is none."""
     match entry:
         case {"entry": "commit", "step": step} if taken_in:
             take = "take" if len(taken_in) > 1 else "takes"

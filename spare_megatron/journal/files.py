@@ -1,7 +1,7 @@
-"""Journal files: one for each writer, under `RUN_DIR/journal`.
+"""Journal files: one per writer, under `RUN_DIR/journal`.
 
-A line is handed to the operating system in one write before the writer goes on, so that it survives the writer's
-SIGKILL. Only the last line of a killed writer can be torn.
+Each line reaches the operating system in one write before the writer goes on, so it survives a SIGKILL of the writer.
+Only the last line of a killed writer can be torn.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ R = TypeVar("R", bound=Record)
 OnHeld = Callable[[Path, str], None]
 
 _OWN_ERRORS = (errno.EBADF, errno.EFAULT, errno.EINVAL)
-"""What says that the write was wrong. All others may be storage that is full, fails, or is away for a while."""
+"""Errors of the call itself; all others may come from storage that is full, fails or is temporarily away."""
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 _MOST_HELD_BYTES = 64 << 20
@@ -32,12 +32,7 @@ _RETRY_S = 0.05
 
 
 class BytesLost(OSError):
-    """A file was closed before the disk had taken all of it.
-
-    Attributes:
-        num_bytes: What is missing at its end.
-        reason: The error that kept it from being written, without the path.
-    """
+    """A file was closed though its last `num_bytes` were not accepted; `reason` is the error without the path."""
 
     def __init__(self, error: OSError, num_bytes: int, path: Path) -> None:
         super().__init__(error.errno, f"{error.strerror}: the last {num_bytes} bytes are lost", str(path))
@@ -46,16 +41,14 @@ class BytesLost(OSError):
 
 
 class AppendingFile:
-    """A file that is only appended to, in whole writes, and outlasts a full disk.
+    """An append-only file that outlasts a full disk; any thread may append.
 
-    What storage that is full, fails or is away does not take is kept in memory and written with the next text that it
-    does take. Any thread may append: a fault that strikes the one that saves is written beside what the main thread
-    writes.
+    Text that storage does not accept (full, failing or away) stays in memory and is written before any later text.
 
     Args:
-        path: The file.
-        on_held: Called with the path and the error when the storage stops taking the file, and with an empty text
-            when it has taken all of it again; in the thread that appends.
+        path: The file; its folder is created.
+        on_held: Called in the appending thread with the path and the error when storage stops accepting the file, and
+            with an empty text once it has accepted all of it.
     """
 
     def __init__(self, path: Path, on_held: OnHeld | None = None) -> None:
@@ -69,10 +62,10 @@ class AppendingFile:
         self._lock = threading.RLock()
 
     def append(self, text: str) -> None:
-        """Writes the text.
+        """Appends the text.
 
         Raises:
-            OSError: The disk has not taken anything for so long that memory would fill up.
+            OSError: The call itself is wrong, or held text exceeds its memory limit.
         """
         with self._lock:
             self._held += text.encode()
@@ -97,30 +90,29 @@ class AppendingFile:
         self._num_torn = len(written) - line_end - 1 if line_end >= 0 else self._num_torn + len(written)
 
     def fileno(self) -> int:
-        """Its descriptor."""
         return self._fd
 
     def reserve(self, num_bytes: int) -> None:
-        """Has the file system set so much aside behind the end of the file: it is taken though the disk is full.
+        """Allocates disk space behind the end of the file, so that appends succeed on a full disk.
 
-        The size of the file stays as it is. A file system that cannot do so, or has no room, reserves nothing.
+        The size of the file does not change. Without support or space, the file system reserves nothing.
         """
         size = os.fstat(self._fd).st_size
         allocate = ctypes.CDLL(None).fallocate
         allocate(self._fd, _KEEP_SIZE, ctypes.c_int64(size), ctypes.c_int64(num_bytes))
 
     def _open_again(self) -> None:
-        """A file server that was started again may not know the descriptor any more, but the path."""
+        """Reopens the path: a restarted file server may have forgotten the descriptor."""
         with contextlib.suppress(OSError):
             fd = os.open(self._path, _FLAGS, 0o644)
             os.dup2(fd, self._fd, inheritable=False)
             os.close(fd)
 
     def close(self) -> None:
-        """Closes the file when the disk has taken everything, which it is given some seconds for.
+        """Retries held text for some seconds, then closes the file.
 
         Raises:
-            BytesLost: It has not. The file ends with its last whole line.
+            BytesLost: Text is still held. The file then ends with its last whole line.
         """
         end_s = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(OSError):
@@ -145,11 +137,10 @@ class JournalWriter(AppendingFile):
     """Appends the records of one writer.
 
     Args:
-        run_dir: The run's directory.
-        source: The writer's name.
+        source: Name of the writer and of its file.
         now_s: The wall clock.
-        writing: Entered around each write, which takes as long as storage pauses.
-        on_held: As of `AppendingFile`.
+        writing: Entered around each write, which blocks as long as storage pauses.
+        on_held: See `AppendingFile`.
     """
 
     def __init__(
@@ -173,22 +164,22 @@ class JournalWriter(AppendingFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
-    """All lines of a run in the order of their times, and what could not be read."""
+    """All lines of a run in time order, and what could not be read."""
 
     lines: tuple[Line, ...]
     damage: tuple[str, ...] = ()
 
     def of(self, kind: type[R]) -> list[R]:
-        """The records of one kind, in the order of their times."""
+        """Records of one kind, in time order."""
         return [line.record for line in self.lines if isinstance(line.record, kind)]
 
 
 def read_journal(run_dir: Path) -> Journal:
-    """Everything under `RUN_DIR/journal`.
+    """Reads everything under `RUN_DIR/journal`.
 
     Raises:
         FileNotFoundError: The run directory has no journal.
-        ValueError: It is of a later format.
+        ValueError: The journal has a later format.
     """
     require_known_format(run_dir)
     files = sorted((run_dir / "journal").glob("*.jsonl"))
@@ -198,7 +189,7 @@ def read_journal(run_dir: Path) -> Journal:
     damage: list[str] = []
     for file in files:
         texts = file.read_text().split("\n")
-        # A writer that was killed may leave its last line without an end: that record was never made.
+        # A killed writer may leave its last line without an end; that record does not count.
         for number, text in enumerate(texts[:-1], start=1):
             try:
                 lines.append(decode_line(text))

@@ -1,4 +1,4 @@
-"""What a rule finds in a journal."""
+"""What a rule of the check reports."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,12 +8,11 @@ Severity = Literal["invalid", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that keeps a journal from being valid.
+    """One reason why a journal is not valid.
 
     Attributes:
-        severity: Whether it contradicts the invariant, or keeps it from being proven.
-        reason: What it is.
-        place: Its place among the findings of its rule. Those of a place are told in the order they were found in.
+        severity: `invalid` contradicts the invariant; `unknown` prevents its proof.
+        place: Sort key among the findings of a rule; equal places keep the order in which they were found.
     """
 
     severity: Severity

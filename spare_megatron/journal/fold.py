@@ -1,4 +1,4 @@
-"""The decision log as a journal has it, folded: who took part when, what was committed, what a restart undid."""
+"""Folds the journaled decision log: who took part when, what was committed, and what restarts undid."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,11 @@ Members = frozenset[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedAttempt:
-    """An attempt whose sums a committed step holds, in the order of the log.
+    """A decided attempt of a step; a committed step may hold sums of several. All members voted.
 
     Attributes:
-        attempt: The attempt.
-        kept: For each rank, the buckets that it left as they were; none if empty.
-        members: The groups that took part when it was decided; all of them voted.
+        kept: For each rank, the number of leading buckets that kept their sums and were not reduced; empty: none.
+        members: Groups that took part when it was decided.
     """
 
     attempt: int
@@ -32,15 +31,12 @@ class Committed:
     """A commit entry.
 
     Attributes:
-        index: Its place in the log.
-        step: The step.
-        attempt: The attempt.
-        members: The groups that took part when it was written; all of them voted.
-        began_with: The groups that took part when the step began.
-        saved: A checkpoint holds the state after it.
+        members: Groups that took part when it was written; all of them voted.
+        began_with: Groups that took part when the step began.
+        saved: It orders a checkpoint of the state after it.
         is_undone: A later restart went back before it.
-        is_last: It ends the run, whatever the number of steps it was to have.
-        attempts: Those of the step from which buckets may have been kept, up to the one that was committed.
+        is_last: It ends the run, whatever the planned number of steps.
+        attempts: Attempts of the step whose buckets may have been kept, ending with the committed one.
     """
 
     index: int
@@ -56,13 +52,12 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """The state after the entries before the first missing one.
+    """State after the first `num_entries` entries, of which none is missing.
 
     Attributes:
-        num_entries: How many entries these are.
-        is_over: They say that the run is over: only fences may follow.
-        attempt: The attempt under way; earlier ones are decided. Infinite if the run is over.
-        position: Restarts, and committed steps: what was compared before is settled. Infinite if the run is over.
+        is_over: By these entries the run is over: only fences may follow.
+        attempt: Attempt under way; earlier ones are decided. Infinite if the run is over.
+        position: (restarts, committed steps): earlier comparisons are settled. Infinite if the run is over.
     """
 
     num_entries: int
@@ -73,23 +68,18 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """A whole log, as far as it is in the journal.
+    """A whole log, as far as the journal has it.
 
     Attributes:
-        entries: Entry at each index.
-        commits: The commits in the order of the log.
-        last_fenced_at: Group -> index of the last entry that fenced it.
-        fenced: Index of each fence that ended a life which took part -> group and incarnation.
-        discarded: Restarts and committed steps before it -> the groups whose part in a step was discarded.
-        computed_anew: The steps, as restarts and committed steps before it, that were begun anew from zero sums.
-        opened: Attempt -> the groups that took part when it began, each with its incarnation; attempts that no entry
-            tells of are absent.
-        members: The groups that take part after the last entry.
-        num_restarts: Restarts from a checkpoint.
-        errors: What makes the log contradict itself.
-        next_step: The step after the last that is committed and not undone.
-        known: What the entries before the first missing one say. Later entries may contradict other records only
-            because of what is missing.
+        last_fenced_at: Group -> index of the last fence that removed it from the members.
+        fenced: Index of each such fence -> (group, incarnation).
+        discarded: (restarts, committed steps before the step) -> groups whose contribution to the step was discarded.
+        computed_anew: Steps, as (restarts, committed steps before them), that began again from zero sums.
+        opened: Attempt -> members when it began, as group -> incarnation; lacks attempts that no entry implies.
+        members: Groups that take part after the last entry.
+        errors: Contradictions within the log.
+        next_step: Step after the last commit that is not undone.
+        known: State before the first gap. Entries after a gap may contradict other records only because of the gap.
     """
 
     entries: Mapping[int, dict[str, Any]]
@@ -107,36 +97,34 @@ class Fold:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no entry is missing before the last."""
         return self.known.num_entries == len(self.entries)
 
     def severity(self, *, is_known: bool) -> Severity:
-        """Of a contradiction between the log and another record.
-
-        Args:
-            is_known: The entries before the first missing one contradict the record by themselves.
-        """
+        """Severity of a contradiction with another record; `is_known`: the entries of `known` alone show it."""
         return "invalid" if is_known else "unknown"
 
     @property
     def kept(self) -> tuple[Committed, ...]:
-        """The commits that no restart undid, in the order of the log."""
+        """Commits that no restart undid, in log order."""
         return tuple(commit for commit in self.commits if not commit.is_undone)
 
 
 class Folding:
-    """The state between two entries. What does not change from one entry to the next is one object for both."""
+    """State of the fold between two entries.
+
+    Memberships that do not change stay the same objects, so that readers may compare by identity.
+    """
 
     def __init__(self, run: RunRecord) -> None:
         self.run = run
-        self.incarnations: Mapping[int, int] = dict.fromkeys(range(run.num_groups), 0)  # of those that take part
+        self.incarnations: Mapping[int, int] = dict.fromkeys(range(run.num_groups), 0)  # of the members
         self.members: Members = frozenset(self.incarnations)
         self.began_with = self.members
         self.last_fenced: dict[int, int] = {}  # incarnation
         self.step = run.first_step
         self.attempt = 0
         self.kept: tuple[int, ...] = ()  # by the attempt under way
-        self.attempts: list[FoldedAttempt] = []  # of the step, decided
+        self.attempts: list[FoldedAttempt] = []  # decided ones of the step
         self.is_discarded = False
         self.discarded: dict[tuple[int, int], Members] = {}
         self.computed_anew: set[tuple[int, int]] = set()
@@ -151,11 +139,9 @@ class Folding:
 
     @property
     def num_restarts(self) -> int:
-        """Restarts from a checkpoint."""
         return len(self.restarted_at)
 
     def take(self, index: int, entry: Mapping[str, Any]) -> None:
-        """Folds the next entry."""
         match entry["entry"]:
             case "fence":
                 self._fence(index, entry["group"], entry.get("incarnation", 0))
@@ -176,13 +162,13 @@ class Folding:
                 self.is_over = True
 
     def known(self, num_entries: int) -> Known:
-        """The state, if no entry has been missing so far."""
+        """The state as `Known`; call only while no entry has been missing."""
         position = (math.inf, math.inf) if self.is_over else (self.num_restarts, self.step)
         attempt = math.inf if self.is_over else self.attempt
         return Known(num_entries=num_entries, is_over=self.is_over, attempt=attempt, position=position)
 
     def _fence(self, index: int, group: int, incarnation: int) -> None:
-        """It stands for this and every earlier incarnation, whether they took part or waited to."""
+        """Fences this and every earlier incarnation, whether it takes part or waits for admission."""
         self.last_fenced[group] = max(incarnation, self.last_fenced.get(group, -1))
         if self.incarnations.get(group, incarnation + 1) <= incarnation:
             self.last_fenced_at[group] = index
@@ -194,7 +180,7 @@ class Folding:
         self.members = frozenset(incarnations)
 
     def _not_fenced(self, members: Sequence[tuple[int, int]]) -> dict[int, int]:
-        """Group -> incarnation, the highest where a group is named twice."""
+        """Group -> incarnation of those not fenced; the highest if a group is named twice."""
         return {group: number for group, number in sorted(members) if number > self.last_fenced.get(group, -1)}
 
     def _open(self, attempt: int) -> None:
@@ -244,12 +230,12 @@ class Folding:
             self.errors.append(f"step {commit.step} is committed after the last")
         self.commits.append(commit)
         self.step = commit.step + 1
-        # Nothing is left to be compared or gathered after the last step: no entry says that the run is finished.
+        # Without a save or state partitions, nothing remains to compare or gather and no finish entry follows.
         is_last = commit.is_last or commit.step + 1 == self.run.num_steps
         self.is_over = is_last and not commit.saved and not self.run.slice_redundancy
         if self.is_discarded:
             self.errors.append(f"step {commit.step}: attempt {commit.attempt} was discarded, and is committed")
-        if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit takes nobody in
+        if commit.step + 1 < self.run.num_steps and not commit.is_last:  # the last commit admits no group
             admitted = self._not_fenced(entry.get("admit", ()))
             if not admitted.keys() <= self.members:
                 self._set_members(admitted | dict(self.incarnations))
@@ -279,7 +265,7 @@ class Folding:
 
 
 def fold_log(entries: Mapping[int, dict[str, Any]], run: RunRecord) -> Fold:
-    """Folds the entries in the order of their indices; indices may be missing."""
+    """Folds the entries in index order; indices may be missing."""
     folding = Folding(run)
     known = folding.known(0)
     for number, index in enumerate(sorted(entries), 1):

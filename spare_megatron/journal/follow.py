@@ -1,4 +1,4 @@
-"""A journal read as it grows: every line once, however long the journal is."""
+"""Reads a journal as it grows: every line once."""
 
 import os
 import re
@@ -23,15 +23,15 @@ _DECODERS: dict[bytes, msgspec.json.Decoder[Any]] = {
 
 
 class JournalTail:
-    """Follows all files of a journal, those that come later too. Holds no file open, and nothing of what it has read.
+    """Follows all files of a journal, later ones too; keeps no file open and no line in memory.
 
     Args:
-        run_dir: The directory of the run; it may be without a journal for now.
-        without: Kinds of records, by their names in the files, that are passed over unread.
+        run_dir: Run directory; may lack a journal for now.
+        without: Kinds of records, by their names in the files, to skip unread.
 
     Attributes:
-        sources: The writers whose files have been found.
-        damage: What could not be read, the first of it.
+        sources: Writers whose files have been found.
+        damage: The first lines that could not be read.
     """
 
     def __init__(self, run_dir: Path, without: Collection[str] = ()) -> None:
@@ -42,9 +42,9 @@ class JournalTail:
         self.damage: list[str] = []
 
     def poll(self) -> Iterator[Line]:
-        """The lines that are new, each file's in their order, file after file; those of no rank come first.
+        """Yields the new lines, file after file; files of ranks come last.
 
-        A last line without an end stays for the next time: its writer may be at it, or was killed.
+        A last line without an end waits for the next call: its writer is still writing it, or was killed.
         """
         if not self._folder.is_dir():
             return
@@ -52,7 +52,7 @@ class JournalTail:
             files = [file for file in found if file.name.endswith(".jsonl")]
         if len(files) > len(self.sources):
             self.sources.update(file.name.removesuffix(".jsonl") for file in files)
-        for is_of_rank in (False, True):  # who has read that the run has ended looks at the ranks' files after that
+        for is_of_rank in (False, True):  # ranks last: complete once the end record is read
             some = [file for file in files if file.name.startswith("group-") is is_of_rank]
             for name in sorted(file.name for file in some if file.stat().st_size > self._read.get(file.name, 0)):
                 yield from self._rest_of(name)
@@ -80,7 +80,7 @@ class JournalTail:
                 return None
             try:
                 return Line(source=source.decode(), at_s=float(at_s), record=_DECODERS[kind].decode(text))
-            except (KeyError, msgspec.MsgspecError):  # of a kind that nobody knows, or with numbers that are none
+            except (KeyError, msgspec.MsgspecError):  # an unknown kind, or numbers such as NaN
                 return decode_line(text.decode())
         except ValueError as error:
             if len(self.damage) < _MOST_DAMAGE:
@@ -89,17 +89,10 @@ class JournalTail:
 
 
 class Follower:
-    """Reads of a run's journal what is new, each time.
-
-    Args:
-        run_dir: The directory of the run.
-        with_params: Reads digests of parameters, too.
+    """Follows the state of a run; `with_params` also reads parameter digests.
 
     Raises:
-        ValueError: It is of a later format.
-
-    Attributes:
-        run_state: How the run stood the last time.
+        ValueError: The journal has a later format.
     """
 
     def __init__(self, run_dir: Path, *, with_params: bool = False) -> None:
@@ -108,7 +101,7 @@ class Follower:
         self.run_state = RunState()
 
     def poll(self) -> RunState:
-        """How the run stands now."""
+        """Reads the new lines; returns `run_state`, the same object every time."""
         run_state = self.run_state
         for line in self._tail.poll():
             run_state.take(line)
@@ -118,16 +111,16 @@ class Follower:
 
     @property
     def damage(self) -> tuple[str, ...]:
-        """What could not be read, or made sense of."""
+        """What could not be read or interpreted."""
         return (*self._tail.damage, *self.run_state.damage)
 
 
 def read_run_state(run_dir: Path, *, with_params: bool = False) -> RunState:
-    """How the run stands by everything that is in its journal now. The arguments are those of `Follower`.
+    """State of a run by its whole journal; arguments as for `Follower`.
 
     Raises:
         FileNotFoundError: The run directory has no journal.
-        ValueError: It is of a later format.
+        ValueError: The journal has a later format.
     """
     if not any((run_dir / "journal").glob("*.jsonl")):
         raise FileNotFoundError(f"{run_dir} holds no journal (journal/*.jsonl); is it the directory of a run?")

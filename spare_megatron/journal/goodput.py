@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: useful steps, and every loss by its name."""
+"""Divides the wall time of a run into useful steps and losses by cause."""
 
 import itertools
 from collections import defaultdict
@@ -22,19 +22,19 @@ _MOST_READERS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Useful time and losses add up to the wall time.
+    """Useful time and losses, which add up to the wall time.
 
     Attributes:
-        wall_s: From the run's record to its end.
-        step_s: A quiet step: the median time between commits with all groups, no fault, no loss and nobody taken in.
-        useful_s: The time of all committed steps, each counted with a quiet step's at most.
+        wall_s: From the run record to the end.
+        step_s: A quiet step: median time between commits with all groups and without fault, loss or admission.
+        useful_s: Time of all committed steps, at most `step_s` for each.
         goodput: Useful time over wall time.
-        longest_pause_s: The longest time between two commits.
-        lost_s: What the rest went to. `start`: before the first step. `rework`: up to the last of the steps that a
-            restart from a checkpoint threw away. `restart`: from there to the first commit after the restart.
-            `recovery`: steps in which a group was lost. `admission`: steps that begin with groups taken in.
-            `fault`: steps with a fault that cost no group. `fewer_groups`: other steps without all groups. `scatter`:
-            steps that took longer for none of these reasons. `end`: after the last commit.
+        longest_pause_s: Longest time between two commits.
+        lost_s: The rest, by cause. `rework`: up to the last of the steps that a restart undid. `end`: after the last
+            commit. The others count time beyond `step_s`. `start`: up to the first commit. `restart`: from the end of
+            the rework to the next commit. `recovery`: steps in which a group was lost. `admission`: first steps with
+            admitted groups. `fault`: steps with a fault that cost no group. `fewer_groups`: other steps without all
+            groups. `scatter`: quiet steps.
     """
 
     wall_s: float
@@ -47,14 +47,11 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A commit that no restart undid.
+    """A commit that no restart has undone.
 
     Attributes:
-        index: Its place in the log.
-        step: The step.
-        num_members: Groups that took part.
-        cause: What is in the log between the commit before and this one and made that time longer; empty if nothing.
-        undone: Places of the commits between these two that a restart threw away.
+        cause: By the log, why the time since the previous commit is longer than a quiet step; empty if nothing.
+        undone: Log indices of commits in between that a restart undid.
     """
 
     index: int
@@ -65,13 +62,7 @@ class _Kept:
 
 
 def cause_of(met: Collection[str], *, is_first: bool, has_newcomers: bool) -> str:
-    """What made the time between two commits longer than that of a quiet step; empty if nothing did.
-
-    Args:
-        met: Kinds of entries of the log in between.
-        is_first: There is no commit before.
-        has_newcomers: Groups took part in the second commit that did not in the first.
-    """
+    """Cause of the time between two commits beyond a quiet step, by the kinds of entries `met`; empty if none."""
     if "restart" in met:
         return "restart"
     if is_first:
@@ -82,12 +73,12 @@ def cause_of(met: Collection[str], *, is_first: bool, has_newcomers: bool) -> st
 
 
 class Stretches:
-    """The time between commits, by what is in the log: fed entry by entry, in the order of the log."""
+    """The time between commits, by cause; takes the entries in log order."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
         self._undone: list[int] = []
-        self._met: set[str] = set()  # kinds of entries since the last commit that is kept
+        self._met: set[str] = set()  # kinds of entries since the last commit
         self._before: Members = frozenset()
 
     def take(self, index: int, entry: Mapping[str, Any], members: Members) -> None:
@@ -117,12 +108,12 @@ class Stretches:
     def goodput(
         self, at_s: Callable[[npt.NDArray[np.intp]], Times], span_s: tuple[float, float], hit_after: Collection[int]
     ) -> Goodput | None:
-        """The goodput so far; None without a commit.
+        """Goodput so far; None without a commit whose time is known.
 
         Args:
-            at_s: When the entries at these places of the log were read, seconds; NaN where that is not known.
-            span_s: Beginning and end of the run.
-            hit_after: The steps whose commits were followed by a fault.
+            at_s: Times in seconds at which the entries at these log indices were read; NaN if unknown.
+            span_s: Start and end of the run.
+            hit_after: Steps whose commits were followed by a fault.
         """
         times = at_s(np.array([kept.index for kept in self._kept], np.intp))
         chosen = [kept for kept, is_known in zip(self._kept, ~np.isnan(times), strict=True) if is_known]
@@ -139,7 +130,7 @@ class Stretches:
 
 
 def _causes(chosen: list[_Kept], hit_after: Collection[int]) -> list[str]:
-    """For each commit, what made the time since the commit before longer than that of a quiet step."""
+    """Cause of each interval that ends with a commit; `scatter` for a quiet step."""
     everybody = max(kept.num_members for kept in chosen)
     causes = ["restart" if chosen[0].cause == "restart" else "start"]
     for before, kept in itertools.pairwise(chosen):
@@ -169,9 +160,9 @@ def _sum_up(intervals_s: Times, rework_s: Times, causes: list[str], times_s: Tim
 
 
 class EntryTimes:
-    """When each entry of the log was read: the median over the groups, one of whose clocks may have jumped.
+    """When each log entry was read: the median over the groups, because a clock may have jumped.
 
-    Groups with the same id modulo `_MOST_READERS` count as one: so many make a median.
+    Groups with equal ids modulo `_MOST_READERS` count as one: that many are enough for a median.
     """
 
     def __init__(self) -> None:
@@ -181,7 +172,7 @@ class EntryTimes:
         self._end = 0
 
     def take(self, index: int, group: int, at_s: float) -> None:
-        """A group has read an entry. Of several times the first counts: who comes back reads old entries anew."""
+        """A group has read an entry. The earliest time counts: a group that returns reads old entries again."""
         column = group % _MOST_READERS
         height, width = self._read_s.shape
         if index >= height or column >= width:
@@ -195,7 +186,7 @@ class EntryTimes:
             self._end = max(self._end, index + 1)
 
     def __call__(self, indices: npt.NDArray[np.intp]) -> Times:
-        """When these entries were read; NaN for those that nobody has read."""
+        """Read times of these entries; NaN for unread ones."""
         if self._changed_from < self._end:
             changed = slice(self._changed_from, self._end)
             ordered = np.sort(self._read_s[changed], axis=1)  # NaN come last
@@ -208,7 +199,6 @@ class EntryTimes:
 
 
 def read_times(journal: Journal) -> EntryTimes:
-    """Those of a whole journal."""
     times = EntryTimes()
     for line in journal.lines:
         if isinstance(line.record, EntryRecord):
@@ -217,12 +207,12 @@ def read_times(journal: Journal) -> EntryTimes:
 
 
 def step_before(fault: FaultRecord) -> int:
-    """The step whose commit a fault followed."""
+    """The step whose commit the fault followed."""
     return fault.step if fault.phase == "after_commit" else fault.step - 1
 
 
 def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
-    """The goodput of a run that has ended; None if the journal lacks its beginning, its end or every step."""
+    """Goodput of an ended run; None if the journal lacks its start, its end or every step."""
     began = [line.at_s for line in journal.lines if isinstance(line.record, RunRecord)]
     ended = [line.at_s for line in journal.lines if isinstance(line.record, EndRecord)]
     if not began or not ended:
@@ -236,9 +226,9 @@ def find_goodput(journal: Journal, fold: Fold) -> Goodput | None:
 
 
 def full_redundancy_s(journal: Journal) -> tuple[float, ...]:
-    """Seconds from each loss of a copy, or the first of several, until all slices had all of their hosts again.
+    """Seconds from each loss of copies of state partitions until every partition had all of its hosts again.
 
-    As one group saw it: the one that has seen the most of it. What never ended is not in it.
+    By the group with the most redundancy records. A loss that was never made good is left out.
     """
     seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for line in journal.lines:

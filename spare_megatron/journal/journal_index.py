@@ -1,7 +1,7 @@
-"""The files of a journal, read in parts: what is in memory is bounded by a part, and by the log.
+"""Journal files read in parts: memory is bounded by one part, the log and the rare records.
 
-One pass finds the log, what is rare, and between which steps and attempts each block of each file is. Then every part
-is read from the blocks that have some of it, in whatever order their lines are.
+One pass finds the log, the rare records, and the range of steps and attempts in each block of each file. A part is then
+read from the blocks that overlap it, whatever the order of their lines.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from spare_megatron.journal.lines import KINDS, Line, decode_line, origin_field,
 from spare_megatron.journal.records import EntryRecord, Record
 
 STRETCH_BYTES = 16 << 20
-"""Of the frequent records of a part, as they are in the files; several times as much in memory."""
+"""Frequent records of a part, as bytes in the files; they take several times as much memory."""
 _BLOCK_BYTES = 64 << 10
 _MOST = 10**15
-"""Beyond every step and attempt."""
+"""Above every valid step and attempt."""
 
 _NUMBER = rb"(0|[1-9][0-9]{0,14})"
 _HEAD = re.compile(
@@ -39,7 +39,7 @@ _FREQUENT = {name.encode(): kind for name, kind in KINDS.items() if kind in FREQ
 
 
 def _names_of(kind: type[Record]) -> msgspec.json.Decoder[Any]:
-    """Refuses a line with names that no record of this kind has; the decoder of the kind itself passes over them."""
+    """Decoder that refuses unknown fields, which the decoder of the kind itself ignores."""
     names = ("record", "source", "at_s", *(field.name for field in dataclasses.fields(kind)))
     fields = [(name, msgspec.Raw, msgspec.Raw(b"null")) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct("Names", fields, forbid_unknown_fields=True, gc=False))
@@ -50,7 +50,7 @@ _DECODERS = {name: (_names_of(kind), msgspec.json.Decoder(kind)) for name, kind 
 
 @dataclasses.dataclass(slots=True)
 class _Block:
-    """Some lines of a file, and between which steps and attempts their frequent records are."""
+    """Consecutive lines of a file, and the range of steps and attempts of their frequent records."""
 
     file: int
     offset: int
@@ -68,18 +68,18 @@ class _Block:
 
 
 class JournalIndex:
-    """A journal in files, as they are now.
+    """A `JournalView` of journal files, as they are now.
 
     Args:
-        run_dir: The directory of the run.
-        stretch_bytes: Of the frequent records that are looked at at a time.
-        until_s: When to give up, on the monotonic clock.
-        settings: Terms of the run, as the settings beside the journal have them.
+        run_dir: Run directory.
+        stretch_bytes: See `STRETCH_BYTES`; grows with the number of files by default.
+        until_s: Deadline on the monotonic clock.
+        settings: Terms of the run by the settings beside the journal.
 
     Raises:
         FileNotFoundError: The run directory has no journal.
-        ValueError: It is of a later format.
-        TimeoutError: It is later; of all methods, too.
+        ValueError: The journal has a later format.
+        TimeoutError: The deadline has passed; methods raise it, too.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class JournalIndex:
         self.rare = [line for _, line in sorted(self._rare, key=lambda placed: placed[0])]
         self.entries = {index: _entry(self._first_read.pop(index)[1]) for index in sorted(self._first_read)}
         del self._rare
-        # A part takes some of each file: the less of it, the more often is a block read.
+        # Every part takes some of each file: the smaller the parts, the more often a block is read.
         part_bytes = stretch_bytes or max(STRETCH_BYTES, 2 * _BLOCK_BYTES * len(self._files))
         self.num_stretches = max(math.ceil(num_bytes / part_bytes), 1)
 
     def _all_blocks(self) -> Iterator[tuple[_Block, list[bytes]]]:
-        """All that is in the files, without what a writer that was killed left as its last line: it was never made."""
+        """All lines of all files, without the torn last line of a killed writer, which does not count."""
         for number, path in enumerate(self._files):
             with path.open("rb") as file:
                 offset, first_number = 0, 1
@@ -131,7 +131,7 @@ class JournalIndex:
             raise TimeoutError("the time for reading the journal is over")
 
     def _survey(self, block: _Block, number: int, text: bytes) -> bool:
-        """Takes a line of the first pass; returns whether it is of a frequent kind."""
+        """Indexes a line; returns whether it is of a frequent kind."""
         head, place = _HEAD.match(text), (block.file, number)
         if _tells_place(head):
             block.has(int(head[3]), None if head[4] is None else int(head[4]))
@@ -154,7 +154,7 @@ class JournalIndex:
         return isinstance(record, FREQUENT)
 
     def _read_at(self, index: int, at: Place, entry: bytes) -> None:
-        """A group has read an entry: the first one counts."""
+        """Keeps the earliest read of an entry; notes whether reads differ."""
         first, known = self._first_read.get(index, (at, entry))
         if known != entry:
             self._disputed.add(index)
@@ -162,11 +162,9 @@ class JournalIndex:
 
     @property
     def damage(self) -> list[str]:
-        """What could not be read of all that has been asked for so far."""
         return [f"{self._files[file].name}:{number}: {error}" for (file, number), error in sorted(self._damage.items())]
 
     def disputed(self) -> list[Placed]:
-        """The records of entries that are not as the first group read them."""
         found: list[Placed] = []
         for block in self._blocks if self._disputed else ():
             for place, text in self._lines(block):
@@ -178,7 +176,6 @@ class JournalIndex:
         return sorted(found, key=lambda placed: placed[0])
 
     def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
-        """The records of frequent kinds in a stretch, each kind in the order of their times."""
         found: dict[type[Record], list[Placed]] = {kind: [] for kind in kinds}
         wanted = {name for name, kind in _FREQUENT.items() if kind in found}
         is_by_step = stretch.key == "step"
@@ -204,7 +201,7 @@ class JournalIndex:
         return found
 
     def _lines(self, block: npt.NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """The lines of a block, each with its file and number."""
+        """Lines of a block, each with (file, line number)."""
         self._keep_time()
         file, offset, size, first_number = block[:4].tolist()
         with self._files[file].open("rb") as opened:
@@ -228,7 +225,7 @@ class JournalIndex:
 
 
 def _fast(text: bytes, kind: bytes) -> Record | None:
-    """A record of a frequent kind as `encode_line` writes it; None if it has to be looked at more closely."""
+    """A frequent record as `encode_line` writes it; None if it needs `_decode`."""
     names, whole = _DECODERS[kind]
     try:
         names.decode(text)
@@ -239,11 +236,11 @@ def _fast(text: bytes, kind: bytes) -> Record | None:
 
 
 def _entry(text: bytes) -> dict[str, Any]:
-    """An entry of the log, whose names are the same objects as those of the others."""
+    """A log entry with interned keys, which save memory."""
     entry: dict[str, Any] = json.loads(text, object_pairs_hook=lambda pairs: {sys.intern(k): v for k, v in pairs})
     return entry
 
 
 def _tells_place(head: re.Match[bytes] | None) -> TypeGuard[re.Match[bytes]]:
-    """Whether this is the beginning of a frequent record that says which step and attempt it is of."""
+    """Whether this is the head of a frequent record, with its step and attempt."""
     return head is not None and head[1] in _FREQUENT and (head[4] is not None or head[1] == b"params")

@@ -1,7 +1,7 @@
-"""What a proof reads of a journal, in parts: a long run has told more than memory holds.
+"""Views of a journal in parts, since the journal of a long run exceeds memory.
 
-The log and whatever is rare is held as a whole. What every group tells of every step is looked at for some consecutive
-attempts, or steps, at a time.
+The log and rare records are held whole. Records that every group writes in every step are read for some consecutive
+attempts or steps at a time.
 """
 
 import math
@@ -37,12 +37,12 @@ from spare_megatron.journal.records import (
 )
 
 Place = tuple[float, int, int]
-"""Of a line among all of a journal: its time, its file, its number there."""
+"""Position of a line in the journal: (time, file number, line number)."""
 Placed = tuple[Place, Any]
-"""A record and where it is."""
+"""A place and its record."""
 
 FREQUENT = (ContributionRecord, VoteRecord, UpdateRecord, ParamsRecord)
-"""What every group tells of every step, beside the entries of the log."""
+"""Records that every group writes in every step, apart from log entries."""
 RARE = (
     RunRecord,
     RankRecord,
@@ -59,19 +59,13 @@ RARE = (
 
 
 def is_rare(record: Record) -> bool:
-    """Whether a record is held for as long as the proof takes: of a rare kind, or an entry that admits groups."""
+    """Whether a record is held throughout the check: a rare kind, or an entry that admits groups."""
     return isinstance(record, RARE) or (isinstance(record, EntryRecord) and bool(record.entry.get("admit")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Consecutive numbers, of attempts or of steps.
-
-    Attributes:
-        key: What they number.
-        first: The first.
-        end: The first one after it.
-    """
+    """The range [first, end) of attempts or steps, as `key` says."""
 
     key: Literal["attempt", "step"]
     first: float = -math.inf
@@ -82,14 +76,14 @@ class Stretch:
 
 
 class JournalView(Protocol):
-    """A journal that can be looked at in parts.
+    """A journal that is read in parts.
 
     Attributes:
-        rare: The lines that `is_rare` names, in the order of their times.
-        entries: Index -> the entry of the log as the first group read it.
-        num_stretches: In how many parts the frequent records are to be looked at.
-        origin_code: Digest of the code that `origin.json` beside the journal names; None without such a file.
-        settings: Terms of the run by their names, as the settings beside the journal have them; none if unknown.
+        rare: Lines with `is_rare` records, in time order.
+        entries: Log index -> entry, as first read.
+        num_stretches: Number of parts for the frequent records.
+        origin_code: Code digest in `origin.json` beside the journal; None without such a file.
+        settings: Terms of the run by the settings beside the journal; empty if unknown.
     """
 
     @property
@@ -109,17 +103,17 @@ class JournalView(Protocol):
 
     @property
     def damage(self) -> Sequence[str]:
-        """What could not be read of all that has been asked for so far."""
+        """Unreadable lines among those that have been requested so far."""
 
     def disputed(self) -> list[Placed]:
-        """The records of entries that are not as the first group read them."""
+        """Entry records that differ from the first read of the entry."""
 
     def select(self, kinds: Collection[type[Record]], stretch: Stretch) -> dict[type[Record], list[Placed]]:
-        """The records of frequent kinds in a stretch, each kind in the order of their times."""
+        """Records of frequent kinds in a stretch, each kind in time order."""
 
 
 class JournalInMemory:
-    """A journal that is in memory as a whole."""
+    """A `JournalView` of a journal in memory, as a single part."""
 
     num_stretches = 1
     origin_code: str | None = None
@@ -151,16 +145,13 @@ class JournalInMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """All that is told of some consecutive attempts.
+    """Records of consecutive attempts; contributions, votes and updates with their places.
 
     Attributes:
-        contributions: Records, each with its place. Likewise the next two.
-        votes: Those of the groups.
-        updates: What groups have applied.
-        went_on: Groups that contributed, each with the attempt; those of the attempt after these, too.
-        commits: Number and entry of each commit on one of these attempts.
-        decided: For each of these attempts that a committed step had, the number of the commit, its own among those of
-            the step, the commit, the attempt, and the next one of the step or None.
+        went_on: (group, attempt) of each contribution to these attempts and the one after them.
+        commits: (number among the commits, commit) of each commit on one of these attempts.
+        decided: For each of these attempts that belongs to a committed step: number of the commit, position among the
+            attempts of the step, the commit, the attempt, and the step's next attempt or None.
     """
 
     contributions: Sequence[Placed]
@@ -172,7 +163,7 @@ class Attempts:
 
 
 def attempts_of(evidence: JournalView, fold: Fold) -> Iterator[Attempts]:
-    """All attempts, some at a time."""
+    """Yields all attempts, a stretch at a time."""
     commits = _Sorted(commit.attempt for commit in fold.commits)
     places = [(number, which) for number, commit in enumerate(fold.commits) for which in range(len(commit.attempts))]
     decided = _Sorted(fold.commits[number].attempts[which].attempt for number, which in places)
@@ -198,12 +189,11 @@ def _decided(fold: Fold, number: int, which: int) -> tuple[int, int, Committed, 
 
 
 class Steps:
-    """All digests of parameters after some consecutive numbers of committed steps, and what was brought into the next.
+    """Parameter digests after consecutive numbers of committed steps.
 
     Attributes:
-        stretch: The numbers of steps.
-        params: The digests, in the order of their times.
-        commits: Number and entry of each commit that is kept and led to one of these numbers of steps.
+        params: The digests, in time order.
+        commits: (number among the commits, commit) of those not undone that led to one of these numbers of steps.
     """
 
     def __init__(self, evidence: JournalView, stretch: Stretch, commits: Sequence[tuple[int, Committed]]) -> None:
@@ -214,7 +204,7 @@ class Steps:
 
     @cached_property
     def brought(self) -> Mapping[int, set[tuple[int, int]]]:
-        """Step -> the groups that contributed to it, each with the attempt. Asked for only if something looks wrong."""
+        """Step -> (group, attempt) of each contribution to it; reads the journal."""
         brought: dict[int, set[tuple[int, int]]] = {}
         for record in self._contributions(self.stretch):
             brought.setdefault(record.step, set()).add((record.group, record.attempt))
@@ -222,7 +212,7 @@ class Steps:
 
     @cached_property
     def went_on(self) -> Collection[tuple[int, int]]:
-        """Groups that contributed after one of the commits, each with the attempt. Asked for likewise."""
+        """(group, attempt) of each contribution after one of the commits; reads the journal."""
         attempts = [commit.attempt + 1 for _, commit in self.commits]
         stretch = Stretch(key="attempt", first=min(attempts, default=0), end=max(attempts, default=-1) + 1)
         return {(record.group, record.attempt) for record in self._contributions(stretch)}
@@ -233,7 +223,7 @@ class Steps:
 
 
 def steps_of(evidence: JournalView, fold: Fold) -> Iterator[Steps]:
-    """All numbers of committed steps, some at a time."""
+    """Yields all numbers of committed steps, a stretch at a time."""
     kept = [(number, commit) for number, commit in enumerate(fold.commits) if not commit.is_undone]
     steps = _Sorted(commit.step + 1 for _, commit in kept)
     for first, end in _cut(steps.numbers, evidence.num_stretches):
@@ -242,7 +232,7 @@ def steps_of(evidence: JournalView, fold: Fold) -> Iterator[Steps]:
 
 
 class _Sorted:
-    """Numbers in their order, and where each was before."""
+    """Sorted numbers, with their original positions."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         before = list(numbers)
@@ -250,12 +240,12 @@ class _Sorted:
         self.numbers = sorted(before)
 
     def within(self, first: float, end: float) -> list[int]:
-        """Where those of a stretch were, in that order."""
+        """Original positions of the numbers in [first, end), ascending."""
         return sorted(self._positions[bisect_left(self.numbers, first) : bisect_left(self.numbers, end)])
 
 
 def _cut(numbers: Sequence[int], num_stretches: int) -> Iterator[tuple[float, float]]:
-    """First and end of each stretch: together they are everything, and each holds as many of these as the others."""
+    """First and end of stretches that cover everything and hold about equally many of these numbers."""
     inner = sorted(
         {numbers[len(numbers) * part // num_stretches] for part in range(1, num_stretches)} if numbers else ()
     )

@@ -1,4 +1,4 @@
-"""Records as the lines of a journal: one JSON object each, which also says when it was written, and by whom."""
+"""JSON encoding of journal lines: one object per record, with its writer (`source`) and its time (`at_s`)."""
 
 import json
 from collections.abc import Mapping
@@ -32,11 +32,11 @@ from spare_megatron.journal.records import (
 )
 
 FORMAT = 3
-"""Of the journals that this version writes. It rises with every change that the reader before could not take."""
+"""Journal format that this version writes; rises with every change that the previous reader cannot handle."""
 
 
 _FORMER_FIELDS = {"cadence": ("restart_s",)}
-"""What records of earlier formats have beside those of this one, and nothing asks for any more: up to format 1."""
+"""Fields of format 1 records that later formats dropped; ignored when read."""
 
 
 KINDS: dict[str, type[Record]] = {
@@ -67,7 +67,7 @@ _NAMES = {kind: name for name, kind in KINDS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A record with its writer and time."""
+    """A record with its writer and its time in seconds since the epoch."""
 
     source: str
     at_s: float
@@ -81,10 +81,10 @@ def encode_line(line: Line) -> str:
 
 
 def decode_line(text: str) -> Line:
-    """The line that `encode_line` wrote.
+    """Decodes what `encode_line` wrote.
 
     Raises:
-        ValueError: The text is no record of a kind that this version knows.
+        ValueError: The text is damaged, or a record of a kind that this version does not know.
     """
     fields = json.loads(text)
     if not isinstance(fields, dict):
@@ -106,7 +106,7 @@ ORIGIN = "origin.json"
 
 
 def origin_field(run_dir: Path, name: str) -> str | None:
-    """One field; empty if the file lacks it, None if there is no file that can be read, as beside a copied journal."""
+    """Field of `origin.json`; empty if the file lacks it, None without a readable file (a copied journal)."""
     try:
         text = (run_dir / ORIGIN).read_bytes()
     except OSError:
@@ -118,10 +118,10 @@ def origin_field(run_dir: Path, name: str) -> str | None:
 
 
 def require_known_format(run_dir: Path) -> None:
-    """Returns if the journal, which may be without its first record yet, is of a format that this version reads.
+    """Checks that this version reads the journal's format; a journal without its first record passes.
 
     Raises:
-        ValueError: It is of a later one.
+        ValueError: The format is later, or unknown.
     """
     found = _first_record(run_dir).get("format", FORMAT)
     if found not in range(FORMAT + 1):
@@ -135,13 +135,13 @@ def _first_record(run_dir: Path) -> dict[str, Any]:
     try:
         with (run_dir / "journal" / "driver.jsonl").open("rb") as file:
             record = json.loads(file.readline())
-    except (OSError, ValueError):  # what is missing or damaged is told by whoever reads all of it
+    except (OSError, ValueError):  # reported by the reader of the whole journal
         return {}
     return record if isinstance(record, dict) else {}
 
 
 def _origin(run_dir: Path) -> str:
-    """Which code wrote it, as the run's directory says."""
+    """Version and commit that wrote the journal, for an error message."""
     version, commit = origin_field(run_dir, "version"), origin_field(run_dir, "commit")
     if version and commit:
         return f"written by spare_megatron {version}, commit {commit}"

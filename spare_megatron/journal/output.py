@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all, and errors that name the path and the setting that chose it."""
+"""Files written whole or not at all, and errors that name the path and the setting that chose it."""
 
 import errno
 import os
@@ -12,11 +12,7 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class NotWritten(OSError):
-    """A path cannot be written; the text names the error, the setting and the path, and says what to do.
-
-    Attributes:
-        reason: The error alone.
-    """
+    """A path cannot be written; the message adds setting, path and remedy to `reason`, the error alone."""
 
     def __init__(self, error: OSError, setting: str, path: Path) -> None:
         remedy = "choose another"
@@ -30,7 +26,7 @@ class NotWritten(OSError):
 
 @contextmanager
 def named_errors(setting: str, path: Path) -> Iterator[None]:
-    """Around what writes a path that a setting chose: errors about it, or about no path, become `NotWritten`."""
+    """Turns an `OSError` about the path, or about no path, into `NotWritten`."""
     try:
         yield
     except OSError as error:
@@ -41,9 +37,9 @@ def named_errors(setting: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(setting: str, path: Path) -> Iterator[Path]:
-    """Gives a path to write, beside the file that it becomes when the block ends. If that raises nothing is left.
+    """Yields a temporary path that becomes the file when the block ends; an error leaves nothing behind.
 
-    What is there and is no plain file, as /dev/stdout, is written in place.
+    What is no plain file, as /dev/stdout, or lies in a folder that cannot be written, is written in place.
 
     Raises:
         NotWritten: The file cannot be written.
@@ -64,7 +60,7 @@ def whole_file(setting: str, path: Path) -> Iterator[Path]:
 
 
 def _is_about(error: OSError, path: Path) -> bool:
-    """Whether it is about the path, a folder that it is in, or a file in it; or nothing says what it is about."""
+    """Whether an error is about the path, a folder above it or a file beside it, or about no path."""
     if not isinstance(error.filename, str | os.PathLike):
         return True
     other, path = Path(error.filename).absolute(), path.absolute()

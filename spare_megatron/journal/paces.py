@@ -1,4 +1,4 @@
-"""How fast each rank computes beside its likes in the other groups: who is slow, not who waits for it."""
+"""Compares how fast ranks compute, waiting excluded, with the same rank position in the other groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,15 @@ Array = npt.NDArray[np.float32]
 MOST_SAMPLES = 1024
 """Attempts that are kept; of a longer run every second, fourth and so on."""
 _LEAST_STEPS = 16
-"""In which a rank has computed, for it to be called slow, if another one has computed in so many."""
+"""Steps in which a rank must have computed to be called slow, if any rank has computed in so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowest:
-    """The rank that takes longest for a microbatch, and the one after it.
+    """The slowest rank and the second slowest; `rank` is the position in the group.
 
     Attributes:
-        group: Its group.
-        rank: Its place in the group.
-        ratio: Its time over the median of the ranks in its place in the other groups; of that, the median over steps.
-        next_group: The group of the one after it.
-        next_rank: Its place there.
-        next_ratio: Likewise.
+        ratio: Median over steps of its time per microbatch, over the median of the same position in the other groups.
     """
 
     group: int
@@ -36,11 +31,7 @@ class Slowest:
 
 
 class RankPaces:
-    """Seconds that each rank computes a microbatch in, for some hundred of the attempts to make a step.
-
-    Attributes:
-        every: Attempts from one that is kept to the next.
-    """
+    """Seconds per microbatch of each rank, for one in `every` attempts, at most `MOST_SAMPLES` of them."""
 
     def __init__(self, num_groups: int, ranks_per_group: int) -> None:
         self.every = 1
@@ -48,7 +39,7 @@ class RankPaces:
         self._pace_s: Array = np.empty((0, num_groups, ranks_per_group), np.float32)
 
     def take(self, attempt: int, group: int, compute_s: Sequence[float], load: float) -> None:
-        """A group has computed so many microbatches in an attempt, each of its ranks in so many seconds."""
+        """Takes the seconds in which each rank of a group computed `load` microbatches in an attempt."""
         if len(compute_s) != self._shape[2] or not load > 0:
             return
         if not len(self._pace_s):  # a simulated run has none
@@ -61,38 +52,34 @@ class RankPaces:
             self._pace_s[attempt // self.every, group] = np.asarray(compute_s) / load
 
     def of(self, attempts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], Array]:
-        """Which of these attempts are kept, and their paces in seconds, shape (kept, groups, ranks); NaN where none."""
+        """Indices of the attempts that are kept, and their paces: shape (kept, groups, ranks), NaN if unknown."""
         is_kept = (attempts % self.every == 0) & (attempts // self.every < len(self._pace_s))
         kept = np.flatnonzero(is_kept)
         return kept, self._pace_s[attempts[kept] // self.every]
 
 
 def over_others(pace_s: Array) -> Array:
-    """Each rank's pace over the median of the ranks in the same place in the other groups, in the same step.
+    """Each rank's pace over the median of the same position in the other groups, in the same step.
 
     Args:
-        pace_s: Shape (steps, groups, ranks); NaN where a group computed nothing.
+        pace_s: Shape (steps, groups, ranks); NaN if a group computed nothing.
 
     Returns:
-        Of the same shape; NaN also where nobody else computed.
+        Same shape; NaN also if no other group computed.
     """
     num_there = np.sum(~np.isnan(pace_s), axis=1, keepdims=True)
     order = np.argsort(pace_s, axis=1)  # NaN come last
     place = np.argsort(order, axis=1)
     ordered = np.take_along_axis(pace_s, order, axis=1)
     others = []
-    for middle in ((num_there - 2) // 2, (num_there - 1) // 2):  # of the ordered others, one fewer than there are
+    for middle in ((num_there - 2) // 2, (num_there - 1) // 2):  # of the ordered others, without the rank itself
         skipping = np.maximum(middle, 0) + (middle >= place)
         others.append(np.take_along_axis(ordered, np.minimum(skipping, pace_s.shape[1] - 1), axis=1))
     return np.where(num_there > 1, pace_s * 2 / (others[0] + others[1]), np.nan).astype(np.float32)
 
 
 def find_slowest(ratios: Array) -> Slowest | None:
-    """The slowest rank; None where there are not two to compare.
-
-    Args:
-        ratios: As `over_others` gives them.
-    """
+    """The slowest rank by the ratios of `over_others`; None unless two ranks can be compared."""
     num_steps = np.sum(~np.isnan(ratios), axis=0)
     enough = min(_LEAST_STEPS, int(num_steps.max(initial=0)))
     if not enough:

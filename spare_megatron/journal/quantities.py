@@ -1,4 +1,4 @@
-"""Durations, sizes and counts as people read them, wherever they do."""
+"""Durations, sizes and counts in readable form."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ _YEAR_S = 365.25 * 86400.0
 
 
 def format_duration(seconds: float) -> str:
-    """A duration in its two largest units, or with three digits where it is less than a minute.
+    """Formats a duration in its two largest units, or with three digits below a minute.
 
     >>> [format_duration(s) for s in (0.25, 0.9997, 21.34, 64.0, 1651.0, 3600.0, 6720.0, 100000.0)]
     ['250 ms', '1 s', '21.3 s', '1 min 4 s', '27 min 31 s', '1 h', '1 h 52 min', '1 d 4 h']
@@ -33,7 +33,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """A size with three digits.
+    """Formats a size with three digits.
 
     >>> format_bytes(9 * 64 * 2**20), format_bytes(999_999)
     ('604 MB', '1 MB')
@@ -42,7 +42,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_large(count: float) -> str:
-    """A count with three digits, as people speak of models.
+    """Formats a count with three digits, as for the size of a model.
 
     >>> [format_large(count) for count in (999, 124439808, 999999999, 1313722368, 3e12)]
     ['999', '124M', '1B', '1.31B', '3T']
@@ -51,7 +51,7 @@ def format_large(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count rounded to what it means.
+    """Formats an estimated count with few digits.
 
     >>> format_count(280.747), format_count(3.2e12), format_count(2.44)
     ('281', '3.2e+12', '2.4')
@@ -60,7 +60,7 @@ def format_count(count: float) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]], gap: str) -> str:
-    """With three digits, in the largest unit in which it is at least 1 after rounding."""
+    """Three digits, in the largest unit in which the rounded value is at least 1."""
     scale, unit = next((pair for pair in units if value >= 0.9995 * pair[0]), units[-1])
     scaled = value / scale
     return f"{scaled:.3g}{gap}{unit}" if scaled < 999.5 else f"{scaled:.0f}{gap}{unit}"

@@ -1,6 +1,7 @@
-"""The facts a run writes down.
+"""Record types of the journal: the facts that the processes of a run write down.
 
-Times are wall-clock seconds since the epoch (`_at_s`) or durations (`_s`).
+Fields named `_at_s` are wall-clock seconds since the epoch, fields named `_s` durations in seconds. In records about
+state (parameters, checkpoints, snapshots, copies, restarts), `step` counts the committed steps that the state holds.
 """
 
 import hashlib
@@ -12,21 +13,21 @@ from typing import Any, Literal
 Outcome = Literal["finished", "wipe_out", "halted", "failed", "interrupted"]
 
 SaveOutcome = Literal["saved", "failed", "skipped"]
-"""A save is skipped while the group is still writing an earlier one."""
+"""A save is skipped while the group still writes an earlier one."""
 
 StorageOutcome = Literal["held", "written", "lost"]
-"""What is held is in memory, and lost unless it is written before the run ends. Only journal files count as lost."""
+"""Held bytes are in memory, and lost unless written before the run ends. Only journal files are reported as lost."""
 
 StateSource = Literal["storage", "memory"]
-"""A checkpoint, or the parameters with which the run began; or a snapshot."""
+"""`storage`: a checkpoint or the initial parameters. `memory`: a snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The terms of the run, written by the driver before any rank starts."""
+    """Terms of the run; the driver writes them before any rank starts."""
 
     format: int = 1
-    """Of the journal; the first one does not say so."""
+    """Journal format; format 1 does not write this field."""
     name: str
     num_groups: int
     ranks_per_group: int
@@ -37,73 +38,69 @@ class RunRecord:
     granularity: str
     reduce_mode: str
     faults: list[dict[str, Any]]
-    """The faults to be injected: step, group, rank, phase, kind, and which groups that costs for sure."""
+    """Planned faults: step, group, rank, phase, kind, and in `costs` the groups that each certainly costs."""
     params_check_every_steps: int = 0
-    """Steps between comparisons of the parameters of all groups; 0 compares only after recoveries and at the end."""
+    """Steps between comparisons of all groups' parameters; 0 compares only after recoveries and at the end."""
     last_resort: bool = False
-    """Whether a group may compute shards that are not in its stack once their hosts are all lost."""
+    """Whether a group may compute shards outside its stack once all their hosts are lost."""
     slice_redundancy: int = 0
-    """Hosts of each slice of the optimizer state; 0 where every group holds all of it."""
+    """Hosts of each state partition; 0 if every group holds the whole optimizer state."""
     groups_per_domain: int = 1
-    """Groups of consecutive ids in a domain, as the placement was told."""
+    """Groups of consecutive ids in a failure domain, as passed to the placement."""
     num_processors: int = 0
-    """Processors that all ranks share; 0 where each rank has a device of its own."""
+    """Processors that all ranks share; 0 if each rank has its own device."""
     first_step: int = 0
-    """Committed steps of the checkpoint that the run begins with: its first step to train."""
+    """Committed steps of the checkpoint that the run starts from; equals the first step to train."""
     loaded: str = ""
-    """That checkpoint's path."""
+    """Path of that checkpoint."""
     pipeline_fill: float = 0.0
-    """Stages before the last over model chunks per stage: the microbatches' time that filling a pipeline can cost."""
+    """Time to fill the pipeline, in microbatches: (pipeline stages - 1) / model chunks per stage."""
     ranks_per_stage: int = 1
-    """Consecutive ranks of a group that make a pipeline stage."""
+    """Consecutive ranks of a group that form a pipeline stage."""
     tokens_per_step: int = 0
-    """Tokens of the global batch; 0 where that is unknown, as in a simulated run."""
+    """Tokens of the global batch; 0 if unknown, as in a simulated run."""
     flops_per_step: float = 0.0
-    """Floating-point operations of the model for the global batch, redundant ones not counted; 0 if unknown."""
+    """Model FLOPs of the global batch, redundant computation excluded; 0 if unknown."""
     peak_tflops: float | None = None
-    """Peak of a rank's device, where `metrics.peak_tflops` says it."""
     max_minutes: float | None = None
-    """`train.max_minutes`, after which the run ends with the step under way."""
+    """`train.max_minutes`: the run then ends with the step under way."""
     version: str = ""
-    """Version of the package that started the run; empty in earlier formats, like the two that follow."""
+    """Package version that started the run; empty in earlier formats, as are `commit` and `host`."""
     commit: str = ""
-    """Commit of its checkout."""
     host: str = ""
-    """Name of the machine of the driver."""
+    """Name of the driver's machine."""
     code: str = ""
-    """Digest of its Python files; empty in earlier formats and in a simulated run, where no rank names one."""
+    """Digest of the package's Python files; empty in earlier formats and in simulated runs."""
     corpus: str = ""
-    """Which corpus it reads: digest of both files, tokens, tokenizer where known; empty in earlier versions."""
+    """Corpus identity: digest of both files, tokens, tokenizer if known; empty in earlier versions."""
     loaded_corpus: str = ""
-    """That of the checkpoint that it begins with, where that is known to be another one."""
+    """Corpus of the loaded checkpoint, if known to be another one."""
     terms: str = ""
-    """`digest_of_terms` of the record, as the driver wrote it; empty in earlier journals."""
+    """`digest_of_terms` of this record as the driver wrote it; empty in earlier journals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """A rank begins a life of its group; the first record of its file."""
+    """A rank starts in an incarnation of its group; first record of its file. `code` is as in `RunRecord`."""
 
     group: int
     rank: int
     incarnation: int
     code: str
-    """Digest of the package's Python files, as this process has imported them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermsRecord:
-    """The terms that a group runs under in one of its lives, by its own settings; written by its leader first."""
+    """Terms that a group runs under in one incarnation, by its own settings; its leader writes them at the start."""
 
     group: int
     incarnation: int
     sha256: str
-    """`digest_of_terms`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributionRecord:
-    """What a group brings into one attempt to reduce a step, written before any of it leaves."""
+    """A group's contribution to one attempt to reduce a step; written before any of it is sent."""
 
     group: int
     step: int
@@ -111,10 +108,10 @@ class ContributionRecord:
     epoch: int
     members: list[int]
     microbatches: dict[str, list[int]]
-    """Shard -> indices of all microbatches of this step that the sums of this group hold, where they are not kept."""
+    """Shard -> indices of the step's microbatches in the group's sums of the buckets that are not kept."""
     incarnation: int = 0
     kept: list[int] = field(default_factory=list)
-    """For each rank, the first buckets whose sums stay as they are; the attempt reduces the others. None if empty."""
+    """For each rank, the number of leading buckets that keep their sums and are not reduced; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,17 +123,17 @@ class VoteRecord:
     attempt: int
     is_complete: bool
     work_digest: str
-    """`digest_of_work` of what the group's ranks agree to have computed in the step."""
+    """`digest_of_work` of the step's microbatches that the group's ranks agree to have computed."""
     evidence: str = ""
-    """Why the leader lacks the sum; empty where it has it, or another rank of the group lacks it."""
+    """Why the leader lacks the sum; empty if it has the sum, or if only another rank of the group lacks it."""
     incarnation: int = 0
     num_complete: list[int] = field(default_factory=list)
-    """For each rank, the buckets whose sums it holds, from the first on."""
+    """For each rank, the number of leading buckets whose sums it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryRecord:
-    """An entry of the decision log as a group folded it."""
+    """A decision log entry as a group folded it."""
 
     group: int
     index: int
@@ -158,25 +155,25 @@ class UpdateRecord:
     makespan: int
     step_s: float
     compute_s: list[float] = field(default_factory=list)
-    """Of each rank, seconds of its forward and backward passes for what the group brought in; none if empty."""
+    """For each rank, seconds of the forward and backward passes of the group's contribution; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamsRecord:
-    """Digest of all parameters of a group after `step` committed steps; once more if they had to be gathered anew."""
+    """Digest of a group's parameters after `step` committed steps; written again if they are gathered again."""
 
     group: int
     step: int
     sha256: str
     num_restarts: int = 0
-    """Restarts before it: the same step done again may end in other bits."""
+    """Restarts so far: a step that is computed again may end in other bits."""
     slices: dict[str, str] = field(default_factory=dict)
-    """Digests of the state of the slices that the group hosts, by their numbers."""
+    """Number -> state digest of each state partition that the group hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryRecord:
-    """How one surviving group spent the time from a loss to the commit of the step it hit."""
+    """How one surviving group spent the time from a loss to the commit of the step."""
 
     group: int
     step: int
@@ -184,18 +181,17 @@ class RecoveryRecord:
     computed_at_s: float
     """End of the group's own compute."""
     noticed_at_s: float
-    """The first loss of this recovery folded."""
+    """When the group folded the first fence of this recovery."""
     agree_s: float
-    """From noticing to the decision whether the sum is complete, over all losses of the recovery."""
+    """From noticing a loss to the decision whether the sum is complete, summed over all losses of the recovery."""
     patch_s: float
     rebuild_s: float
-    """Waiting for the new communicator. It is built while the patch is computed."""
+    """Waiting for the new communicator, which is built while the patch is computed."""
     reduce_s: float
     """From the new communicator to the commit."""
     num_patched: int
     """Microbatches of the lost groups that this group computed."""
     num_restarts: int = 0
-    """Restarts before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,21 +201,19 @@ class RestartRecord:
     group: int
     incarnation: int
     step: int
-    """Committed steps that it has loaded."""
     rework_steps: int
-    """Committed steps that are computed again."""
     restart_s: float
-    """From when its supervisor knew of the wipe-out to when it had loaded them."""
+    """From when the supervisor, or the rank itself, learned of the wipe-out to the end of loading."""
     rejected: list[str] = field(default_factory=list)
-    """The checkpoints and snapshots that it could not use, and why."""
+    """Checkpoints and snapshots that it could not use, each with the reason."""
     loaded_from: StateSource = "storage"
     load_s: float = 0.0
-    """Of that, loading itself."""
+    """The part of `restart_s` spent loading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRecord:
-    """An injected fault, written by its victim right before it strikes."""
+    """An injected fault, written by its victim right before the fault strikes."""
 
     group: int
     rank: int
@@ -229,12 +223,12 @@ class FaultRecord:
 
 
 LOST_A_PEER = "lost a peer in its group"
-"""Cause of a loss that shows on one rank where another one of its group is at fault."""
+"""Cause of a loss that shows on one rank while another rank of the group is at fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRecord:
-    """A group found lost, by the supervisor of its node or by those that watch that node; rank -1 is the node."""
+    """Loss of a group, found by its node's supervisor or by the watchers of that node; rank -1 stands for the node."""
 
     group: int
     rank: int
@@ -242,139 +236,128 @@ class LossRecord:
     entry_index: int
     """Index of the log entry that fences the group."""
     pending: list[dict[str, Any]] = field(default_factory=list)
-    """What each of its ranks was about when it was found lost: rank, operation, step."""
+    """Rank, operation and step of each of the group's ranks on the node when the loss was found."""
     incarnation: int = 0
     is_given_up: bool = False
-    """The group has used up its restarts and stays away."""
+    """The group has used up its restarts and does not return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRecord:
-    """The ranks of a lost group on a node have been started again, by its supervisor."""
+    """A supervisor has started the ranks of a lost group on its node again."""
 
     group: int
     incarnation: int
-    """The life that begins."""
     num_ranks: int
     num_spares: int
-    """Of these ranks, those whose processes had waited for a loss."""
+    """How many of these ranks run in processes that stood by as spares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRecord:
-    """Why a checkpoint is taken now; written by the leader of the group that takes it. Times are those of the log."""
+    """Why a checkpoint is taken now; written by the leader of the group that takes it.
+
+    `core.cadence.Cadence` documents the fields after `step`. Times follow the clock of the log.
+    """
 
     group: int
     step: int
     interval_s: float
-    """From one save to the next, as decided."""
     save_s: float
-    """How long a save has kept training waiting."""
     group_interval_s: float
-    """Mean time until a given group is lost, by the losses so far and the prior."""
     absence_s: float | None
-    """Mean time until a lost group takes part again; none if none does."""
     time_to_wipe_out_s: float
-    """Mean time until some shard has no host, with the groups that are there."""
     num_losses: int
     exposure_s: float
-    """Time that groups have taken part, over all of them."""
     num_members: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
-    """How a group's save ended; written by its leader. A group that is lost while it saves leaves none."""
+    """How a group's save ended; written by its leader. A group that is lost during the save writes no record."""
 
     group: int
     step: int
-    """Committed steps that the checkpoint holds."""
     outcome: SaveOutcome
     reason: str
-    """Why it is not `saved`, or what else went wrong."""
+    """Why the outcome is not `saved`, or what else went wrong."""
     num_bytes: int
     stall_s: float
-    """How long it kept the leader from training."""
+    """How long the save kept the leader from training."""
     write_s: float
-    """From its beginning to its being visible, or to its failure."""
+    """From the start of the save until it is visible or has failed."""
     incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRecord:
-    """How a rank's copy of its state to its node's memory ended. A rank that is lost before leaves none."""
+    """How the copy of a rank's state to its node's memory ended. A rank lost before that writes no record."""
 
     group: int
     rank: int
     step: int
-    """Committed steps that it holds."""
     attempt: int
-    """Of the last one's commit."""
+    """Attempt that committed the last of these steps."""
     is_kept: bool
     reason: str
-    """Why it is not."""
     num_bytes: int
     stall_s: float
-    """How long it kept the rank from training."""
     copy_s: float
-    """From its beginning to its being whole, or to its failure."""
+    """From the start of the copy until it is whole or has failed."""
     slices: list[int] = field(default_factory=list)
-    """Of the optimizer's state, where it is cut into any."""
+    """State partitions in the snapshot, if the optimizer state is partitioned."""
     has_params: bool = True
-    """Whether it has all but slices."""
+    """Whether the snapshot holds everything that is not in a state partition."""
     incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundancyRecord:
-    """How many copies of slices are missing, and how many slices the group holds, whenever hosts have changed."""
+    """Missing copies of state partitions, and partitions that the group hosts; written whenever hosts change."""
 
     group: int
     step: int
-    """Committed steps."""
     num_missing: int
     num_hosted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairRecord:
-    """A group has made a copy of a slice, whole on all of its ranks, and is about to say so in its vote."""
+    """A group's copy of a state partition is whole on all of its ranks; written before its vote reports it."""
 
     group: int
     step: int
-    """Committed steps that the copy holds."""
     slice: int
     donor: int
     is_move: bool = False
-    """Whether the donor lets go of its own copy afterwards; else one is missing."""
+    """Whether the donor releases its own copy afterwards; otherwise the copy replaces a missing one."""
     num_bytes: int
-    """Of the group's leader."""
+    """Size on the group's leader."""
     repair_s: float
-    """Of the group's leader, since the copy was asked for. A rank makes one copy after the other."""
+    """On the group's leader, since the copy was requested. A rank makes its copies one after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord:
-    """The end of the run, written by the driver when no rank is left."""
+    """End of the run; written by the driver when no rank is left, or by every supervisor if the driver is lost."""
 
     outcome: Outcome
     reason: str
     steps_committed: int | None = None
-    """As the leaders reported to the driver; None if unknown."""
+    """Steps that this run committed, by the leaders' reports to the driver; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRecord:
-    """The storage stops taking files of the run, takes them again, or has not taken their ends; by the driver."""
+    """Storage refuses the run's files, accepts them again, or lacks their ends; written by the driver."""
 
     outcome: StorageOutcome
     path: str
-    """Of the first of these files, in the run's directory."""
+    """First of these files, relative to the run directory."""
     reason: str = ""
-    """The error; empty where it takes them again."""
     num_files: int = 1
     num_bytes: int = 0
-    """That are lost."""
+    """Bytes lost."""
 
 
 Record = (
@@ -402,7 +385,7 @@ Record = (
 
 
 def digest_of_work(work: Iterable[tuple[int, int]]) -> str:
-    """SHA-256 in hex of a set of microbatches, given as pairs of shard and index in any order."""
+    """SHA-256 in hex of a set of microbatches, given as (shard, index) pairs in any order."""
     return hashlib.sha256(repr(sorted((int(shard), int(index)) for shard, index in work)).encode()).hexdigest()
 
 
@@ -429,10 +412,10 @@ TERMS = (
     "max_minutes",
     "corpus",
 )
-"""Fields of the run record that its settings fix: every group knows them by itself."""
+"""Run record fields that the settings fix: every group knows them on its own."""
 
 
 def digest_of_terms(terms: Mapping[str, Any]) -> str:
-    """SHA-256 in hex of the values that `TERMS` names."""
+    """SHA-256 in hex of the values of the `TERMS` fields."""
     text = json.dumps([terms[name] for name in TERMS], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""How long each loss kept training up, and with what, from the records of the survivors."""
+"""How long each loss kept training waiting, by stage, from the records of the survivors."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -13,21 +13,19 @@ from spare_megatron.journal.records import EntryRecord, FaultRecord, LossRecord,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One recovery, along the survivor that finished its own compute last.
+    """One recovery, timed on the survivor that finished its own compute last.
 
-    That survivor waits least for others, so what it spends is what the loss costs the step.
+    That survivor waits least for others, so its time is what the loss costs the step.
 
     Attributes:
-        step: The step that was hit.
-        lost: The groups lost, in one or several losses before the step was committed.
-        detect_s: From the loss, or from the end of the survivor's own compute if that was later, to folding the fence.
+        lost: Groups lost before the commit of the step, in one or several losses.
+        detect_s: To folding the fence: from the loss, or from the end of the survivor's own compute if later.
         agree_s: To the decision whether the sum was complete.
         patch_s: Computing the lost groups' microbatches.
         rebuild_s: Waiting for the new communicator, which is built while the patch is computed.
         reduce_s: From the new communicator to the commit.
-        total_s: Sum of these.
         num_patched: Microbatches of the lost groups computed again, over all survivors.
-        phase: Moment of the injected fault; None if the loss was not injected.
+        phase: Fault point of the injected fault; None if the loss was not injected.
     """
 
     step: int
@@ -43,16 +41,15 @@ class Recovery:
 
 
 class Recoveries:
-    """Takes lines in any order, and tells of the recoveries in the order of their steps."""
+    """Takes lines in any order; returns the recoveries in the order of their steps."""
 
     def __init__(self) -> None:
         self._by_step: dict[tuple[int, int], list[RecoveryRecord]] = defaultdict(list)
         self._struck: dict[int, list[tuple[float, FaultRecord | LossRecord]]] = defaultdict(list)
-        self._admitted: dict[int, list[tuple[int, int, float]]] = defaultdict(list)  # step, life, less when it was read
-        self._last_admitted: dict[int, list[tuple[int, int, float]]] = {}  # the same, each the last up to its step
+        self._admitted: dict[int, list[tuple[int, int, float]]] = defaultdict(list)  # step, incarnation, minus its time
+        self._last_admitted: dict[int, list[tuple[int, int, float]]] = {}  # the same, the latest up to each step
 
     def take(self, line: Line) -> None:
-        """Keeps what a recovery is told from."""
         match line.record:
             case RecoveryRecord() as record:
                 self._by_step[record.num_restarts, record.step].append(record)
@@ -66,7 +63,6 @@ class Recoveries:
         return len(self._by_step)
 
     def found(self) -> tuple[Recovery, ...]:
-        """The recoveries so far."""
         for struck in self._struck.values():
             struck.sort(key=lambda item: item[0])
         self._last_admitted = {
@@ -76,7 +72,7 @@ class Recoveries:
         return tuple(self._recovery(self._by_step[key]) for key in sorted(self._by_step))
 
     def _recovery(self, records: list[RecoveryRecord]) -> Recovery:
-        """The step of a fault does not matter: a group that dies right after its vote is missed only in the next."""
+        """Ignores the step of a fault: a group that dies right after its vote is missed only in the next."""
         last = max(records, key=lambda record: record.computed_at_s)
         lost = tuple(sorted({group for record in records for group in record.lost}))
         faults: list[tuple[float, FaultRecord]] = []
@@ -91,7 +87,7 @@ class Recoveries:
                     faults.append((at_s, record))
                     lost_at_s.append(at_s)
                 if lost_at_s and at_s > last.noticed_at_s:
-                    break  # only what was later is left
+                    break  # the rest is later
         detect_s = max(0.0, last.noticed_at_s - max(last.computed_at_s, min(lost_at_s, default=last.computed_at_s)))
         return Recovery(
             step=last.step,
@@ -107,14 +103,13 @@ class Recoveries:
         )
 
     def _taken_in_at_s(self, group: int, step: int) -> float:
-        """When the group was last taken in before this step: what hit it before that was an earlier loss."""
+        """When the group was last admitted before this step; what hit it earlier was another loss."""
         admitted = self._last_admitted.get(group, [])
         before = bisect_left(admitted, (step,))
         return -admitted[before - 1][2] if before else -math.inf
 
 
 def find_recoveries(journal: Journal) -> tuple[Recovery, ...]:
-    """The recoveries of a run in the order of their steps."""
     recoveries = Recoveries()
     for line in journal.lines:
         recoveries.take(line)

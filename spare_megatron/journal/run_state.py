@@ -1,4 +1,4 @@
-"""Losses of groups, each once, whoever has told of it: a group may stand on several nodes."""
+"""State of a run, accumulated line by line from its journal: groups, losses, steps, events, figures."""
 
 import re
 from collections import deque
@@ -36,13 +36,13 @@ from spare_megatron.journal.recoveries import Recoveries
 
 
 class Losses:
-    """Those told so far."""
+    """Lost incarnations, each once, though every node that the group spans may report it."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by group and life
+        self._told: dict[tuple[int, int], tuple[float, LossRecord]] = {}  # by (group, incarnation)
 
     def take(self, record: LossRecord, at_s: float) -> bool:
-        """Takes what one of several nodes tells of a loss; returns whether it is more than is known."""
+        """Merges a node's report; returns whether the loss is new, or the group newly given up."""
         life = record.group, record.incarnation
         if life not in self._told:
             self._told[life] = at_s, record
@@ -50,17 +50,16 @@ class Losses:
         found_s, known = self._told[life]
         pending = [*known.pending, *(rank for rank in record.pending if rank not in known.pending)]
         is_given_up = known.is_given_up or record.is_given_up
-        culprit = record if known.cause == LOST_A_PEER else known  # the rank at fault may stand on another node
+        culprit = record if known.cause == LOST_A_PEER else known  # the rank at fault may be on another node
         self._told[life] = min(found_s, at_s), replace(culprit, is_given_up=is_given_up, pending=pending)
         return is_given_up and not known.is_given_up
 
     @property
     def found(self) -> list[tuple[float, LossRecord]]:
-        """All, each with when it was found first."""
+        """All losses, each with its earliest time."""
         return list(self._told.values())
 
     def of(self, group: int, incarnation: int) -> LossRecord | None:
-        """That of a life, if it is lost."""
         return self._told.get((group, incarnation), (0.0, None))[1]
 
 
@@ -73,15 +72,12 @@ _FIRST_ROWS = 256
 
 
 class StepTable:
-    """Rows are attempts, columns groups.
+    """Figures of attempts (rows) and groups (columns); NaN if unreported.
 
     Attributes:
-        loss: For each attempt, mean cross entropy per token; NaN where nobody told. float64, shape (attempts,).
-        grad_norm: Likewise, the norm of the gradient.
-        learning_rate: Likewise, the learning rate of the update.
-        step_s: Seconds from the step's start to its update; NaN where a group told nothing. Shape (attempts, groups).
-        load: Microbatches that a group brought in, likewise.
-        paces: How fast ranks computed them.
+        loss: Mean cross entropy per token of each attempt; shape (attempts,), as for grad_norm and learning_rate.
+        step_s: Seconds from the start of the step to its update; shape (attempts, groups).
+        load: Microbatches that a group contributed; shape (attempts, groups).
     """
 
     def __init__(self, num_groups: int, ranks_per_group: int) -> None:
@@ -93,7 +89,6 @@ class StepTable:
         self.paces = RankPaces(num_groups, ranks_per_group)
 
     def update(self, record: UpdateRecord) -> None:
-        """A group has applied an attempt."""
         self._reserve(record.attempt)
         if np.isnan(self.loss[record.attempt]):
             self.loss[record.attempt] = record.loss
@@ -104,12 +99,12 @@ class StepTable:
         self.paces.take(record.attempt, record.group, record.compute_s, load)
 
     def contribution(self, record: ContributionRecord, load: int) -> None:
-        """A group has brought so many microbatches into an attempt."""
+        """Records that a group has contributed `load` microbatches to an attempt."""
         self._reserve(record.attempt)
         self.load[record.attempt, record.group] = load
 
     def is_told(self, attempt: int) -> bool:
-        """Whether some group has applied it and told of it."""
+        """Whether some group has reported that it applied the attempt."""
         return attempt < len(self.loss) and not np.isnan(self.step_s[attempt]).all()
 
     def _reserve(self, attempt: int) -> None:
@@ -121,7 +116,7 @@ class StepTable:
 
 
 def _grown(array: npt.NDArray[T], shape: tuple[int, ...]) -> npt.NDArray[T]:
-    """The array at the beginning of a longer one of NaN."""
+    """The array, extended with NaN."""
     grown = np.full(shape, np.nan, array.dtype)
     grown[: len(array)] = array
     return grown
@@ -131,14 +126,14 @@ GroupState = Literal["alive", "slow", "rejoining", "lost", "given up"]
 
 
 PARAMS = "params"
-"""Digests of parameters, which are read only to compare two runs: a long run has many."""
+"""Kind of parameter digests: a long run has many, and only comparisons of two runs read them."""
 
 UNREAD = ("vote", "snapshot", "redundancy", "repair", "terms", "rank")
-"""Kinds of records that say nothing of how a run stands."""
+"""Kinds of records that the state of a run does not depend on."""
 
 
 _SLOW_RATIO = 1.5
-"""Beyond the median of all groups: time per microbatch, medians of the last steps."""
+"""Time per microbatch above which a group is slow, in medians over the groups; each median over recent steps."""
 
 _PACE_STEPS = 8
 
@@ -147,37 +142,32 @@ _KEPT_EVENTS = 200
 _RECENT_STEPS = 32
 
 _LONGEST_STEP = 10.0
-"""Medians of the recent steps: what takes longer, as a restart does, says little of the steps to come."""
+"""In medians of the recent steps; longer ones, such as restarts, say little about the steps to come."""
 
 _SOURCE = re.compile(r"group-(\d+)-rank-\d+(?:-life-(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """When checkpoints are taken, as the run's settings say. Both 0: as the journal says, or never."""
+    """When checkpoints are taken, by the settings; if both are 0, as the journal says, or never."""
 
     interval_s: float = 0.0
     interval_steps: int = 0
 
 
 class RunState:
-    """The state of a run that its lines add up to, those of a file in their order.
+    """State of a run by the lines taken so far; lines of one file must come in order.
 
     Attributes:
-        run: The run's terms; None until its record is there. What comes before that is of no use.
-        began_s: When that was written.
-        told_s: When the newest line was.
-        end: How the run ended; None while it goes on.
-        storage: That the storage takes no more of the journal; None while it does.
-        steps: What is known of each attempt to make a step.
-        recoveries: What they cost.
-        checkpoints: How saves ended, each with when, in the order of the lines.
-        num_rejoined: Times that a group which was lost brought something in again.
-        num_recomputed: Microbatches that groups brought into a later attempt of a step and not into its first.
-        num_lines: Lines that have been taken.
-        damage: What could not be made sense of.
-        num_events: Events so far.
-        newest: What a group has told of the last attempt that was applied.
+        run: Run record; None until it is taken. Earlier lines are ignored.
+        began_s: Time of the run record.
+        told_s: Time of the newest line.
+        storage: Set while storage does not accept the journal, or has lost some of it.
+        checkpoints: (time, record) of each ended save, in line order.
+        num_rejoined: Times that a lost group contributed again.
+        num_recomputed: Microbatches that groups contributed to a later attempt of a step but not to its first.
+        damage: What could not be interpreted.
+        newest: First update record of the last applied attempt.
     """
 
     def __init__(self) -> None:
@@ -196,7 +186,7 @@ class RunState:
         self.entry_times = EntryTimes()
         self.folding: Folding | None = None
         self._stretches = Stretches()
-        self._ahead: dict[int, tuple[dict[str, Any], float]] = {}  # entries after one that is not there yet
+        self._ahead: dict[int, tuple[dict[str, Any], float]] = {}  # entries after a missing one
         self._gap_at: int | None = None
         self._head = 0
         self._hit_after: set[int] = set()
@@ -207,17 +197,16 @@ class RunState:
         self._rejected: set[str] = set()  # why checkpoints and snapshots were not used, since the last restart
         self._halted_by = ""
         self.newest: UpdateRecord | None = None
-        self._lives: dict[int, int] = {}  # the highest number of a group's lives that has begun
-        self._fenced: set[tuple[int, int]] = set()  # groups, and which life of theirs
-        self._last_lost: dict[int, int] = {}  # of a group's lives
-        self._brought: dict[int, tuple[int, int, int, int]] = {}  # life, step, first and most microbatches
+        self._lives: dict[int, int] = {}  # highest incarnation of each group that has started
+        self._fenced: set[tuple[int, int]] = set()  # (group, incarnation)
+        self._last_lost: dict[int, int] = {}  # highest lost incarnation of each group
+        self._brought: dict[int, tuple[int, int, int, int]] = {}  # incarnation, step, first and most microbatches
         self._updated_at_s: dict[int, float] = {}
         self._paces: dict[int, deque[float]] = {}  # seconds per microbatch
 
-    # ---------------------------------------------------------------------------------------------------- feeding
+    # ---------------------------------------------------------------------------------------------------- input
 
     def take(self, line: Line) -> None:
-        """Takes a line."""
         self.num_lines += 1
         record, at_s = line.record, line.at_s
         if isinstance(record, RunRecord):
@@ -287,7 +276,7 @@ class RunState:
         self.num_events += 1
 
     def begun(self, sources: Collection[str]) -> None:
-        """These writers are there: a rank opens its file when its group's life begins."""
+        """Takes the writers found: a rank opens its file when its incarnation starts."""
         for source in sources:
             found = _SOURCE.fullmatch(source)
             if found:
@@ -295,10 +284,9 @@ class RunState:
                 self._lives[group] = max(int(found[2] or 0), self._lives.get(group, 0))
 
     def settle(self, *, is_whole: bool = False) -> None:
-        """All that is written has been taken. An entry that is missing twice in a row, or now that all is there, is.
+        """Reports missing log entries as damage; call it once all written lines have been taken.
 
-        Args:
-            is_whole: Nothing more will come.
+        An entry counts as missing on the second call in a row, or at once if nothing more will come (`is_whole`).
         """
         while self._ahead:
             if self._gap_at != self._head and not is_whole:
@@ -346,7 +334,7 @@ class RunState:
                 self._paces.pop(group, None)
         self._brought[group] = (life, record.step, first, most)
 
-    # ------------------------------------------------------------------------------------------------------ telling
+    # ----------------------------------------------------------------------------------------------------- results
 
     @property
     def num_committed(self) -> int:
@@ -355,7 +343,7 @@ class RunState:
 
     @property
     def committed_at_s(self) -> float:
-        """When the last commit was read; that of the newest line where nothing says so."""
+        """When the last commit was read; the time of the newest line if unknown."""
         commits = self.folding.commits if self.folding else ()
         found = self.entry_times(np.array([commit.index for commit in commits[-1:]], np.intp))
         return self.told_s if np.isnan(found).any() or not commits else float(found[0])
@@ -367,7 +355,7 @@ class RunState:
 
     @property
     def last_attempt(self) -> int | None:
-        """That of the last commit that a group has told the loss of; None if there is none."""
+        """Last committed attempt that a group has reported; None if there is none."""
         for commit in reversed(self.folding.commits if self.folding else ()):
             if self.steps.is_told(commit.attempt):
                 return commit.attempt
@@ -375,16 +363,15 @@ class RunState:
 
     @property
     def loss(self) -> float | None:
-        """That of the last committed step."""
+        """Training loss of `last_attempt`."""
         return None if self.last_attempt is None else float(self.steps.loss[self.last_attempt])
 
     @property
     def losses(self) -> list[tuple[float, LossRecord]]:
-        """Groups found lost, each with when."""
         return self._losses.found
 
     def params(self) -> dict[int, frozenset[str]]:
-        """Digests of the groups' parameters by the committed steps they hold; those that a restart undid are absent."""
+        """Committed steps -> parameter digests of the groups, without those that a restart undid."""
         restarted_at = [] if self.folding is None else self.folding.restarted_at
         return {
             step: frozenset(digests)
@@ -393,7 +380,6 @@ class RunState:
         }
 
     def groups(self) -> list[GroupState]:
-        """How each group stands."""
         if self.run is None or self.folding is None:
             return []
         slow = self._slow_groups()
@@ -410,18 +396,18 @@ class RunState:
         return "lost"
 
     def _slow_groups(self) -> set[int]:
-        """Those that take far longer for a microbatch than most."""
+        """Groups that take far longer for a microbatch than the median."""
         paces = {group: median(pace) for group, pace in self._paces.items() if len(pace) == _PACE_STEPS}
         usual = median(paces.values()) if paces else 0.0
         return {group for group, pace in paces.items() if pace > _SLOW_RATIO * usual}
 
     def goodput(self, now_s: float) -> Goodput | None:
-        """Where the time up to now, or up to the end of the run, went; None before the first commit."""
+        """Goodput up to now, or up to the end of the run; None before the first commit."""
         until_s = self.told_s if self.end is not None else max(now_s, self.told_s)
         return self._stretches.goodput(self.entry_times, (self.began_s, until_s), self._hit_after)
 
     def left_s(self, now_s: float) -> float | None:
-        """Seconds to the end of the run at the pace of the recent steps; None once it has ended, or without a pace."""
+        """Seconds to the end of the run at the pace of the recent steps; None after the end or without a pace."""
         run, folding = self.run, self.folding
         if run is None or folding is None or self.end is not None:
             return None
@@ -437,7 +423,7 @@ class RunState:
         return max(0.0, left_s)
 
     def next_save_s(self, plan: SavePlan, now_s: float) -> float | None:
-        """Seconds to the next checkpoint; None if none is to come, or nothing says when. Saves wait for a commit."""
+        """Seconds to the next checkpoint; None if none will come or it is unknown. Saves wait for a commit."""
         if self.end is not None or self.folding is None:
             return None
         if plan.interval_steps:
@@ -450,16 +436,16 @@ class RunState:
         return max(0.0, since_s + interval_s - now_s) if interval_s else None
 
     def events(self, most: int) -> Sequence[Event]:
-        """The last of what happened, in the order of its times."""
+        """The last `most` events, in time order."""
         return sorted(self._events, key=lambda event: event.at_s)[-most:] if most else ()
 
     def events_since(self, num_events: int) -> Sequence[Event]:
-        """Those that became known after the first so many, as far as they are kept, in the order of their times."""
+        """Events after the first `num_events`, as far as they are kept, in time order."""
         new = self.num_events - num_events
         return sorted(list(self._events)[-new:], key=lambda event: event.at_s) if new else ()
 
     def figures(self) -> Iterator[tuple[str, Any]]:
-        """What can be counted, by the names that `summary.json` has for it."""
+        """Figures by their names in `summary.json`."""
         yield "outcome", self.outcome
         yield "outcome_reason", "" if self.end is None else self.end.reason
         yield "steps_committed", self.num_committed

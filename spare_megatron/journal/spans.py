@@ -1,4 +1,4 @@
-"""What ranks spent their time on around an event: `RUN_DIR/timeline`, a file for each node."""
+"""Spans: what ranks spent their time on around an event, in `RUN_DIR/timeline`, one file per node."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,27 +11,24 @@ from spare_megatron.journal.files import AppendingFile
 FOLDER = "timeline"
 
 RecoveryStage = Literal["agree", "patch", "rebuild", "reduce"]
-"""What `RecoveryRecord` tells the seconds of."""
+"""Stages that `RecoveryRecord` has the seconds of."""
 RECOVERY_NAMES: Mapping[RecoveryStage, str] = {
     "agree": "recovery: agree",
     "patch": "recovery: patch",
     "rebuild": "recovery: rebuild",
     "reduce": "recovery: reduce",
 }
-"""Names of the spans of a recovery's stages. They begin and end in the middle of others."""
+"""Span names of the stages of a recovery; these spans begin and end in the middle of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that a rank's main thread did.
+    """An activity of a rank's main thread.
 
     Attributes:
-        name: What: an operation of `core.failure_detector`, the forward or backward pass of a microbatch, or a stage
-        of a recovery.
-        step: The step.
-        began_s: When, on the monotonic clock of the rank's machine.
-        ended_s: When it ended.
-        microbatch: Shard and index, of a pass.
+        name: An operation of `core.failure_detector`, a forward or backward pass, or a stage of a recovery.
+        began_s: On the monotonic clock of the rank's machine, as ended_s.
+        microbatch: (shard, index) of a pass.
     """
 
     name: str
@@ -43,16 +40,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpans:
-    """Spans of one life of one rank.
+    """Spans of one rank in one incarnation, ordered by end; `rank` is the position in the group.
 
     Attributes:
-        group: Its group.
-        rank: Its place in the group.
-        incarnation: Which life of the group it is.
-        stage: Its pipeline stage.
-        machine: The same for all ranks that share a monotonic clock.
-        wall_s: What that clock lacked to the wall clock when this was written.
-        spans: In the order in which they ended.
+        stage: Pipeline stage.
+        machine: Equal for ranks that share a monotonic clock.
+        wall_s: Wall clock minus that monotonic clock, at the time of writing.
     """
 
     group: int
@@ -65,12 +58,11 @@ class RankSpans:
 
 
 def spans_file(run_dir: Path, node: int) -> Path:
-    """Where the spans of a node's ranks are."""
     return run_dir / FOLDER / f"node-{node:04d}.jsonl"
 
 
 class SpansFile(AppendingFile):
-    """Appends what the ranks of one node did."""
+    """Appends the spans of one node's ranks."""
 
     def __init__(self, run_dir: Path, node: int) -> None:
         super().__init__(spans_file(run_dir, node))
@@ -85,11 +77,11 @@ class SpansFile(AppendingFile):
 
 
 def read_spans_of(run_dir: Path) -> list[RankSpans]:
-    """Everything under `RUN_DIR/timeline`.
+    """Reads everything under `RUN_DIR/timeline`.
 
     Raises:
-        FileNotFoundError: There is nothing: the run lost no group, or is no run.
-        ValueError: A line is not what was written.
+        FileNotFoundError: There are no spans.
+        ValueError: A line is damaged.
     """
     files = sorted((run_dir / FOLDER).glob("node-*.jsonl"))
     if not files:

@@ -1,4 +1,4 @@
-"""A run in figures, from its journal alone."""
+"""The figures in `summary.json`, from the journal of a run alone."""
 
 import dataclasses
 import json
@@ -28,51 +28,50 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.recoveries import Recovery, find_recoveries
 
 NOT_RUN = "not run"
-"""The verdict on a journal that nobody has proven yet."""
+"""Verdict on a journal that has not been checked."""
 
 UNKNOWN = "unknown"
-"""The outcome of a run whose journal has no end."""
+"""Outcome of a run whose journal has no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What `summary.json` holds. What is None was not counted, as the journal was too long to be read at the end."""
+    """Contents of `summary.json`; None: not counted, as the journal was too long to be read at the end."""
 
     verdict: str
-    """Of `spare check`; or NOT_RUN."""
+    """Of `spare check`, or NOT_RUN."""
     reasons: tuple[str, ...]
     outcome: str
     outcome_reason: str
     steps_committed: int
     steps_lost: int | None = None
-    """Commits that a restart from a checkpoint threw away: rework."""
+    """Commits that restarts undid (rework)."""
     restarts: int | None = None
-    """Restarts from a checkpoint after a wipe-out."""
+    """Restarts after a wipe-out."""
     groups_lost: int | None = None
-    """Times that a group was lost."""
+    """Incarnations that were fenced."""
     groups_rejoined: int | None = None
-    """Times that a group which was lost has voted again."""
+    """Incarnations of groups that came back and voted."""
     microbatches_recomputed: int | None = None
     final_loss: float | None = None
     params_sha256: str | None = None
     recoveries: tuple[Recovery, ...] = ()
     slices_repaired: int = 0
-    """Copies of slices that groups have made of what lost ones held."""
+    """Copies of state partitions that replaced lost ones."""
     slices_moved: int = 0
-    """Copies that groups have made to even out what they hold, most of all those that came back."""
+    """Copies of state partitions made to even out what groups hold, mostly after a group came back."""
     full_redundancy_s: tuple[float, ...] = ()
-    """Seconds from each loss of slices until all of them had all of their hosts again."""
+    """Seconds from each loss of copies until all state partitions had all of their hosts again."""
     steps_left: int = 0
-    """Of those that the run was to train, not committed."""
 
 
 def summarize(journal: Journal) -> Summary:
-    """The figures of a run that has ended."""
+    """Same as `sum_up`, for a journal in memory."""
     return sum_up(JournalInMemory(journal))
 
 
 def sum_up(evidence: JournalView) -> Summary:
-    """The figures of a run that has ended, from its journal in parts."""
+    """Figures of an ended run."""
     counts = _Counts()
     verdict = check(evidence, counts)
     rare = Journal(lines=tuple(evidence.rare))
@@ -102,7 +101,7 @@ def sum_up(evidence: JournalView) -> Summary:
 
 
 def told_by(summary: Summary, end: EndRecord) -> Summary:
-    """The summary, with what the driver knows of a finished run and the journal may lack: how many steps it has."""
+    """Adds the outcome, and steps of a finished run that the driver counted and the journal lacks."""
     num_missing = 0
     if end.outcome == "finished" and end.steps_committed is not None:
         num_missing = max(0, end.steps_committed - summary.steps_committed)
@@ -118,14 +117,14 @@ def told_by(summary: Summary, end: EndRecord) -> Summary:
 
 
 class _Counts:
-    """What is counted while a journal is checked.
+    """Figures that are counted while a journal is checked.
 
     Attributes:
-        update: The first one told of the last attempt that was applied.
-        params: The first digest told of the last parameters.
-        rejoined: Groups that were lost and have voted again, each with its life.
-        num_recomputed: Microbatches that groups brought into a later attempt of a step and had not brought into its
-            first. A group that computes a step again after a restart does so in another life.
+        update: First update record of the last applied attempt.
+        params: First digest of the last parameters.
+        rejoined: (group, incarnation) of lost groups that voted again.
+        num_recomputed: Microbatches that groups contributed to a later attempt of a step but not to its first. Steps
+            computed again after a restart do not count: they belong to other incarnations.
     """
 
     def __init__(self) -> None:
@@ -133,7 +132,7 @@ class _Counts:
         self.params: ParamsRecord | None = None
         self.rejoined: set[tuple[int, int]] = set()
         self.num_recomputed = 0
-        self._brought: dict[tuple[int, int], tuple[int, int]] = {}  # group and life -> step, most microbatches
+        self._brought: dict[tuple[int, int], tuple[int, int]] = {}  # (group, incarnation) -> step, most microbatches
 
     def take(self, part: Attempts | Steps) -> None:
         if isinstance(part, Steps):
@@ -153,8 +152,7 @@ class _Counts:
 
 
 PROOF_S = 60.0
-"""For which a journal is looked at when the run ends. A job whose time is over has no more before it is to be queued
-again."""
+"""Limit for reading the journal at the end of the run: a job out of time has no more before it is requeued."""
 
 
 _MOST_TAILS = 8
@@ -163,11 +161,9 @@ _TAIL_BYTES = 1 << 20
 
 
 def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
-    """Sums the run up and writes `summary.json`. Several nodes may do so at once.
+    """Sums the run up and writes `summary.json`; several nodes may do so at once.
 
-    Args:
-        run_dir: The run's directory. A full disk may lack the end of the journal, and not take the summary.
-        end: How the run ended, where that is known without the journal.
+    `end` is how the run ended, if known: on a full disk the journal may lack it, and the summary may not be written.
     """
     try:
         summary = sum_up(JournalIndex(run_dir, until_s=time.monotonic() + PROOF_S))
@@ -185,7 +181,7 @@ def conclude(run_dir: Path, end: EndRecord | None = None) -> Summary:
 
 
 def _told(run_dir: Path) -> Summary:
-    """What the first line of the journal and the last ones of some files tell; the rest is not counted."""
+    """Summary by the first line of the journal and the last lines of some files; counts nothing else."""
     files = list((run_dir / "journal").glob("*.jsonl"))
     num_bytes = sum(path.stat().st_size for path in files)
     with (run_dir / "journal" / "driver.jsonl").open("rb") as driver:
@@ -212,7 +208,7 @@ def _told(run_dir: Path) -> Summary:
 
 
 def _last_records(path: Path) -> Iterator[Record]:
-    """What the last lines of a file hold, those that can be read."""
+    """Readable records near the end of a file."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - _TAIL_BYTES, 0))

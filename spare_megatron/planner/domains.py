@@ -1,7 +1,9 @@
-"""Racks and power domains: what it takes when all groups of a domain are lost together.
+"""Closed forms for runs in which whole racks or power domains are lost.
 
-Symbols: N groups in D domains; a shard has hosts in e of them, n_1 to n_e hosts in each. What matters is e: a placement
-that spreads the hosts of a shard over domains has e = r: `stacking.placement.make_placement` with `groups_per_domain`.
+Symbols: N groups in D domains; r hosts of a shard, in e domains with n_1 to n_e hosts each. e decides how much a shard
+endures; `stacking.placement.make_placement` with `groups_per_domain` spreads hosts so that e = r where possible. F and
+F_d: mean time between losses of one group and of one domain; A: mean absence of a lost group. `domain_of` has the
+domain of each group, 0 to D - 1; `counts` is `hosts_per_domain`.
 """
 
 from dataclasses import dataclass
@@ -20,14 +22,11 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossIntervals:
-    """Mean seconds between losses; losses come independently of each other.
+    """Mean seconds between independent losses; ValueError unless both are above 0.
 
     Attributes:
-        group_s: Of one group, for reasons of its own.
-        domain_s: Of one whole domain.
-
-    Raises:
-        ValueError: A time is not above 0.
+        group_s: F, of one group by itself.
+        domain_s: F_d, of one whole domain.
     """
 
     group_s: float
@@ -39,7 +38,7 @@ class LossIntervals:
 
 
 def consecutive_domains(num_groups: int, groups_per_domain: int) -> IntArray:
-    """For each group its domain, where domains are groups of consecutive ids, as in `stacking.placement`.
+    """The domain of each group where a domain is a range of consecutive ids, as in `stacking.placement`.
 
     >>> consecutive_domains(5, 2).tolist()
     [0, 0, 1, 1, 2]
@@ -48,15 +47,7 @@ def consecutive_domains(num_groups: int, groups_per_domain: int) -> IntArray:
 
 
 def hosts_per_domain(placement: Placement, domain_of: IntArray) -> IntArray:
-    """How many hosts each shard has in each domain: shape (num_shards, D).
-
-    Args:
-        placement: The hosts of every shard.
-        domain_of: For each group its domain, 0 to D - 1.
-
-    Raises:
-        ValueError: The domains do not fit the placement.
-    """
+    """Counts the hosts of each shard in each domain: shape (num_shards, D). ValueError if the arguments do not fit."""
     if domain_of.shape != (placement.num_groups,) or domain_of.min() < 0:
         raise ValueError(f"domains of shape {domain_of.shape} do not fit {placement.num_groups} groups")
     num_domains = int(domain_of.max()) + 1
@@ -66,25 +57,20 @@ def hosts_per_domain(placement: Placement, domain_of: IntArray) -> IntArray:
 
 
 def domain_coverage_probabilities(counts: IntArray) -> FloatArray:
-    """P(no wipe-out after j whole domains are lost), j from 0 to D, groups being lost in no other way.
+    """P(no wipe-out after the loss of j whole domains), j from 0 to D, with no other losses.
 
-    C(D - s, j) / C(D, j) for the s domains that hold all hosts of some shard, times the product over other shards of
-    1 - C(D - e, j - e) / C(D, j): shards with the same domains counted once (they are lost together) and different
-    ones taken as independent.
+    C(D - s, j) / C(D, j) for the s domains that hold all hosts of some shard, times the product over the other distinct
+    sets of e domains of 1 - C(D - e, j - e) / C(D, j). Shards on the same domains count once; distinct sets are taken
+    as independent.
 
-    Args:
-        counts: `hosts_per_domain`.
-
-    Notes:
-        Derived; `planner.endurance.coverage_probabilities` with domains for groups. Expected domains endured are the
-        sum from j = 1: against exact enumeration within 20% for N = 24, D from 6 to 12, r from 2 to 3; against Monte
-        Carlo within 4% for Golomb and 7% for consecutive offsets, N = 200, D = 50, r from 3 to 8.
+    Derived. Its sum from j = 1 is within 20% of exact enumeration for N = 24, D from 6 to 12, r from 2 to 3, and of
+    Monte Carlo within 4% for Golomb and 7% for consecutive offsets, N = 200, D = 50, r from 3 to 8.
     """
     num_domains = counts.shape[1]
     patterns = np.unique(counts > 0, axis=0)
     covered = np.ones(num_domains + 1)
     for num_needed, num_patterns in zip(*np.unique(patterns.sum(axis=1), return_counts=True), strict=True):
-        if num_needed == 1:  # domains that are fatal alone: C(D - s, j) / C(D, j), as if they all were among those left
+        if num_needed == 1:  # domains fatal alone: C(D - s, j) / C(D, j), all s among those left
             covered *= wiped_probabilities(num_domains, int(num_patterns))[::-1]
         else:
             covered *= (1 - wiped_probabilities(num_domains, int(num_needed))) ** int(num_patterns)
@@ -92,32 +78,19 @@ def domain_coverage_probabilities(counts: IntArray) -> FloatArray:
 
 
 def endured_domains(counts: IntArray) -> float:
-    """Expected losses of whole domains before a wipe-out. Times the groups per domain: the groups lost by then.
-
-    Args:
-        counts: `hosts_per_domain`.
-    """
+    """Expected losses of whole domains before a wipe-out."""
     return float(domain_coverage_probabilities(counts)[1:].sum())
 
 
 def wipe_out_probability(counts: IntArray, domain_of: IntArray, num_lost: int) -> float:
-    """P(the loss of one whole domain is a wipe-out), any domain alike, when k groups at random are lost elsewhere.
+    """P(losing one whole domain, each equally likely, is a wipe-out), after k random losses of groups outside it.
 
-    1 - mean over domains of the product over shards with n >= 1 hosts in it of
-    1 - C(N - d - (r - n), k - (r - n)) / C(N - d, k), d the groups of the domain: the shard's other r - n hosts are
-    among the k lost of the N - d others. Shards with the same hosts outside the domain are taken as independent.
+    1 - mean over domains of the product over shards with n >= 1 hosts in it of 1 - C(N - d - (r - n),
+    k - (r - n)) / C(N - d, k), d the groups of the domain. The k = `num_lost` losses are no wipe-out by themselves;
+    ValueError if k exceeds the groups outside a domain.
 
-    Args:
-        counts: `hosts_per_domain`.
-        domain_of: For each group its domain.
-        num_lost: k, groups lost before, none of them in this domain; taken to be no wipe-out by themselves.
-
-    Raises:
-        ValueError: More are lost than there are groups outside a domain.
-
-    Notes:
-        Derived. Against Monte Carlo within 0.006 for Golomb and 0.05 for consecutive offsets, N = 200 in domains of 4,
-        r from 3 to 8.
+    Derived; shards are taken as independent, also those with the same hosts outside the domain. Within 0.006 of Monte
+    Carlo for Golomb and 0.05 for consecutive offsets, N = 200, d = 4, r from 3 to 8.
     """
     sizes = np.bincount(domain_of)
     redundancy = int(counts[0].sum())
@@ -142,28 +115,22 @@ def time_to_wipe_out_s(counts: IntArray, intervals: LossIntervals) -> float:
 
 
 def coverage_over_time(counts: IntArray, intervals: LossIntervals) -> tuple[FloatArray, FloatArray]:
-    """Times, and P(no wipe-out by then), with groups and whole domains lost for good.
+    """Times, and P(no wipe-out by each time), with groups and whole domains that never come back.
 
-    At time t: product over patterns of sum over h of P_h (1 - q_g^(r - h))^c, for the c shards with the same
-    hosts per domain: h of their r hosts are gone with their domains, with probability P_h (each domain is lost with
-    q_d = 1 - exp(-t / domain_s)), and each of the others by itself with q_g = 1 - exp(-t / group_s).
+    At time t: product over patterns of sum over h of P_h (1 - q_g^(r - h))^c, for the c shards with the same hosts per
+    domain. h of their r hosts are lost with their domains, with probability P_h (a domain is lost with
+    q_d = 1 - exp(-t / F_d)); each other host is lost by itself with q_g = 1 - exp(-t / F).
 
-    Args:
-        counts: `hosts_per_domain`.
-        intervals: Of one group and of one domain.
-
-    Notes:
-        Derived; patterns are taken as independent of each other, shards of one pattern exactly. That makes it a lower
-        bound (Harris's inequality: to lose no shard of one pattern makes losing none of another more likely). Against
-        simulated losses, N = 200 in domains of 4, r from 3 to 8: 4 to 6% low for Golomb offsets, 10 to 35% for
-        consecutive ones. Trapezoids at 400 times evenly spaced in their logarithm.
+    Derived; exact within a pattern, patterns taken as independent. By Harris's inequality that is a lower bound:
+    against simulated losses, N = 200 in domains of 4, r from 3 to 8, 4 to 6% low for Golomb and 10 to 35% for
+    consecutive offsets.
     """
     times_s = times_to_look_at_s(intervals)
     lost_domain = -np.expm1(-times_s / intervals.domain_s)
     lost_group = -np.expm1(-times_s / intervals.group_s)
     covered = np.ones_like(times_s)
     patterns, num_shards = np.unique(_hosts_and_domains(counts), axis=0, return_counts=True)
-    num_hosts = np.sort(patterns[:, : patterns.shape[1] // 2], axis=1)  # which domains they are does not matter
+    num_hosts = np.sort(patterns[:, : patterns.shape[1] // 2], axis=1)  # which domains they are makes no difference
     shapes = np.column_stack((num_shards, num_hosts))
     for shape, repeats in zip(*np.unique(shapes, axis=0, return_counts=True), strict=True):
         here = shape[1:][shape[1:] > 0].tolist()
@@ -172,7 +139,7 @@ def coverage_over_time(counts: IntArray, intervals: LossIntervals) -> tuple[Floa
 
 
 def _hosts_and_domains(counts: IntArray) -> IntArray:
-    """For each shard the hosts in each of its domains, and then these domains; zeros at the end where it has fewer."""
+    """For each shard the host count of each of its domains, then the ids of these domains; both padded with zeros."""
     shard, domain = np.nonzero(counts)
     num_domains = np.bincount(shard, minlength=len(counts))
     place = np.arange(len(shard)) - np.repeat(np.cumsum(num_domains) - num_domains, num_domains)
@@ -184,7 +151,7 @@ def _hosts_and_domains(counts: IntArray) -> IntArray:
 
 
 def times_to_look_at_s(intervals: LossIntervals) -> FloatArray:
-    """Times from 0 on at which the run is looked at, evenly spaced in their logarithm."""
+    """The times at which survival is evaluated: 0, then 400 up to 100 times the shorter interval, log-spaced."""
     shortest_s = min(intervals.group_s, intervals.domain_s)
     return np.concatenate(([0.0], np.geomspace(1e-6, 1e2, 400) * shortest_s))
 
@@ -192,9 +159,9 @@ def times_to_look_at_s(intervals: LossIntervals) -> FloatArray:
 def _pattern_coverage(
     hosts_in: list[int], num_shards: int, lost_domain: FloatArray, lost_group: FloatArray
 ) -> FloatArray:
-    """P(none of some shards with the same hosts per domain has lost all hosts), at each time."""
+    """P(none of `num_shards` shards with the same hosts per domain has lost all hosts), at each time."""
     redundancy = sum(hosts_in)
-    gone = np.zeros((redundancy + 1, lost_domain.size))  # gone[h]: P(h hosts are gone with their domains)
+    gone = np.zeros((redundancy + 1, lost_domain.size))  # gone[h]: P(h hosts are lost with their domains)
     gone[0] = 1.0
     for n in hosts_in:
         gone[n:] = gone[n:] * (1 - lost_domain) + gone[: redundancy + 1 - n] * lost_domain
@@ -205,14 +172,9 @@ def _pattern_coverage(
 
 
 def domain_down_probabilities(num_groups: int, intervals: LossIntervals, absence_s: float) -> FloatArray:
-    """P(i groups of one domain are down) in the steady state, i from 0 to g: a Markov chain.
+    """P(i of a domain's groups are down), i from 0 to g = num_groups: the steady state of a Markov chain.
 
-    i rises by one at rate (g - i) / F, goes to g at rate 1 / F_d from anywhere, and falls by one at rate i / A.
-
-    Args:
-        num_groups: g, or any number of groups that stand in one domain.
-        intervals: F and F_d.
-        absence_s: A, taken as exponential.
+    i rises by one at rate (g - i) / F, jumps to g at rate 1 / F_d, and falls by one at rate i / A (A exponential).
     """
     i = np.arange(num_groups + 1)
     generator = np.zeros((num_groups + 1, num_groups + 1))
@@ -228,11 +190,11 @@ def domain_down_probabilities(num_groups: int, intervals: LossIntervals, absence
 
 
 def num_down_in_domains(sizes: IntArray, of_one: dict[int, FloatArray]) -> FloatArray:
-    """P(k groups are down) in all domains together, k from 0 to N, domains being independent.
+    """P(k groups are down) over all domains together, k from 0 to N, with independent domains.
 
     Args:
         sizes: Groups of each domain.
-        of_one: For each size the probabilities of 0 to size groups down, of shape (..., size + 1).
+        of_one: Domain size -> P(0 to size groups down), shape (..., size + 1).
     """
     num_groups = int(sizes.sum())
     transformed = np.ones(1, dtype=np.complex128)
@@ -243,9 +205,9 @@ def num_down_in_domains(sizes: IntArray, of_one: dict[int, FloatArray]) -> Float
 
 
 def down_without_repair(num_groups: int, intervals: LossIntervals, times_s: FloatArray) -> FloatArray:
-    """P(i groups of one domain are down) at times since all were up, with nobody coming back; (times, g + 1).
+    """P(i groups of one domain are down) at each time since all were up, with no repair; shape (times, g + 1).
 
-    The domain is lost with 1 - exp(-t / F_d), and of one that is not each group with 1 - exp(-t / F).
+    The domain is lost with 1 - exp(-t / F_d); otherwise each group is lost with 1 - exp(-t / F).
     """
     domain_lost = -np.expm1(-times_s / intervals.domain_s)[:, None]
     group_lost = -np.expm1(-times_s / intervals.group_s)[:, None]
@@ -255,19 +217,11 @@ def down_without_repair(num_groups: int, intervals: LossIntervals, times_s: Floa
 
 
 def wipe_outs_per_s(counts: IntArray, intervals: LossIntervals, absence_s: float) -> float:
-    """How often some shard loses its last host, in the steady state, each shard counted by itself.
+    """Steady-state rate at which shards lose their last host, each shard counted by itself.
 
-    sum over shards of (r / A) times the product over domains of P(all n hosts in it are down): what goes into the state
-    of all r down goes out of it, at rate r / A.
-
-    Args:
-        counts: `planner.domains.hosts_per_domain`.
-        intervals: F and F_d.
-        absence_s: A.
-
-    Notes:
-        Derived. Exact for one shard. A domain may take several shards at once, which then count several times: an
-        upper bound.
+    sum over shards of (r / A) times the product over domains of P(all n hosts in it are down): a shard enters the
+    all-down state as often as it leaves it, at rate r / A. Derived. Exact for one shard; an upper bound for all, since
+    one lost domain can take the last host of several.
     """
     most, redundancy = int(counts.max()), int(counts[0].sum())
     all_down = np.array([domain_down_probabilities(n, intervals, absence_s)[-1] for n in range(1, most + 1)])
@@ -277,13 +231,11 @@ def wipe_outs_per_s(counts: IntArray, intervals: LossIntervals, absence_s: float
 
 
 def equivalent_domain_repair(counts: IntArray, intervals: LossIntervals, absence_s: float) -> RepairTimes:
-    """Repair times of independent groups among which shards lose their last host as often (`wipe_outs_per_s`).
+    """Repair times of independent groups whose shards lose their last host at the same rate (`wipe_outs_per_s`).
 
-    With a share u down they do so N r u^r / A times per second.
-
-    Notes:
-        Derived. With `planner.repair.survival` the time to a wipe-out is 6 to 15% low against simulated events, N = 60
-        in domains of 3, r from 2 to 4, hosts apart or not (benchmarks/planner_formulas.py).
+    Independent groups that are down for a share u of the time do so N r u^r / A times per second; solved for u.
+    Derived. With `planner.repair.survival` the time to a wipe-out is 6 to 15% low against simulated events, N = 60 in
+    domains of 3, r from 2 to 4, hosts apart or not (benchmarks/planner_formulas.py).
     """
     num_shards, redundancy = counts.shape[0], int(counts[0].sum())
     rate = wipe_outs_per_s(counts, intervals, absence_s)

@@ -1,4 +1,7 @@
-"""Counts of lost groups in ranges, so that a sum over all of them takes no longer for millions of groups."""
+"""Closed forms for the losses that a placement endures before a wipe-out, with groups that do not come back.
+
+Symbols: N = num_groups, r = redundancy (1 to N, else ValueError), k groups lost, L the loss that wipes out.
+"""
 
 from dataclasses import dataclass
 from math import gamma
@@ -12,44 +15,39 @@ FloatArray = npt.NDArray[np.float64]
 
 
 _SINGLE = 2000
-"""Counts up to here are ranges of their own; above, a range is as wide as its count over this."""
+"""Lost counts up to this are separate ranges; above it a range is as wide as its count divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LostCounts:
-    """The counts from 0 to N - 1.
+    """The lost counts 0 to N - 1 in ranges, so that sums over them stay fast for millions of groups.
 
     Attributes:
-        first: The first count of each range, and N.
+        first: The first count of each range, then N.
     """
 
     first: FloatArray
 
     @property
     def width(self) -> FloatArray:
-        """How many counts each range has."""
         return np.diff(self.first)
 
     @property
     def middle(self) -> FloatArray:
-        """The mean count of each range, which stands for all of them."""
+        """The mean count of each range, which represents the whole range."""
         return (self.first[:-1] + self.first[1:] - 1) / 2
 
     def sums(self, values: FloatArray) -> FloatArray:
-        """Of the values of all counts, from 0 to N - 1 along the last axis, those of each range."""
+        """Sums values given per count (0 to N - 1 along the last axis) over each range."""
         found: FloatArray = np.add.reduceat(values, self.first[:-1].astype(np.int64), axis=-1)
         return found
 
 
 def lost_counts(num_groups: int) -> LostCounts:
-    """All counts for up to 2000 groups; for more, some 2000 log(N / 2000) ranges beside them.
+    """One range per count up to 2000, then about 2000 log(N / 2000) wider ones.
 
-    Args:
-        num_groups: N, 1 or more.
-
-    Notes:
-        What is summed changes little within 1/2000 of a count: plans are within 1e-3 of those with every count by
-        itself (tests/unit/test_planner_lost_counts.py).
+    Summands change little within 1/2000 of a count: plans are within 1e-3 of those that sum over every count
+    (tests/unit/test_planner_lost_counts.py).
 
     >>> lost_counts(3).middle.tolist(), lost_counts(3).width.tolist()
     ([0.0, 1.0, 2.0], [1.0, 1.0, 1.0])
@@ -61,20 +59,12 @@ def lost_counts(num_groups: int) -> LostCounts:
 
 
 def asymptotic_endured_losses(num_groups: int, redundancy: int) -> float:
-    """Expected losses before a wipe-out, as SPARe has it: mu(N, r) = Gamma(1/r) / r * N^(1 - 1/r).
+    """Expected losses before a wipe-out as SPARe defines it: mu(N, r) = Gamma(1/r) / r * N^(1 - 1/r).
 
-    Args:
-        num_groups: N.
-        redundancy: r, from 1 to N.
-
-    Raises:
-        ValueError: The redundancy does not fit.
-
-    Notes:
-        arXiv 2603.00357. It is the integral of exp(-N (k/N)^r) over k >= 0: shards as if independent, groups as if
-        drawn with replacement. Against Monte Carlo of Golomb placements, N in {200, 600, 1000}, r from 2 to 20, it is
-        0.68% off on average (the paper states 1.13%) and 4.5% at most, at N = 200, r = 2; `endured_losses` is 0.17%
-        off and 0.5% at most (benchmarks/planner_formulas.py, 8000 orders of losses and more).
+    arXiv 2603.00357: the integral of exp(-N (k/N)^r) over k >= 0, with independent shards and groups drawn with
+    replacement. Against Monte Carlo of Golomb placements, N in {200, 600, 1000}, r from 2 to 20: 0.68% off on average
+    (the paper states 1.13%), at most 4.5% (N = 200, r = 2); `endured_losses` is 0.17% off, at most 0.5%
+    (benchmarks/planner_formulas.py, 8000 orders of losses and more).
 
     >>> round(asymptotic_endured_losses(600, 20))
     424
@@ -84,17 +74,9 @@ def asymptotic_endured_losses(num_groups: int, redundancy: int) -> float:
 
 
 def endured_losses(num_groups: int, redundancy: int) -> float:
-    """Expected losses before a wipe-out: E[L] - 1 = sum of P(L > k) over k >= 1.
+    """Expected losses before a wipe-out: E[L] - 1 = sum of P(L > k) over k >= 1. Cost: O(r log N).
 
-    Args:
-        num_groups: N.
-        redundancy: r, from 1 to N.
-
-    Raises:
-        ValueError: The redundancy does not fit.
-
-    Notes:
-        From `coverage_probabilities`. Against exact enumeration within 6% for N from 5 to 20. Cost: O(r log N).
+    From `coverage_probabilities`. Within 6% of exact enumeration for N from 5 to 20.
 
     >>> endured_losses(4, 4)
     3.0
@@ -106,37 +88,26 @@ def endured_losses(num_groups: int, redundancy: int) -> float:
 
 
 def coverage_probabilities(num_groups: int, redundancy: int, num_lost: FloatArray | None = None) -> FloatArray:
-    """P(L > k), the probability that k losses are no wipe-out, for k from 0 to N.
+    """P(L > k), the probability that k losses are no wipe-out, for k from 0 to N or for the rising k of `num_lost`.
 
     A shard has lost all hosts with p_k = C(N - r, k - r) / C(N, k) = product over i < r of (k - i) / (N - i), exactly.
-    Were shards independent, P(L > k) would be (1 - p_k)^N. But every group is in r of them: where no shard is wiped
-    out, losses lie further apart than at random. So with x = k / N
+    Independent shards would give (1 - p_k)^N; each group hosts r of them, so with x = k / N
 
         P(L > k) = [(1 - p_k) exp(b(x) p_k / x^r)]^N,
         b(x) = log(1 - q^r) + r (x log(x / q) + (1 - x) log((1 - x) / (1 - q))) - log(1 - x^r),
 
-    where q solves q (1 - q^(r-1)) / (1 - q^r) = x, and P = 0 where there is no such q, from x > 1 - 1/r on.
+    where q solves q (1 - q^(r-1)) / (1 - q^r) = x; P = 0 for x > 1 - 1/r, where no q does.
 
-    Args:
-        num_groups: N.
-        redundancy: r, from 1 to N.
-        num_lost: Other k, rising.
-
-    Raises:
-        ValueError: The redundancy does not fit.
-
-    Notes:
-        Derived: exp(N b) is the Bethe approximation (Yedidia, Freeman, Weiss 2005) of the number of sets of k groups
-        without a wiped-out shard, over what independence makes it: the hosts of a shard are lost independently with
-        q, given that not all are, and q is such that k are lost on average. It needs shards that share few hosts, as
-        those of Golomb placements do. p_k / x^r is the finite-size share of it. Exact for r = 1 and r = N.
+    Derived: exp(N b) is the Bethe approximation (Yedidia, Freeman, Weiss 2005) of the number of covered sets of k lost
+    groups, relative to independence; p_k / x^r corrects for finite N. Needs shards that share few hosts, as in Golomb
+    placements. Exact for r = 1 and r = N.
 
     >>> coverage_probabilities(3, 1).round(6).tolist()
     [1.0, 0.0, 0.0, 0.0]
     """
     check_redundancy(num_groups, redundancy)
     k = np.arange(num_groups + 1, dtype=np.float64) if num_lost is None else num_lost
-    if redundancy in (1, num_groups):  # one host: any loss; all groups: nothing but the loss of all
+    if redundancy in (1, num_groups):  # fatal: any loss, or only the loss of all groups
         return (k < redundancy).astype(np.float64)
     share = k / num_groups
     wiped = wiped_probabilities(num_groups, redundancy, k)
@@ -149,7 +120,7 @@ def coverage_probabilities(num_groups: int, redundancy: int, num_lost: FloatArra
 
 
 def _repulsion(x: FloatArray, r: int) -> FloatArray:
-    """The b(x) of `coverage_probabilities`, for 0 < x <= 1 - 1/r; the left side of its equation rises with q."""
+    """The b(x) of `coverage_probabilities`, for 0 < x <= 1 - 1/r; bisects for q, as the left side rises with q."""
     low, high = np.zeros_like(x), np.full_like(x, 1 - 1e-9)
     for _ in range(50):
         q = (low + high) / 2
@@ -160,9 +131,9 @@ def _repulsion(x: FloatArray, r: int) -> FloatArray:
 
 
 def wiped_probabilities(num_items: int, num_needed: int, num_lost: FloatArray | None = None) -> FloatArray:
-    """P(given `num_needed` of `num_items` are all among k random lost ones), for k from 0 to `num_items`.
+    """P(`num_needed` given items are all among k random lost ones of `num_items`), k from 0 to `num_items`.
 
-    product over i < num_needed of (k - i) / (num_items - i); for the k of `num_lost` where it is given.
+    product over i < num_needed of (k - i) / (num_items - i); `num_lost` gives other k.
 
     >>> wiped_probabilities(4, 2).round(4).tolist()
     [0.0, 0.0, 0.1667, 0.5, 1.0]

@@ -1,4 +1,4 @@
-"""Exact answers for small placements, by going through every set of lost groups."""
+"""Exact results for small placements by enumerating every set of lost groups; cost O(2^N N)."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -12,41 +12,23 @@ from spare_megatron.stacking.placement import Placement
 from spare_megatron.stacking.reorder import initial_owners, reorder_microbatches
 
 MAX_GROUPS = 22
-"""Beyond, the 2^N sets take too long."""
+"""More groups or domains raise ValueError: the 2^N sets take too long."""
 
 
 def covered_shares(placement: Placement) -> FloatArray:
-    """P(L > k) for k from 0 to N: the share of the sets of k lost groups that are no wipe-out. Exact.
-
-    Notes:
-        Cost: O(2^N N).
-
-    Raises:
-        ValueError: More than MAX_GROUPS groups.
-    """
+    """P(L > k) for k from 0 to N: the share of sets of k lost groups that are no wipe-out."""
     return _shares(placement.num_groups, [_bits(row) for row in placement.host_array.tolist()])
 
 
 def covered_domain_shares(placement: Placement, domain_of: npt.NDArray[np.int64]) -> FloatArray:
-    """The same for lost domains: the share of the sets of j whole domains that are no wipe-out, j from 0 to D.
-
-    Args:
-        placement: The hosts of every shard.
-        domain_of: For each group its domain, 0 to D - 1.
-
-    Raises:
-        ValueError: More than MAX_GROUPS domains.
-    """
+    """`covered_shares` for lost domains: the share of sets of j whole domains that are no wipe-out, j from 0 to D."""
     return _shares(int(domain_of.max()) + 1, [_bits(row) for row in domain_of[placement.host_array].tolist()])
 
 
 def mean_makespans(placement: Placement, num_microbatches: int) -> FloatArray:
-    """Mean makespan of `stacking.reorder` in stacks, over the sets of k lost groups that are no wipe-out. Exact.
+    """Mean makespan of `stacking.reorder` in stacks over the sets of k lost groups that are no wipe-out.
 
-    Entry k is that for k lost; entries stop before the first k whose every set is a wipe-out.
-
-    Raises:
-        ValueError: More than MAX_GROUPS groups.
+    Entry k is that for k lost; entries stop before the first k for which every set is a wipe-out.
     """
     _check(placement.num_groups)
     means = []
@@ -68,7 +50,7 @@ def _makespans(placement: Placement, num_lost: int, num_microbatches: int) -> It
 
 
 def _shares(num_items: int, fatal: list[int]) -> FloatArray:
-    """For each size the share of the sets of items that contain none of the fatal ones. Sets are bit masks."""
+    """For each set size, the share of item sets that contain none of the `fatal` ones; sets are bit masks."""
     _check(num_items)
     sets = np.arange(2**num_items, dtype=np.int64)
     is_covered = np.ones(sets.size, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""What a plan depends on: the cluster, what stacks may cost, and how lost work is shared out."""
+"""Inputs of a plan: the cluster, its failures, and limits on what a stack may cost."""
 
 from dataclasses import dataclass
 from math import inf
@@ -13,8 +13,8 @@ class CheckpointTimes:
     """What saves and restarts take.
 
     Attributes:
-        save_s: T_s, seconds that training stands still for a save; above 0.
-        restart_s: T_r, seconds from a wipe-out to training again.
+        save_s: T_s, seconds that training stops for a save; above 0.
+        restart_s: T_r, seconds from a wipe-out until training resumes.
     """
 
     save_s: float
@@ -22,28 +22,24 @@ class CheckpointTimes:
 
 
 Policy = Literal["stack", "microbatch", "rejoin"]
-"""Whole shards as in SPARe; single microbatches; single microbatches and lost groups that come back."""
+"""SPARe's reordering of whole shards; reordering of single microbatches; the latter with lost groups that come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
-    """What a plan depends on.
+    """The cluster that a plan is for. ValueError if a value is out of its range or does not fit another.
 
     Attributes:
         num_groups: N, data-parallel groups, and shards of a batch.
-        times: Times of a step, and how often a single group is lost. Losses come from all groups together at this
-            constant rate; only the policy "rejoin" counts it per group that is up.
-        checkpoint: What saves and restarts take.
-        num_microbatches: m, microbatches per shard; not used by the policy "stack".
-        rejoin: How lost groups come back; used by the policy "rejoin" alone.
-        groups_per_domain: Groups of consecutive ids that stand in a domain (rack, power) and are lost together.
+        times: Step times and the interval between losses of single groups. The loss rate of the whole system is
+            constant; only the policy "rejoin" takes it per group that is up.
+        num_microbatches: m, microbatches per shard; unused by the policy "stack".
+        rejoin: How lost groups come back; used only by the policy "rejoin".
+        groups_per_domain: Groups of consecutive ids that form a domain (rack, power) and are lost together.
         domain_interval_s: Mean seconds between losses of any whole domain; infinite for none.
-        last_resort: Any survivor can compute any shard, so that only the loss of all groups is a wipe-out. Not with
-            the policy "stack", which moves whole shards between hosts.
-        fetch_s: Seconds for which a group reads a shard that is not in its stack, in each step.
-
-    Raises:
-        ValueError: A count or time is out of its range, or two of them cannot be combined.
+        last_resort: Any survivor can compute any shard, so only the loss of all groups is a wipe-out. Not with the
+            policy "stack".
+        fetch_s: Seconds a group takes in each step to read one shard that is not in its stack.
     """
 
     num_groups: int
@@ -74,12 +70,12 @@ class ClusterFacts:
 
     @property
     def has_domains(self) -> bool:
-        """Whether whole domains are lost, too."""
+        """Whether whole domains are lost as well."""
         return self.domain_interval_s < inf
 
     @property
     def num_domains(self) -> int:
-        """Domains; the last may be smaller."""
+        """The number of domains; the last may be smaller."""
         return -(-self.num_groups // self.groups_per_domain)
 
     @property
@@ -89,25 +85,24 @@ class ClusterFacts:
 
     @property
     def event_interval_s(self) -> float:
-        """Mean seconds between losses, those of a whole domain counted once."""
+        """Mean seconds between losses, with the loss of a whole domain counted once."""
         return 1 / (1 / self.times.loss_interval_s + 1 / self.domain_interval_s)
 
     @property
     def lost_group_interval_s(self) -> float:
-        """Mean seconds per lost group, with domains counted by their groups."""
+        """Mean seconds per lost group, with the loss of a domain counted once per group."""
         per_domain = self.num_groups / self.num_domains
         return 1 / (1 / self.times.loss_interval_s + per_domain / self.domain_interval_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldingLimits:
-    """What holding a stack costs a group, and what it may cost. A limit that is None does not bind.
+    """What holding a stack costs a group, and its limits. A limit of None does not bind.
 
     Attributes:
-        shard_bytes: Bytes of one shard as held in memory.
+        shard_bytes: Bytes of one shard in memory.
         memory_bytes: Memory of a group for its stack.
-        read_bytes_per_s: At what rate a group can read. A stack is read anew for every step, while the step before
-            is computed; the redundancy is held low enough for that.
+        read_bytes_per_s: Read rate of a group. A stack is read for every step during the step before, which limits r.
     """
 
     shard_bytes: int
@@ -115,7 +110,7 @@ class HoldingLimits:
     read_bytes_per_s: float | None = None
 
     def largest_redundancy(self, num_groups: int, times: StepTimes) -> int:
-        """The largest r from 0 to N whose stack fits into the memory and can be read within a step without losses."""
+        """The largest r from 0 to N whose stack fits into memory and is read within a step without losses."""
         largest = num_groups
         if self.memory_bytes is not None:
             largest = min(largest, self.memory_bytes // self.shard_bytes)

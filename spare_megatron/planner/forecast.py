@@ -1,4 +1,4 @@
-"""How long a run lives and how slow its steps are, for every policy and everything that can be lost."""
+"""Combines the closed forms into the expected run length and step time, for every policy and kind of loss."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -40,7 +40,7 @@ class Forecast:
 
     Attributes:
         lived_s: T_f, mean seconds until the wipe-out.
-        stretch: Mean step over the step without losses.
+        stretch: Mean step time over the step time without losses.
     """
 
     lived_s: float
@@ -48,18 +48,12 @@ class Forecast:
 
 
 def forecast(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> Forecast:
-    """With lost groups that stay away.
+    """The forecast where lost groups do not come back; `num_microbatches` is m, 1 for stack granularity.
 
-    Without domains losses come at a constant rate: lived_s is that interval times the sum over k of P(L > k), which
-    also weighs the steps with k lost. With domains it is `planner.domains.coverage_over_time`, with the counts of
-    groups down by then from `planner.domains.down_without_repair`. Those count losses per group that is up. So
-    that the rate is constant here, too, t seconds are taken as the (1 - exp(-a t)) / a seconds in which as many groups
-    are lost at the rate of all, a = 1 / F + 1 / F_d.
-
-    Args:
-        facts: The cluster.
-        redundancy: r.
-        num_microbatches: m; 1 for stack granularity.
+    Without domains losses come at a constant rate: lived_s is their interval times the sum over k of P(L > k), which
+    also weights the steps with k lost. With domains, `coverage_over_time` and `down_without_repair` of
+    `planner.domains` count losses per group that is up; for the same constant rate here, t seconds there count as
+    (1 - exp(-a t)) / a seconds, in which the whole system loses as many groups, a = 1 / F + 1 / F_d.
     """
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
     step_s = mean_step_s(costs.makespans, costs.patch, costs.times)
@@ -80,23 +74,15 @@ def forecast(facts: ClusterFacts, redundancy: int, num_microbatches: int) -> For
 
 
 def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches: int, rejoin: RejoinTimes) -> Forecast:
-    """With lost groups that come back and are taken in with a pause.
+    """The forecast where lost groups come back and are admitted in a pause.
 
-    A group that is lost in a step and ready after R + X misses (R + X) / T steps of T on average; it is down for half a
-    step longer, until the next commit, which counts for wipe-outs. The time to a wipe-out is
-    `planner.repair.survival` of the groups, or with spares or domains of independent groups that lose shards as often
-    (`planner.readmission.equivalent_repair`, `planner.domains.equivalent_domain_repair`). Steps count by the groups
-    down: over time since the restart, or with spares or domains in the steady state.
+    A group lost in a step and ready after R + X misses (R + X) / T steps of T on average. For wipe-outs it is down half
+    a step longer, until the next commit. The time to a wipe-out is `planner.repair.survival`, with spares or domains
+    that of the equivalent independent groups (`equivalent_repair`, `equivalent_domain_repair`). Steps are weighted by
+    the groups down: over time since the restart, with spares or domains in the steady state.
 
-    Args:
-        facts: The cluster.
-        redundancy: r.
-        num_microbatches: m.
-        rejoin: How groups come back.
-
-    Notes:
-        Derived. Against simulated runs (tests/unit/test_planner_outlook.py) the stretch is 0.3% low to 4% high. It is
-        rather high because groups that came back have work of all their shards, so that more hosts share a patch.
+    Derived. The stretch is 0.3% low to 4% high against simulated runs (tests/unit/test_planner_outlook.py), rather high
+    because a group that came back has work of all its shards, so that more hosts share a patch.
     """
     costs = _StepCosts.of(facts, redundancy, num_microbatches)
     away = absence(facts.num_groups, facts.group_interval_s, rejoin)
@@ -114,13 +100,13 @@ def forecast_with_rejoin(facts: ClusterFacts, redundancy: int, num_microbatches:
         weights = steady
     else:
         weights = lived.shares_s @ num_down_over_time(facts.num_groups, counts, lived, away) / lived.mean_s
-    # With none up there is no step; the little mass there counts as no progress.
+    # With no group up there is no step: the small probability of that counts as no progress.
     return Forecast(lived_s=lived.mean_s, stretch=_stretch(weights, step_s, facts.times))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _StepCosts:
-    """Stacks of a step and of a patch for each range of groups down, and how often a patch is needed."""
+    """Stacks per step and per patch for each range of groups down, and how often a patch is needed."""
 
     makespans: FloatArray
     patch: FloatArray
@@ -144,16 +130,16 @@ class _StepCosts:
 
     def with_joins_s(self, facts: ClusterFacts, rejoin: RejoinTimes, away: RepairTimes) -> FloatArray:
         n = facts.num_groups
-        if rejoin.num_spares:  # who comes back on a spare was hardly down
+        if rejoin.num_spares:  # a group that comes back on a spare was hardly down
             ready_per_s = np.full_like(self.makespans, n / (facts.group_interval_s + away.repair_s))
-        else:  # what is lost together is repaired together: one pause for a whole domain
+        else:  # groups lost together are repaired together: one pause per domain
             groups_at_once = facts.event_interval_s / facts.lost_group_interval_s
             ready_per_s = lost_counts(n).middle / (away.repair_s * groups_at_once)
         return step_with_joins_s(self.makespans, self.patch, self.times, rejoin.join_s, ready_per_s)
 
 
 def _stretch(weights: FloatArray, step_s: FloatArray, times: StepTimes) -> float:
-    """Mean step, time being spent in these shares with each count of groups down, over the step without losses."""
+    """Mean step time over that without losses; `weights` are the shares of time with each count of groups down."""
     return _mean_step_s(weights, step_s) / times.step_s
 
 
@@ -175,7 +161,7 @@ def _survival(facts: ClusterFacts, redundancy: int, rejoin: RejoinTimes, away: R
     n = facts.num_groups
     if facts.last_resort:
         lived_s = shard_time_to_wipe_out_s(n, away)
-        if facts.has_domains:  # the flow out of the state in which all groups are down is that into it
+        if facts.has_domains:  # the rates into and out of the all-down state are equal
             all_down = float(_steady_num_down(facts, away, rejoin)[-1])
             lived_s = away.repair_s / (n * all_down) if all_down > 0 else LONGEST_S
         return Survival(times_s=np.array([np.inf]), shares_s=np.array([min(lived_s, LONGEST_S)]))
@@ -188,7 +174,6 @@ def _survival(facts: ClusterFacts, redundancy: int, rejoin: RejoinTimes, away: R
 
 
 def _intervals(facts: ClusterFacts) -> LossIntervals:
-    """Of one group and of one domain."""
     return LossIntervals(group_s=facts.group_interval_s, domain_s=facts.num_domains * facts.domain_interval_s)
 
 
@@ -202,7 +187,7 @@ def _domain_of(facts: ClusterFacts) -> IntArray:
 
 @lru_cache(maxsize=2)  # the same for every redundancy and granularity
 def _num_down_for_good(facts: ClusterFacts) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Times; P(k down) by then with nobody coming back, for k in each range: shape (times, ranges); P(all down)."""
+    """Times; P(k down by then, with no repair) for k in each range, shape (times, ranges); P(all down)."""
     intervals, sizes = _intervals(facts), _domain_sizes(facts)
     times_s = times_to_look_at_s(intervals)
     of_one = {int(size): down_without_repair(int(size), intervals, times_s) for size in np.unique(sizes)}

@@ -1,6 +1,6 @@
-"""What the closed forms claim, counted: sampled losses on real placements, and simulated time.
+"""Monte Carlo checks of the closed forms: random losses on real placements, and event-by-event simulation.
 
-Every function takes its generator and returns samples, so that a caller can tell error from noise.
+Functions take a generator and return samples, so that callers can tell error from noise.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Generator = np.random.Generator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """What a simulated run has beside its losses: times of a step, of saves and restarts, seconds from save to save."""
+    """Costs of a simulated run: step times, saves and restarts, and seconds from save to save."""
 
     times: StepTimes
     checkpoint: CheckpointTimes
@@ -34,13 +34,9 @@ class SimulatedRun:
 
 
 def endured_samples(hosts: IntArray, num_items: int, num_samples: int, rng: Generator) -> IntArray:
-    """Losses endured before a wipe-out, for random orders of losses.
+    """Losses endured before a wipe-out, for random orders in which each item is lost once.
 
-    Args:
-        hosts: For each shard what it needs one of: its hosts, or the domains of its hosts.
-        num_items: Groups, or domains; each is lost once.
-        num_samples: Orders to draw.
-        rng: Source of the orders.
+    Items are groups or domains; `hosts` has, for each shard, the items of which it needs one.
     """
     return np.array([int(_ranks(num_items, rng)[hosts].max(axis=1).min()) for _ in range(num_samples)])
 
@@ -65,10 +61,9 @@ def depth_samples(placement: Placement, num_sequences: int, rng: Generator) -> l
 def makespan_samples(
     placement: Placement, num_microbatches: int, num_sequences: int, rng: Generator
 ) -> list[tuple[FloatArray, FloatArray]]:
-    """Makespans of `stacking.reorder` and, beside them, of the patches of the next loss; in stacks.
+    """Makespans of `stacking.reorder` and of the patch of the next loss, in stacks, for random orders of losses.
 
-    Each pair is one random order of losses: entry k has the makespan with k groups lost, and the patch that the loss
-    of the next group takes. The last makespan has no patch: the next loss is the wipe-out.
+    Entry k of a pair is for k groups lost. The last makespan has no patch: the next loss is the wipe-out.
     """
 
     def one() -> tuple[FloatArray, FloatArray]:
@@ -94,14 +89,14 @@ def makespan_samples(
 
 
 def repair_samples_s(placement: Placement, repair: RepairTimes, num_samples: int, rng: Generator) -> FloatArray:
-    """Seconds from all groups up to a wipe-out with groups that come back, times exponential. Events one by one."""
+    """Seconds from all groups up to a wipe-out with groups that come back; all times exponential, event by event."""
     return np.array([_repaired_until_wipe_out_s(placement, repair, rng) for _ in range(num_samples)])
 
 
 def spares_samples_s(
     placement: Placement, group_interval_s: float, rejoin: RejoinTimes, num_samples: int, rng: Generator
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds from all groups up to a wipe-out with a pool of spares, and the mean absence of a lost group in each.
+    """Seconds from all groups up to each wipe-out with a pool of spares, and the absences of all lost groups.
 
     Repair times are exponential. Lost groups queue for hardware in the order of their losses.
     """
@@ -119,12 +114,8 @@ def domain_repair_samples_s(
 ) -> FloatArray:
     """Seconds from all groups up to a wipe-out with groups and domains that are lost and groups that come back.
 
-    Args:
-        placement: The hosts of every shard.
-        domain_of: For each group its domain.
-        intervals: Of one group and of one domain.
-        absence_s: Mean of the exponential time after which each lost group is back by itself.
-        samples: How many, and the source of all times.
+    Each lost group comes back by itself after an exponential time of mean `absence_s`. `samples` is their number and
+    the generator.
     """
     num_samples, rng = samples
     return np.array(
@@ -135,7 +126,7 @@ def domain_repair_samples_s(
 def domain_samples_s(
     placement: Placement, domain_of: IntArray, intervals: LossIntervals, num_samples: int, rng: Generator
 ) -> FloatArray:
-    """Seconds from all groups up to a wipe-out with groups and whole domains lost for good."""
+    """Seconds from all groups up to a wipe-out with groups and whole domains that never come back."""
     num_domains = int(domain_of.max()) + 1
     group_s = rng.exponential(intervals.group_s, (num_samples, placement.num_groups))
     domain_s = rng.exponential(intervals.domain_s, (num_samples, num_domains))
@@ -146,9 +137,9 @@ def domain_samples_s(
 def domain_wipe_out_samples(
     placement: Placement, domain_of: IntArray, num_lost: int, num_samples: int, rng: Generator
 ) -> FloatArray:
-    """1 where the loss of a random domain wipes out, else 0; with groups at random lost before, all elsewhere.
+    """1 where losing a random domain is a wipe-out after `num_lost` random losses outside it, else 0.
 
-    Draws in which the groups lost before are a wipe-out by themselves are left out.
+    Draws in which the earlier losses are a wipe-out by themselves are left out.
     """
     found = []
     for _ in range(num_samples):
@@ -161,9 +152,9 @@ def domain_wipe_out_samples(
 
 
 def availability_sample(cadence_s: float, checkpoint: CheckpointTimes, wipe_out_times_s: FloatArray) -> float:
-    """Share of time that went into work that was saved, over runs that each end with a wipe-out after these times.
+    """Share of time spent on saved work, over runs that each end with a wipe-out after one of these times.
 
-    Work alternates with saves: T_c - T_s seconds of work, T_s of saving; what follows the last finished save is lost.
+    T_c - T_s seconds of work alternate with T_s of saving; work after the last finished save is lost.
     """
     num_saved = np.floor(wipe_out_times_s / cadence_s)
     worked_s = num_saved * (cadence_s - checkpoint.save_s)
@@ -171,7 +162,7 @@ def availability_sample(cadence_s: float, checkpoint: CheckpointTimes, wipe_out_
 
 
 def _ranks(num_items: int, rng: Generator) -> IntArray:
-    """For each item, how many are lost before it."""
+    """The number of items lost before each item."""
     ranks = np.empty(num_items, dtype=np.int64)
     ranks[rng.permutation(num_items)] = np.arange(num_items)
     return ranks
@@ -246,12 +237,8 @@ def simulated_time_to_train(
 ) -> float:
     """Time to train over the time without losses and saves, over runs that each end with a wipe-out.
 
-    Args:
-        wipe_out_after: For each run the losses up to and including its wipe-out.
-        makespans: Stacks per step with k lost.
-        patch: Stacks per round of patches with k lost.
-        run: Times and cadence.
-        rng: Source of the times of losses, which come at a constant rate.
+    `wipe_out_after` has the number of losses of each run, including the one that wipes out; losses come at a constant
+    rate. `makespans` and `patch` are stacks per step and per round of patches, with k lost.
     """
     wall_s = num_saved = 0.0
     for num_losses in wipe_out_after.tolist():
@@ -262,11 +249,11 @@ def simulated_time_to_train(
 
 
 def _steps_saved(losses_s: list[float], makespans: list[float], patch: list[float], run: SimulatedRun) -> int:
-    """Steps that were saved before the last loss: step by step, with rounds of patches while groups are lost."""
+    """Steps saved before the last loss; each step has rounds of patches as long as groups are lost."""
     now_s = last_save_s = 0.0
     num_lost = num_saved = num_unsaved = 0
     while True:
-        while losses_s[num_lost] <= now_s:  # during a save: the next step is planned without them
+        while losses_s[num_lost] <= now_s:  # lost during a save: the next step is planned without them
             num_lost += 1
             if num_lost == len(losses_s):
                 return num_saved

@@ -1,7 +1,8 @@
-"""How much longer a step takes with groups lost: their share of the work, and patches.
+"""Closed forms for how much longer a step takes with groups lost: their share of the work, and patches.
 
-Symbols: N groups and as many shards, r hosts of each shard, m microbatches per shard, k groups lost. Work is counted
-in stacks: the compute of one whole shard. Stack granularity is the case m = 1.
+Symbols: N = num_groups, and as many shards; r = redundancy, hosts per shard; m = num_microbatches, per shard; k groups
+lost, 0 to N - 1 or those of `num_lost`. Work counts in stacks, the compute of one whole shard: `makespans` are stacks
+per step, `patch` per round of patches, for each k. Stack granularity is the case m = 1.
 """
 
 from dataclasses import dataclass
@@ -20,15 +21,12 @@ from spare_megatron.planner.endurance import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """What a step without a loss consists of, and how often groups are lost.
+    """The parts of a step without a loss, and how often groups are lost. ValueError if a time is out of its range.
 
     Attributes:
         shard_s: Seconds to compute one shard.
-        reduce_s: Seconds of a step that do not grow with the load: the reduction above all.
-        loss_interval_s: Mean seconds between two losses anywhere, taken as exponentially distributed.
-
-    Raises:
-        ValueError: A time is out of its range.
+        reduce_s: Seconds of a step that do not grow with the load, mainly the reduction.
+        loss_interval_s: Mean seconds between two losses anywhere, exponentially distributed.
     """
 
     shard_s: float
@@ -44,22 +42,15 @@ class StepTimes:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step with nothing lost."""
         return self.shard_s + self.reduce_s
 
 
 def least_makespans(num_groups: int, num_microbatches: int = 1, num_lost: FloatArray | None = None) -> FloatArray:
-    """ceil(N m / (N - k)) / m stacks for k from 0 to N - 1: the least that any placement allows; c(k) for m = 1.
+    """ceil(N m / (N - k)) / m stacks, the least that any placement allows; c(k) for m = 1.
 
-    Args:
-        num_groups: N.
-        num_microbatches: m.
-        num_lost: Other k.
-
-    Notes:
-        Golomb placements reach it nearly always. On average until wipe-out, for N in {200, 600, 1000} and r in
-        {4, 8, 12, 20}, `stacking.reorder` at m = 16 is 0.5 to 2.5% above at r = 4, where the last host of several
-        shards comes to dictate the makespan, and less than 0.2% elsewhere; `stacking.stack_reorder` less than 0.2%.
+    Golomb placements reach it nearly always. On average until wipe-out, N in {200, 600, 1000}, r in {4, 8, 12, 20}:
+    `stacking.reorder` at m = 16 is 0.5 to 2.5% above at r = 4, where the last host of several shards dictates the
+    makespan, and less than 0.2% elsewhere; `stacking.stack_reorder` less than 0.2%.
 
     >>> least_makespans(4).tolist(), least_makespans(4, 4)[:2].tolist()
     ([1.0, 2.0, 2.0, 4.0], [1.0, 1.5])
@@ -76,24 +67,16 @@ def patch_stacks(
     *,
     last_resort: bool = False,
 ) -> FloatArray:
-    """Expected makespan of a patch in stacks when a group is lost with k lost before it, for k from 0 to N - 1.
+    """Expected makespan in stacks of the patch for one more loss after k; 0 for r = 1, where no loss can be patched.
 
     E[ceil(m / H) | H >= 1] / m, H ~ Binomial(r - 1, (N - 1 - k) / (N - 1)) the surviving other hosts of the lost
-    group's home shard: they share its m microbatches. What the group had from other shards are smaller pieces on other
-    hosts and computed meanwhile. One stack for m = 1; 0 for r = 1, where no loss can be patched. With hosts of last
-    resort there is no condition H >= 1: for H = 0 all N - 1 - k survivors share the shard.
+    group's home shard, which share its m microbatches. Its work on other shards is smaller pieces that other hosts
+    compute meanwhile. With `last_resort` any survivor computes any shard: there is no condition, and for H = 0 all
+    N - 1 - k survivors share the shard.
 
-    Args:
-        num_groups: N.
-        redundancy: r.
-        num_microbatches: m.
-        num_lost: Other k.
-        last_resort: Any survivor can compute any shard.
-
-    Notes:
-        Derived. H is binomial for hypergeometric. Against `stacking.reorder.patch_work` until wipe-out, N in
-        {200, 600, 1000}: 11 to 12% high at r = 4, 1 to 9% at r = 8, within 5% at r = 12 and 20. High because a group
-        has given away some of its home shard by the time it is lost.
+    Derived; H is really hypergeometric. Against `stacking.reorder.patch_work` until wipe-out, N in {200, 600, 1000}: 11
+    to 12% high at r = 4, 1 to 9% at r = 8, within 5% at r = 12 and 20; high because a group has given away part of its
+    home shard by the time it is lost.
 
     >>> float(patch_stacks(600, 5, 16)[0])
     0.25
@@ -113,23 +96,16 @@ def patch_stacks(
         weight = comb(other, h) * alive**h * (1 - alive) ** (other - h)
         patch += weight * -(-num_microbatches // h) / num_microbatches
         some += weight
-    # With all others lost the loss is a wipe-out; the limit of few survivors is one host for everything.
+    # With all other hosts lost the loss is a wipe-out; the limit for few survivors is one host that computes all.
     return np.divide(patch, some, out=np.ones_like(k), where=some > 1e-12)
 
 
 def patch_probabilities(makespans: FloatArray, patch: FloatArray, times: StepTimes) -> FloatArray:
-    """Rho / patch: the probability P_k that a step needs a patch, the patch counted as part of the step.
+    """P_k = rho_k / patch: the probability that a step needs a patch, with the patch counted as part of the step.
 
-    P = 1 - exp(-T / loss_interval_s) with T = (makespan + P patch) shard_s + reduce_s, by fixed-point iteration. The
-    iteration rises from P = 0 and is bounded by 1, so it converges to the least solution.
-
-    Args:
-        makespans: Stacks per step, for each k.
-        patch: Stacks per patch, for each k.
-        times: Times of a step.
-
-    Notes:
-        Derived; gives the paper's mean overhead with patches. `mean_step_s` counts rounds of patches instead.
+    P = 1 - exp(-T / loss_interval_s), T = (makespan + P patch) shard_s + reduce_s. The iteration rises from P = 0 and
+    is bounded by 1, so it converges to the least solution. Derived; gives the paper's mean overhead with patches.
+    `mean_step_s` counts rounds of patches instead.
     """
     probability = np.zeros_like(makespans)
     for _ in range(200):
@@ -141,22 +117,14 @@ def patch_probabilities(makespans: FloatArray, patch: FloatArray, times: StepTim
 def mean_overhead(num_groups: int, redundancy: int, times: StepTimes | None = None) -> float:
     """S_bar = (1 / floor(mu)) sum over k < floor(mu) of (c(k) + rho_k), stacks per step as SPARe counts them.
 
-    mu(N, r) is `asymptotic_endured_losses`, c(k) = ceil(N / (N - k)), and rho_k = P_k (`patch_probabilities`): a patch
-    takes one stack.
+    arXiv 2603.00357. mu(N, r) is `asymptotic_endured_losses`, c(k) = ceil(N / (N - k)), and rho_k = P_k
+    (`patch_probabilities`, our derivation) with patches of one stack. Without `times` rho is left out: a lower bound.
+    All counts of losses weigh the same, so this is the mean stretch per loss, not per step; `planner.forecast` weights
+    steps by their number and is smaller.
 
-    Args:
-        num_groups: N.
-        redundancy: r.
-        times: Times of a step; without them rho is left out and S_bar is a lower bound.
-
-    Notes:
-        arXiv 2603.00357; rho is our derivation. Every count of losses has the same weight, so this is the mean stretch
-        of a step per loss, not per step: long steps are fewer (`planner.forecast` weighs them rightly and is smaller).
-        Without rho it is 0.69% off Monte Carlo on average over N in {200, 600, 1000}, r from 2 to 20, where the mean of
-        c(k), k below the losses endured, is taken in each order of losses; 0.79% with the state after the last of them;
-        0.49% with the mu that Monte Carlo has for this mu(N, r). The paper states 0.60% and not which of them. Noise is
-        0.03%: what is left is mu, which is low at high r, and that c(k) bends between floor(mu) and the losses of one
-        order (benchmarks/planner_formulas.py). `mean_makespan` is 0.1% off.
+    Without rho 0.69% off Monte Carlo on average, N in {200, 600, 1000}, r from 2 to 20 (the paper states 0.60%),
+    chiefly since mu is low at high r: 0.49% with the mu of Monte Carlo; `mean_makespan` is 0.1% off
+    (benchmarks/planner_formulas.py).
 
     >>> round(mean_overhead(600, 20), 2)
     2.34
@@ -175,22 +143,15 @@ def mean_step_s(
 ) -> FloatArray:
     """Mean seconds of a step, for each k: t + (1 - exp(-t / i)) exp(p / i) p.
 
-    t = pause + makespan shard_s + reduce_s is the step without losses, p = patch shard_s one round of patches, i the
-    mean seconds between losses. A first round follows when anything is lost during t, a further one when anything is
-    lost during the round before, so rounds are geometric with mean 1 / exp(-p / i).
+    t = pause_s + makespan shard_s + reduce_s is the step without losses, p = patch shard_s one round of patches, i the
+    mean seconds between losses. A loss during t causes a first round and a loss during a round a further one: rounds
+    are geometric with mean exp(p / i). Groups may be lost in the pause before the step, too.
 
-    Args:
-        makespans: Stacks per step, for each k.
-        patch: Stacks per patch, for each k.
-        times: Times of a step.
-        pause_s: Mean seconds that pass before the step, in which groups may be lost, too.
-
-    Notes:
-        Derived. Takes k as fixed over a step, so it wants steps short beside k mean loss intervals.
+    Derived. k is fixed over a step, so steps must be short relative to k mean loss intervals.
     """
     step_s = pause_s + makespans * times.shard_s + times.reduce_s
     patch_s = patch * times.shard_s
-    with np.errstate(over="ignore"):  # infinite: a patch never ends without a further loss
+    with np.errstate(over="ignore"):  # infinity: no patch ends without a further loss
         rounds = -np.expm1(-step_s / times.loss_interval_s) * np.exp(patch_s / times.loss_interval_s)
     return step_s + np.where(patch_s > 0, rounds * patch_s, 0.0)
 
@@ -198,20 +159,11 @@ def mean_step_s(
 def borrowed_shards(
     num_groups: int, redundancy: int, num_microbatches: int, num_lost: FloatArray | None = None
 ) -> FloatArray:
-    """Shards beyond its stack that the group with most of them reads, with k groups lost, k from 0 to N - 1.
+    """Shards read from outside its stack by the group that reads most of them, with hosts of last resort, for each k.
 
-    For hosts of last resort. U = N p_k shards have no host left on average, P is the chance that any has none: then
-    U / P are shared out in single microbatches, of which a survivor has m U / P / (N - k), rounded up, each of another
-    shard; on average P min(U / P, ceil(m U / P / (N - k))).
-
-    Args:
-        num_groups: N.
-        redundancy: r.
-        num_microbatches: m.
-        num_lost: Other k, rising.
-
-    Notes:
-        Derived; p_k from `planner.endurance.wiped_probabilities`, 1 - P from `coverage_probabilities`.
+    U = N p_k shards have no host left on average; with probability P there is any. Then U / P shards are dealt out in
+    single microbatches, each survivor's of different shards: on average P min(U / P, ceil(m U / P / (N - k))). Derived;
+    p_k from `planner.endurance.wiped_probabilities`, 1 - P from `coverage_probabilities`, so `num_lost` must rise.
 
     >>> borrowed_shards(4, 1, 3)[1:].tolist()
     [1.0, 2.0, 3.0]
@@ -226,15 +178,10 @@ def borrowed_shards(
 
 
 def mean_makespan(num_groups: int, redundancy: int, num_microbatches: int = 1) -> float:
-    """Mean stacks per step over the counts of losses until wipe-out, patches left out.
+    """Mean stacks per step over the counts of losses until wipe-out, without patches.
 
-    sum over k of w_k ceil(N m / (N - k)) / m, w_k = P(L > k) / sum of P(L > j): the expectation of what `mean_overhead`
-    takes at floor(mu), and for any m.
-
-    Args:
-        num_groups: N.
-        redundancy: r.
-        num_microbatches: m.
+    sum over k of w_k ceil(N m / (N - k)) / m, w_k = P(L > k) / sum of P(L > j): the expectation that `mean_overhead`
+    approximates at floor(mu), for any m.
 
     >>> round(mean_makespan(600, 9), 3), round(mean_makespan(600, 9, 16), 3)
     (2.018, 1.394)

@@ -1,4 +1,8 @@
-"""The share of time that goes into steps that count, between saves, restarts and lost work."""
+"""Chooses redundancy and save cadence: the plan with the least expected time to train.
+
+Symbols: T_c seconds from the start of a save to the start of the next, T_s per save, T_f mean seconds of training and
+saving until a wipe-out, T_r from a wipe-out until training resumes.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,19 +22,18 @@ _LEAST = 1e-300
 def availability(cadence_s: float, save_s: float, mean_time_to_failure_s: float, restart_s: float) -> float:
     """A(T_c) = (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)).
 
+    J. T. Daly, Future Generation Computer Systems 22 (2006), for restarts that do not fail themselves: wipe-outs are a
+    Poisson process, so an interval of T_c fails exp(T_c / T_f) - 1 times on average before it completes, and each
+    failure costs T_f + T_r less the time of the next try. Exact in that model for any T_c.
+
     Args:
-        cadence_s: T_c, seconds from the start of a save to the start of the next; above 0, and T_s or more.
-        save_s: T_s, seconds per save.
-        mean_time_to_failure_s: T_f, mean seconds of training and saving until a wipe-out; above 0.
-        restart_s: T_r, seconds from a wipe-out to training again.
+        cadence_s: T_c, at least T_s and above 0.
+        save_s: T_s.
+        mean_time_to_failure_s: T_f, above 0.
+        restart_s: T_r.
 
     Raises:
         ValueError: A time is out of its range.
-
-    Notes:
-        J. T. Daly, Future Generation Computer Systems 22 (2006), for restarts that are not struck themselves: wipe-outs
-        are a Poisson process, so an interval of T_c is struck exp(T_c / T_f) - 1 times on average until it is through,
-        and each time costs T_f + T_r less what the next try takes. Exact in that model, however long T_c is.
 
     >>> round(availability(3306.5, 60.0, 90000.0, 3600.0), 4)
     0.9269
@@ -48,11 +51,8 @@ def availability(cadence_s: float, save_s: float, mean_time_to_failure_s: float,
 def best_availability(save_s: float, mean_time_to_failure_s: float, restart_s: float) -> float:
     """A at the best cadence T_c*: A* = T_f / (T_f + T_r) exp(-T_c* / T_f). Arguments and errors as for `availability`.
 
-    Returns:
-        At least 1e-300, so that a time to train that is over it stays finite.
-
-    Notes:
-        At the optimum T_c* - T_s = T_f (1 - exp(-T_c* / T_f)), by the equation in `core.cadence`.
+    At the optimum T_c* - T_s = T_f (1 - exp(-T_c* / T_f)), by the equation in `core.cadence`. At least 1e-300, so that
+    a time to train divided by it stays finite.
 
     >>> round(best_availability(60.0, 90000.0, 3600.0), 4)
     0.9269
@@ -66,10 +66,8 @@ def best_availability(save_s: float, mean_time_to_failure_s: float, restart_s: f
 def closed_form_redundancy(num_groups: int) -> int:
     """r* = floor(log2 N + g / ln 2), g = 0.5772 Euler's constant, so floor(log2 N + 0.833); from 1 to N.
 
-    Notes:
-        arXiv 2603.00357; where it comes from is our derivation. c(k) jumps from 2 to 3 at k = N / 2, so r pays until
-        mu = N / 2. With x = 1 / r, mu / N = Gamma(1 + x) N^-x, and Gamma(1 + x) ~ exp(-g x) for small x: 1/2 is reached
-        at (g + ln N) / r = ln 2.
+    arXiv 2603.00357; our derivation: c(k) jumps from 2 to 3 at k = N / 2, so r pays until mu = N / 2. With x = 1 / r,
+    mu / N = Gamma(1 + x) N^-x, and Gamma(1 + x) ~ exp(-g x) for small x: 1/2 is reached at (g + ln N) / r = ln 2.
 
     >>> [closed_form_redundancy(n) for n in (200, 600, 1000)]
     [8, 10, 10]
@@ -78,15 +76,15 @@ def closed_form_redundancy(num_groups: int) -> int:
 
 
 TOLERANCE = 1e-3
-"""A higher redundancy has to shorten the time to train by more than this share: holding shards is not free."""
+"""Share of the time to train that a higher redundancy must save, because holding shards is not free."""
 
 
 FRUGAL_TOLERANCE = 0.02
-"""What a user who is short of memory may give up of the time to train for fewer shards."""
+"""Share of the time to train that a user short of memory may give up for fewer shards."""
 
 
 MAX_CANDIDATE = 48
-"""No higher redundancy is tried: the best one grows with log2 N."""
+"""The highest redundancy tried: the best one grows with log2 N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +94,12 @@ class Plan:
     Attributes:
         policy: Granularity, and whether groups come back.
         redundancy: r.
-        cadence_s: T_c*, seconds from save to save.
-        endured_losses: Expected losses before a wipe-out; with groups that come back, counting each loss.
-        time_to_wipe_out_s: T_f, mean seconds from a restart to the next wipe-out.
-        stretch: Mean step over the step without losses, between wipe-outs.
-        availability: A*, the share of time that goes into steps that count.
-        time_to_train_ratio: stretch / availability: expected time to train over that with no losses and no saves.
+        cadence_s: T_c*, the best cadence.
+        endured_losses: Expected lost groups before a wipe-out; a group that comes back counts each time.
+        time_to_wipe_out_s: T_f, from a restart on.
+        stretch: Mean step time over the step time without losses, between wipe-outs.
+        availability: A*, the share of time spent on steps that count.
+        time_to_train_ratio: stretch / availability: expected time to train over that without losses and saves.
     """
 
     policy: Policy
@@ -114,25 +112,17 @@ class Plan:
     time_to_train_ratio: float
 
 
-@lru_cache(maxsize=512)  # every policy's best and the frugal plan are looked for among the same
+@lru_cache(maxsize=512)  # the best plan of each policy and the frugal plan share candidates
 def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
-    """What to expect of one redundancy, at the best cadence for it.
+    """The plan for one redundancy, at its best cadence: T_f and the stretch from `planner.forecast`.
 
-    T_f and the stretch from `planner.forecast`, T_c* and A* from `core.cadence` and `planner.plan`.
-
-    Args:
-        facts: The cluster.
-        policy: Granularity, and whether groups come back.
-        redundancy: r, from 1 to N.
+    Within 1.2% of simulated runs at the same assumptions (benchmarks/planner_formulas.py). With SPARe's published
+    settings (N = 200, 600, 1000) the best ratios are 2.87, 2.52, 2.39 at r = 8, 8, 9; the paper's simulation has 2.92,
+    2.49, 2.34 at r = 9, 8, 9.
 
     Raises:
-        ValueError: The redundancy or the policy does not fit, the policy is "rejoin" and nothing says how groups come
-            back, or it is "stack" with hosts of last resort.
-
-    Notes:
-        Against simulated runs at the same assumptions within 1.2% (benchmarks/planner_formulas.py). With the published
-        settings of SPARe (N = 200, 600, 1000) the best are 2.87, 2.52, 2.39 at r = 8, 8, 9 where the paper's
-        simulation has 2.92, 2.49, 2.34 at r = 9, 8, 9.
+        ValueError: The redundancy is not from 1 to N, the policy is unknown, is "rejoin" without `facts.rejoin`, or is
+            "stack" with hosts of last resort.
     """
     check_redundancy(facts.num_groups, redundancy)
     expected = _outlook(facts, policy, redundancy)
@@ -151,11 +141,7 @@ def predict(facts: ClusterFacts, policy: Policy, redundancy: int) -> Plan:
 
 
 def candidates(facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None = None) -> tuple[Plan, ...]:
-    """The plans for every redundancy that the limits allow, up to MAX_CANDIDATE.
-
-    Raises:
-        ValueError: As for `predict`, or the limits allow no redundancy at all.
-    """
+    """The plans for every redundancy that the limits allow, up to MAX_CANDIDATE; ValueError if they allow none."""
     largest = facts.num_groups if limits is None else limits.largest_redundancy(facts.num_groups, facts.times)
     if limits is not None and largest < 1:
         raise ValueError(
@@ -168,18 +154,10 @@ def candidates(facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None
 def optimize(
     facts: ClusterFacts, policy: Policy, limits: HoldingLimits | None = None, tolerance: float = TOLERANCE
 ) -> Plan:
-    """The plan of least redundancy whose time to train is within the tolerance of the least.
+    """The plan of least redundancy whose time to train is within a share `tolerance` of the least.
 
-    The best cadence for each r is known in closed form, so the joint optimum over (r, T_c) is a search over r.
-
-    Args:
-        facts: The cluster.
-        policy: Granularity, and whether groups come back.
-        limits: What stacks may cost.
-        tolerance: Share of the least time to train.
-
-    Raises:
-        ValueError: As for `candidates`.
+    The best cadence for each r has a closed form, so the joint optimum over (r, T_c) is a search over r. Errors as for
+    `candidates`.
 
     >>> from spare_megatron.planner.facts import CheckpointTimes
     >>> from spare_megatron.planner.overhead import StepTimes

@@ -1,8 +1,8 @@
-"""Groups that come back through a pool of spares, and the pauses in which they are taken in.
+"""Closed forms for lost groups that come back through a pool of spares, and for the pauses that admit them.
 
-Symbols: N groups; F mean time from when a group is up until it is lost; hardware is repaired after R on average; n
-spares; X the transfer of the state to a group that has hardware again; J the pause in which all that are ready are
-taken in, at a commit. A lost group gets the hardware that is free first: a spare at once, else the next repaired.
+Symbols: N groups; F mean time from when a group is up until it is lost; R mean time until its hardware is repaired; n
+spares; X the time to fetch the state once a group has hardware; J the pause at a commit that admits all ready groups. A
+lost group gets the hardware that is free first: a spare at once, else the next repaired.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,18 @@ from spare_megatron.planner.overhead import StepTimes, mean_step_s
 from spare_megatron.planner.repair import RepairTimes, Survival, num_down_in_ranges
 
 _ROUNDS = 60
-"""Of fixed-point iterations; each of them rises to a bound or contracts."""
+"""Fixed-point iterations; each rises to a bound or contracts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejoinTimes:
-    """How a lost group comes back.
+    """How a lost group comes back. ValueError if a value is out of its range.
 
     Attributes:
         repair_s: R, mean seconds from a loss until its hardware is repaired; above 0.
-        transfer_s: X, seconds to fetch the state, which hold up nobody else.
-        join_s: J, seconds that everybody waits when groups are taken in, once for all that are ready.
+        transfer_s: X, seconds to fetch the state, during which the others train on.
+        join_s: J, seconds that all groups wait when groups are admitted, once for all that are ready.
         num_spares: n, idle hardware, in groups.
-
-    Raises:
-        ValueError: A value is out of its range.
     """
 
     repair_s: float
@@ -47,21 +44,14 @@ class RejoinTimes:
 
 
 def hardware_wait_s(num_spares: int, losses_per_s: float, repair_s: float) -> float:
-    """Mean seconds from a loss until there is hardware for the group: E[(Q - n)+] / l, Q ~ Poisson(l R).
+    """Mean seconds W from a loss until the group has hardware: E[(Q - n)+] / l, Q ~ Poisson(l R), l = `losses_per_s`.
 
-    Q is the hardware in repair. A group waits for hardware where more is in repair than there were spares, so (Q - n)+
-    groups wait at a time, and by Little's law each for that over the rate of losses l:
+    Q is the hardware in repair. (Q - n)+ groups wait at a time, each for that over l by Little's law:
 
         W = R P(Q >= n) - (n / l) P(Q > n), which is R for n = 0.
 
-    Args:
-        num_spares: n.
-        losses_per_s: l.
-        repair_s: R.
-
-    Notes:
-        The backorders of Sherbrooke's METRIC (1968). Q is Poisson for any distribution of repair times (Palm), if
-        losses are a Poisson process: they nearly are while few of the N groups are down.
+    The backorders of Sherbrooke's METRIC (1968). By Palm's theorem Q is Poisson for any distribution of repair times if
+    losses are a Poisson process, which they nearly are while few of the N groups are down.
 
     >>> hardware_wait_s(0, 0.1, 30.0), round(hardware_wait_s(3, 0.1, 30.0), 2)
     (30.0, 6.72)
@@ -76,20 +66,15 @@ def hardware_wait_s(num_spares: int, losses_per_s: float, repair_s: float) -> fl
 
 
 def absence(num_groups: int, group_interval_s: float, rejoin: RejoinTimes) -> RepairTimes:
-    """F, and the mean time from a loss until the group is ready to be taken in: W + X.
+    """F, and the mean time W + X from a loss until the group is ready to be admitted.
 
-    W from `hardware_wait_s` at the rate N / (F + absence) at which groups are lost while others are down.
-
-    Args:
-        num_groups: N.
-        group_interval_s: F.
-        rejoin: R, X and n.
+    W is `hardware_wait_s` at the rate N / (F + absence), at which groups are lost while others are down.
     """
     extra_s = rejoin.transfer_s
     if rejoin.num_spares == 0:
         return RepairTimes(group_interval_s=group_interval_s, repair_s=rejoin.repair_s + extra_s)
     low_s, high_s = 0.0, rejoin.repair_s
-    for _ in range(_ROUNDS):  # the longer groups are away, the fewer are lost and the shorter they wait: one crossing
+    for _ in range(_ROUNDS):  # longer absences mean fewer losses and shorter waits: one crossing
         wait_s = (low_s + high_s) / 2
         rate = num_groups / (group_interval_s + wait_s + extra_s)
         is_short = hardware_wait_s(rejoin.num_spares, rate, rejoin.repair_s) > wait_s
@@ -100,13 +85,8 @@ def absence(num_groups: int, group_interval_s: float, rejoin: RejoinTimes) -> Re
 def num_down_with_spares(num_groups: int, away: RepairTimes, rejoin: RejoinTimes) -> FloatArray:
     """P(k groups are down) in the steady state, k from 0 to N: (Q - n)+ wait for hardware, the others have it.
 
-    Q ~ Poisson(l R) as in `hardware_wait_s`; those that have hardware fetch the state or wait for a commit, and are
-    Poisson with what is left of the mean absence. The two are taken as independent; more than N are N.
-
-    Args:
-        num_groups: N.
-        away: F and the mean absence, from `absence`.
-        rejoin: R and n.
+    Q ~ Poisson(l R) as in `hardware_wait_s`. Groups that have hardware and fetch the state or wait for a commit are
+    Poisson with the rest of the mean absence `away`, taken as independent of Q. Counts above N are counted as N.
     """
     rate = num_groups / (away.group_interval_s + away.repair_s)
     least, most = _likely(rate * rejoin.repair_s)
@@ -124,26 +104,20 @@ def num_down_with_spares(num_groups: int, away: RepairTimes, rejoin: RejoinTimes
 
 
 def _likely(mean: float) -> tuple[int, int]:
-    """The least and the largest count of a Poisson variable of which floats can hold the probability, or beyond."""
+    """Bounds outside which a Poisson probability underflows."""
     return max(int(mean - 40 * sqrt(mean)), 0), int(mean + 40 * sqrt(mean) + 800)
 
 
 def equivalent_repair(redundancy: int, num_down: FloatArray, group_interval_s: float) -> RepairTimes:
-    """Repair times of independent groups among which a shard loses all hosts as often as with this many groups down.
+    """Repair times of independent groups whose shards lose their last host as often as with this distribution of k.
 
     A loss takes the last host of a given shard of the lost group with probability E[C(k, r - 1) / C(N - 1, r - 1)], k
-    down among the N - 1 others. Independent groups that are down for a share u have u^(r-1) there. Groups that wait for
-    hardware are down together, which makes u larger than the share they are down.
+    down among the N - 1 others. Independent groups that are down for a share u have u^(r-1) there. u exceeds the actual
+    share of time down, since groups that wait for hardware are down together.
 
-    Args:
-        redundancy: r, 2 or more.
-        num_down: P(k down), k from 0 to N.
-        group_interval_s: F.
-
-    Notes:
-        Derived. With `planner.repair.survival` the time to a wipe-out is 7 to 23% low against simulated events, N = 31
-        and 60, r = 3, up to 4 spares, wipe-outs 5 to 30 absences apart: the pool is full at the start, which the steady
-        state leaves out (benchmarks/planner_formulas.py).
+    Derived. With `planner.repair.survival` the time to a wipe-out is 7 to 23% low against simulated events, N = 31 and
+    60, r = 3, up to 4 spares, wipe-outs 5 to 30 absences apart: the pool is full at the start, which the steady state
+    ignores (benchmarks/planner_formulas.py). r is 2 or more, and `num_down` has P(k down) for k from 0 to N.
     """
     num_groups = len(num_down) - 1
     k = np.arange(num_groups + 1, dtype=np.float64)
@@ -163,18 +137,11 @@ def step_with_joins_s(
 ) -> FloatArray:
     """Mean seconds from commit to commit, for each k down: T = step + P J, P = 1 - exp(-ready_per_s T).
 
-    A commit with any group ready pauses for J. The pause lengthens the time in which others are lost and get ready:
-    iterated from P = 0 it rises to the least solution.
+    A commit with any group ready pauses for J, in which further groups are lost and get ready; iterated from P = 0 it
+    rises to the least solution. Derived; exact for groups that get ready independently at a constant rate.
 
-    Args:
-        makespans: Stacks per step.
-        patch: Stacks per patch.
-        times: Times of a step.
-        join_s: J.
-        ready_per_s: How often groups get ready, k / away for k that are away on average; at once counted once.
-
-    Notes:
-        Derived. Exact for groups that get ready independently at a constant rate.
+    `ready_per_s` is how often groups get ready: k over the mean absence, with groups that get ready together counted
+    once.
     """
     pause_s = np.zeros_like(makespans)
     for _ in range(_ROUNDS):
@@ -186,7 +153,7 @@ def step_with_joins_s(
 def num_down_over_time(num_groups: int, counts: LostCounts, lived: Survival, away: RepairTimes) -> FloatArray:
     """P(k down) for k in each range, at each time of a survival: Binomial(N, u (1 - exp(-t / relaxation))).
 
-    Shape (times, ranges). All groups are up at the start, after a restart.
+    Shape (times, ranges). All groups are up at t = 0, after a restart.
     """
     down = away.down_share * -np.expm1(-lived.times_s / away.relaxation_s)
     return num_down_in_ranges(num_groups, counts, down[:, None])

@@ -1,8 +1,8 @@
-"""Groups that come back: how many are down, and how long it takes until a wipe-out all the same.
+"""Closed forms for lost groups that come back independently: how many are down, and the time to a wipe-out.
 
-Symbols: N groups, r hosts of each shard. A group that is up is lost at rate 1 / F (F its mean time between losses); one
-that is down is back after a mean time R. Groups are independent and there is no queue for repairs: a finite source, of
-which M/G/infinity is the limit for large N. A wipe-out restarts with all groups up.
+Symbols: N groups, r hosts of each shard. A group that is up is lost at rate 1 / F; one that is down is back after a
+mean time R, with no queue for repairs (a finite source; M/G/infinity is the limit for large N). u = R / (F + R). A
+wipe-out restarts with all groups up.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,16 @@ from spare_megatron.planner.endurance import FloatArray, LostCounts, lost_counts
 from spare_megatron.planner.overhead import least_makespans
 
 _RARE = 1e3
-"""Wipe-outs this many relaxation times apart find the groups in their steady state."""
+"""Wipe-outs at least this many relaxation times apart find the groups in their steady state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairTimes:
-    """How often one group is lost and when it is back.
+    """How often one group is lost and when it is back. ValueError unless both times are above 0.
 
     Attributes:
-        group_interval_s: F, mean seconds from when a group is up until it is lost; N loss intervals of the system.
-        repair_s: R, mean seconds from its loss until it takes part again; above 0.
-
-    Raises:
-        ValueError: A time is out of its range.
+        group_interval_s: F, mean seconds from when a group is up until it is lost: N loss intervals of the system.
+        repair_s: R, mean seconds from its loss until it takes part again.
     """
 
     group_interval_s: float
@@ -42,22 +39,22 @@ class RepairTimes:
 
     @property
     def down_share(self) -> float:
-        """The share of time that a group is down, u = R / (F + R), whatever the distributions of both times."""
+        """The share of time u = R / (F + R) that a group is down, for any distributions of both times."""
         return self.repair_s / (self.group_interval_s + self.repair_s)
 
     @property
     def relaxation_s(self) -> float:
-        """1 / (1/F + 1/R), the time in which the share of groups down comes near u."""
+        """1 / (1/F + 1/R), the time scale in which the share of groups down approaches u."""
         return self.group_interval_s * self.down_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Survival:
-    """Time until wipe-out: when training is still going on.
+    """The distribution of the time until wipe-out, as a step function.
 
     Attributes:
-        times_s: Seconds since all groups were up; of a step function that ends with the last.
-        shares_s: Mean seconds spent between each time and the one before, runs that have ended not counted.
+        times_s: Seconds since all groups were up, ascending.
+        shares_s: Mean seconds of training between each time and the one before; runs that have ended count 0.
     """
 
     times_s: FloatArray
@@ -65,7 +62,6 @@ class Survival:
 
     @property
     def mean_s(self) -> float:
-        """Mean time to wipe-out."""
         return float(self.shares_s.sum())
 
 
@@ -81,25 +77,19 @@ def num_down_probabilities(num_groups: int, repair: RepairTimes) -> FloatArray:
 
 
 def num_down_in_ranges(num_groups: int, counts: LostCounts, down_share: FloatArray) -> FloatArray:
-    """P(the groups down are in each range of counts), every group being down independently for a share of the time.
+    """P(the number of groups down is in each range of `counts`), groups being independent; shape (..., ranges).
 
-    Args:
-        num_groups: N.
-        counts: Of its counts.
-        down_share: Of shape (..., 1).
-
-    Returns:
-        Of shape (..., ranges); what is missing to 1 is P(all are down).
+    `down_share` has shape (..., 1). The sum falls short of 1 by P(all are down).
     """
     below: FloatArray = binom.cdf(counts.first - 1, num_groups, down_share)
     return np.diff(below, axis=-1)
 
 
 def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
-    """Mean seconds until all r hosts of one given shard are down together, from all up. Exact for exponential times.
+    """Mean seconds from all up until all r hosts of one shard are down together. Exact for exponential times.
 
     A birth-death chain over i, the hosts down: up at rate (r - i) / F, down at i / R. The mean time from i to i + 1 is
-    e_i = F / (r - i) * (1 + i / R * e_(i-1)), and the answer is the sum of e_0 to e_(r-1).
+    e_i = F / (r - i) * (1 + i / R * e_(i-1)); the result is the sum of e_0 to e_(r-1).
 
     >>> shard_time_to_wipe_out_s(1, RepairTimes(group_interval_s=50.0, repair_s=5.0))
     50.0
@@ -116,22 +106,16 @@ def shard_time_to_wipe_out_s(redundancy: int, repair: RepairTimes) -> float:
 
 
 def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
-    """How long it takes until some shard has all its hosts down, the N shards taken as independent.
+    """Time until some shard has all its hosts down, with the N shards taken as independent.
 
-    P(no wipe-out by t) = S_1(t)^N, S_1(t) = 1 - (all hosts of one shard were down by t), from the matrix exponential
-    of the birth-death chain of `shard_time_to_wipe_out_s` with r absorbing. Where wipe-outs are 1000 relaxation times
-    apart or more, S_1 is exponential and the mean is that of one shard over N.
+    P(no wipe-out by t) = S_1(t)^N, S_1(t) = 1 - P(all hosts of one shard were down together by t), from the matrix
+    exponential of the chain of `shard_time_to_wipe_out_s` with r absorbing. Where wipe-outs are more than 1000
+    relaxation times apart, S_1 is exponential and the mean is that of one shard over N.
 
-    Args:
-        num_groups: N.
-        redundancy: r.
-        repair: F and R.
-
-    Notes:
-        Derived. Repair times enter through their mean alone where wipe-outs are rare (a shard reaches all-down at rate
-        r u^(r-1) (1 - u) / F whatever their distribution); elsewhere they are taken as exponential. A lower bound, as
-        shards that share hosts fail together more often: against simulated events the mean is 0 to 9% low for N in
-        {13, 31, 60, 200}, r in {2, 3, 4} and u from 0.01 to 0.3.
+    Derived. Where wipe-outs are rare only the mean of repair times matters (a shard reaches all-down at rate r u^(r-1)
+    (1 - u) / F for any distribution); elsewhere they are taken as exponential. A lower bound, since shards that share
+    hosts fail together more often: the mean is 0 to 9% low against simulated events, N in {13, 31, 60, 200}, r in {2,
+    3, 4}, u from 0.01 to 0.3.
     """
     rare_s = min(shard_time_to_wipe_out_s(redundancy, repair) / num_groups, LONGEST_S)
     if rare_s > _RARE * repair.relaxation_s:
@@ -146,7 +130,7 @@ def survival(num_groups: int, redundancy: int, repair: RepairTimes) -> Survival:
 def steady_makespan(num_groups: int, repair: RepairTimes, num_microbatches: int) -> float:
     """Mean stacks per step in the steady state: sum over k of Binomial(k; N, u) ceil(N m / (N - k)) / m.
 
-    The state in which all groups are down has no step and is left out.
+    The state with all groups down has no step and is left out.
 
     >>> round(steady_makespan(600, RepairTimes(group_interval_s=180000.0, repair_s=600.0), 16), 3)
     1.054

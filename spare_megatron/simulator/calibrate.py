@@ -1,4 +1,4 @@
-"""What single slow steps and recoveries add to a run. Medians leave them out, and the time of a whole run has them."""
+"""Fits the simulator's cost model to the journal of a real run."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,12 +29,11 @@ from spare_megatron.simulator.scenario import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """Seconds beyond the typical ones, on average.
+    """Mean seconds beyond the typical ones: medians leave out single slow steps and recoveries, wall time has them.
 
     Attributes:
-        step_s: Of a step without a loss, from the end of the one before.
-        warm_up_s: Of a step of the warm-up after groups came back, from the end of the one before and beyond what
-            taking them in takes.
+        step_s: Of a step without a loss, from the end of the step before.
+        warm_up_s: The same for a warm-up step after groups came back, beyond the time to admit them.
         recovery_s: Of a recovery from a single loss in which the step was reduced again.
     """
 
@@ -49,14 +48,7 @@ def scatter_of(
     step_s: Callable[[StepTimes], float],
     recovery_s: Callable[[RecoveryTimes], float],
 ) -> Scatter:
-    """The scatter of a run.
-
-    Args:
-        committed: Its steps.
-        recoveries: Its recoveries.
-        step_s: What a step without a loss takes by the typical costs, with the taking in of groups before it.
-        recovery_s: What a recovery takes by them.
-    """
+    """The scatter of a run, given the typical time of a step without a loss (admission included) and of a recovery."""
     beyond_s: dict[Disturbance, list[float]] = defaultdict(list)
     for before, after in pairwise(committed):
         beyond_s[after.disturbance].append(after.ended_at_s - before.ended_at_s - step_s(after))
@@ -73,7 +65,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 _LEAST_RECOVERIES, _LARGEST_MISFIT = 3, 0.5
-"""A rebuild that was waited for is believed in from so many recoveries on, if it leaves this share of the misfit."""
+"""A rebuild time needs at least this many recoveries, and has to leave less than this share of the misfit."""
 
 _DISTURBANCES: dict[Disturbance, str] = {
     "start": f"are the first {WARM_UP_STEPS} of the run",
@@ -83,22 +75,20 @@ _DISTURBANCES: dict[Disturbance, str] = {
 }
 
 _SIGMA_OF_MAD = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The costs of a run: those of the cost model, by its names. None: the run had nothing to measure it by.
+    """The costs of a run, by the names of `CostModel`; None where the run has nothing to measure a cost by.
 
     Attributes:
-        name: Name of the run.
-        num_groups: Groups it began with.
         num_steps: Steps without a loss, after the warm-up of the run and of groups that came back.
-        num_recoveries: Losses recovered from.
-        num_joins: Times that groups were taken in with nothing else in their way.
-        fit: How compute_s and pipeline_fill were found. full_speed_groups follows from the processors of the machine.
-        scatter: What the run's times exceed these costs by, on average.
-        untold: What the run could not tell, in words.
+        num_joins: Admissions of groups that nothing else disturbed.
+        full_speed_groups: From the processors of the machine; the other costs are fitted.
+        fit: The fit of compute_s and pipeline_fill.
+        scatter: Mean excess of the run's times over these costs.
+        untold: Sentences on what the run could not measure.
     """
 
     name: str
@@ -123,18 +113,14 @@ class Calibration:
 
     @property
     def costs(self) -> dict[str, float]:
-        """What was measured, by its name in the cost model."""
+        """The measured costs by their names in the cost model."""
         names = {field.name for field in fields(CostModel)}
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name in names}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def calibrate(journal: Journal) -> Calibration:
-    """The costs of a run.
-
-    Raises:
-        ValueError: The journal has no run record, or no step without a loss after the warm-up.
-    """
+    """Fits the costs of a run; ValueError without a run record or a step without a loss after the warm-up."""
     runs = journal.of(RunRecord)
     if not runs:
         raise ValueError("its journal has no run record, so nothing can be measured by it")
@@ -186,7 +172,7 @@ def calibrate(journal: Journal) -> Calibration:
 
 
 def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[int], step: StepTimes) -> float:
-    """A step without a loss, as the simulator has it. Groups were taken in right before those in `joined`."""
+    """A step without a loss in the simulator; groups are admitted right before the steps in `joined`."""
     loads = np.array(list(step.loads.values()))
     compute_s = costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
     join_s = costs.join_s if step.step in joined else 0.0
@@ -194,7 +180,7 @@ def _typical_step_s(costs: CostModel, num_microbatches: int, joined: Collection[
 
 
 def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: RecoveryTimes) -> float:
-    """A recovery in which the step was reduced again, as the simulator has it."""
+    """A recovery in the simulator in which the step is reduced again."""
     loads = np.array(list(times.loads.values()))
     covered_s = costs.agree_s + costs.compute_s * float(finish_times(loads, num_microbatches, costs).max())
     reduce_s = costs.retry_s + costs.reduce_s * stretch(times.num_alive, costs)
@@ -202,7 +188,7 @@ def _typical_recovery_s(costs: CostModel, num_microbatches: int, times: Recovery
 
 
 def _nothing_to_measure(committed: Sequence[StepTimes]) -> str:
-    """Why none of the committed steps measures anything."""
+    """Explains why none of the committed steps can be measured."""
     if not committed:
         return "its journal has no committed step before the first restart, so nothing can be measured by it"
     counts = Counter(step.disturbance for step in committed)
@@ -214,7 +200,7 @@ def _nothing_to_measure(committed: Sequence[StepTimes]) -> str:
 
 
 def _spread(steps: Sequence[StepTimes], fit: ComputeFit) -> float:
-    """Standard deviation of compute over its fit, estimated by medians so that single slow steps do not count."""
+    """Relative standard deviation of compute times from the fit, by medians so that single slow steps do not count."""
     fitted = {(state.loads, state.load): state.fitted_s for state in fit.states if state.what == "step"}
     ratios = []
     for step in steps:
@@ -227,7 +213,7 @@ def _spread(steps: Sequence[StepTimes], fit: ComputeFit) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Masked:
-    """What losses cost besides the patch."""
+    """Costs of losses apart from the patch."""
 
     detect_s: float | None
     agree_s: float | None
@@ -237,17 +223,16 @@ class _Masked:
 
     @property
     def costs(self) -> dict[str, float]:
-        """What was measured, by its name in the cost model."""
         found = {name: getattr(self, name) for name in ("detect_s", "agree_s", "rebuild_s", "retry_s")}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def _fit_recoveries(recoveries: Sequence[RecoveryTimes], reduce_s: float, speed: CostModel) -> _Masked:
-    """Medians over the recoveries from single losses, which alone tell their stages apart."""
+    """Medians over the recoveries from single losses; only those separate the stages."""
     single = [times for times in recoveries if len(times.recovery.lost) == 1]
     retried = [times for times in single if times.is_retried]
     detect_s = _detect_s(single)
-    # What is decided later than a fence that comes detect_s after the loss, or after the survivors' own compute.
+    # From the fence, which comes detect_s after the loss or after the survivors' own compute, to the decision.
     agree = [max(0.0, r.recovery.detect_s + r.recovery.agree_s - max(0.0, detect_s - r.hidden_s)) for r in single]
     agree_s = median(agree) if agree else None
     rebuild_s, retry_s = None, None
@@ -272,7 +257,7 @@ def _fit_recoveries(recoveries: Sequence[RecoveryTimes], reduce_s: float, speed:
 
 
 def _detect_s(recoveries: Sequence[RecoveryTimes]) -> float:
-    """From the loss to its fence: as survivors waited for it, or, where their own compute always hid it, as written."""
+    """From the loss to its fence: as survivors waited for it, or as journaled if their own compute always hid it."""
     waited = [times.recovery.detect_s for times in recoveries if times.hidden_s == 0]
     if waited:
         return median(waited)
@@ -284,10 +269,10 @@ def fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[fl
 
     Args:
         covered_s: Agreement and patch of each recovery, which hide a rebuild.
-        rest_s: What each recovery took beyond these and a reduction.
+        rest_s: Rest of each recovery, without these and a reduction.
 
     Returns:
-        rebuild_s None where a rebuild that was always hidden explains the rest as well as any other.
+        rebuild_s is None with fewer than 3 recoveries, or unless a rebuild that is waited for halves the misfit.
     """
     covered, rest = np.array(covered_s), np.array(rest_s)
     hidden, hidden_misfit = (None, median(rest_s)), float(np.abs(median(rest_s) - rest).sum())
@@ -298,16 +283,16 @@ def fit_rebuild(covered_s: Sequence[float], rest_s: Sequence[float]) -> tuple[fl
         best = int(misfits.argmin())
         found.append((float(misfits[best]), (float(rebuild_s[best]), retry_s)))
     misfit, waited_for = min(found, key=lambda item: item[0])
-    # Two constants fit any two recoveries, and more of them somewhat better than one constant does.
+    # Two constants fit any two recoveries exactly, and more of them always a little better than one constant.
     if len(rest_s) < _LEAST_RECOVERIES or misfit >= _LARGEST_MISFIT * hidden_misfit:
         return hidden
     return waited_for
 
 
 def _misfits(rebuild_s: FloatArray, covered: FloatArray, rest: FloatArray) -> FloatArray:
-    """For each rebuild_s the sum of |max(0, rebuild_s - covered) - rest|, where rest is nowhere below 0.
+    """For each rebuild_s the sum of |max(0, rebuild_s - covered) - rest|, for rest >= 0.
 
-    A term is rest up to `covered`, falls to 0 at covered + rest, and rises again. Cost: O(n log n).
+    Over rebuild_s a term is rest up to `covered`, falls to 0 at covered + rest, and rises again. Cost: O(n log n).
     """
     by_covered = np.argsort(covered, kind="stable")
     ends = covered + rest

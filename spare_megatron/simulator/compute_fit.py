@@ -1,4 +1,4 @@
-"""How long groups compute that fill pipelines and may share processors."""
+"""Models compute times of groups that fill pipelines and may share processors, and fits them to a run."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,19 +18,11 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def finish_times(loads: IntArray, num_microbatches: int, costs: CostModel) -> FloatArray:
-    """When each group has computed its load, all beginning together.
+    """When each group has computed its load if all start together, in units of compute_s; 0 for a group without load.
 
-    A load of k > 0 microbatches is a demand of (k + f) / (m + f) shards, f the pipeline fill. Where more than G groups
-    have something left to do, G the groups at full speed, all of these go on at the same rate: G / their number
-    (generalized processor sharing). Cost: O(n log n) in the number of groups.
-
-    Args:
-        loads: Microbatches of each group.
-        num_microbatches: Microbatches of a shard (m).
-        costs: For the pipeline fill and the sharing.
-
-    Returns:
-        In units of compute_s; 0 for a group without load.
+    A load of k > 0 microbatches is a demand of (k + f) / (m + f) shards, f the pipeline fill. While more than G groups
+    (the groups at full speed) have work left, each of them runs at rate G / their number (generalized processor
+    sharing). Cost: O(n log n) in the number of groups.
 
     >>> alone, shared = (CostModel(compute_s=1.0, full_speed_groups=groups) for groups in (inf, 1.0))
     >>> finish_times(np.array([4, 6, 6]), 4, alone).tolist(), finish_times(np.array([4, 6, 6]), 4, shared).tolist()
@@ -57,7 +49,7 @@ def stacks_of(work: Work, num_microbatches: int, costs: CostModel) -> float:
 
 
 def stretch(num_groups: int, costs: CostModel) -> float:
-    """By how much this many groups that do the same at the same time slow each other down."""
+    """The factor by which this many groups slow each other down if all do the same at the same time."""
     return max(1.0, num_groups / costs.full_speed_groups)
 
 
@@ -66,15 +58,15 @@ _NUM_FILLS = 21
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What groups of one load took while the others had theirs.
+    """The time that groups of one load took beside the loads of the others.
 
     Attributes:
         what: "step" or "patch".
         loads: Microbatches of all groups that computed, ascending.
-        load: Microbatches of the groups that are meant.
-        median_s: Median of the last of them to be done.
+        load: Microbatches of the groups that were timed.
+        median_s: Median time until the last of these groups was done.
         count: Steps or patches behind the median.
-        fitted_s: The same by the fit.
+        fitted_s: The time by the fit.
     """
 
     what: str
@@ -86,18 +78,17 @@ class State:
 
     @property
     def residual(self) -> float:
-        """fitted_s over median_s, less 1."""
         return self.fitted_s / self.median_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeFit:
-    """The fit.
+    """The fitted compute times.
 
     Attributes:
         compute_s: One group computes one shard, alone.
-        pipeline_fill: As in the cost model: what of it other groups' work does not hide.
-        states: All states, with what the fit makes of them.
+        pipeline_fill: As in the cost model: the part that other groups' work does not hide.
+        states: All states, with their fitted times.
     """
 
     compute_s: float
@@ -113,17 +104,17 @@ def fit_compute(
     full_speed_groups: float,
     most_fill: float,
 ) -> ComputeFit:
-    """The least sum over all states of sqrt(count) |log(median_s / fitted_s)|: two constants for all of them.
+    """Minimizes the sum over states of sqrt(count) |log(median_s / fitted_s)| over compute_s and the pipeline fill.
 
     The error of a median falls with the square root of the count. For a given fill the best compute_s is a weighted
-    median; the fill is searched between 0 and `most_fill`, the lower one on ties.
+    median; the fill is searched on a grid from 0 to `most_fill`, the lower one on ties.
 
     Args:
         steps: Steps without losses, at least one.
         recoveries: For the patches of single losses.
         num_microbatches: Microbatches of a shard.
         full_speed_groups: As in the cost model.
-        most_fill: The fill of a pipeline that nobody else's work hides.
+        most_fill: The fill of a pipeline that no other work hides.
 
     Raises:
         ValueError: No group took any time.
@@ -145,7 +136,7 @@ def fit_compute(
 
 
 def _fit(states: Sequence[State], num_microbatches: int, costs: CostModel) -> tuple[float, float, FloatArray]:
-    """The misfit, compute_s and the seconds of each state, with these costs but for compute_s."""
+    """Misfit, compute_s and the seconds of each state for these costs, whose own compute_s is ignored."""
     stacks = np.array([_stacks(state, num_microbatches, costs) for state in states])
     ratios = np.log([state.median_s for state in states]) - np.log(stacks)
     weights = np.sqrt([state.count for state in states])

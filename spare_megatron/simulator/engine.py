@@ -1,4 +1,4 @@
-"""One simulated run from a scenario and a seed."""
+"""Runs one simulation from a scenario and a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +16,17 @@ from spare_megatron.stacking.layout import GroupId
 
 
 def simulate(scenario: Scenario, seed: int, journal: Sink | None = None, clock: Clock | None = None) -> Result:
-    """Trains in virtual time. The same arguments give the same result and the same journal, byte for byte.
+    """Trains in virtual time; the same arguments give the same result and the same journal, byte for byte.
 
     Args:
-        scenario: What to simulate. The policy checkpoint_only is that of spare with one host per shard.
-        seed: Seed of jitter, losses and repair times, which draw from streams of their own.
-        journal: Takes the lines a real run of this history would have journaled; slow, O(N^2) for each attempt.
+        scenario: checkpoint_only runs as spare with one host per shard.
+        seed: Seeds separate streams for jitter, losses and repair times.
+        journal: Receives the lines that a real run of this history would journal; slow, O(N^2) per attempt.
         clock: Real seconds, for `Result.decision_s`.
 
     Raises:
         Stalled: The run makes next to no progress.
-        ValueError: A journal is asked for under replication, which has no decision log.
+        ValueError: A journal is requested under replication, which has no decision log.
     """
     world = World(scenario, seed)
     if scenario.policy == "replication":
@@ -47,10 +47,11 @@ class Moment:
     """An entry of the decision log.
 
     Attributes:
-        at_s: When it was folded.
-        what: A commit with a save or a join is named after that; a restart is told when training begins again.
-        num_alive: Groups that take part from then on, before a join.
-        num_steps: Steps committed by then and not thrown away.
+        at_s: When the entry is folded.
+        what: A commit that orders a save or admits groups is named for that; a restart is recorded when training
+            resumes.
+        num_alive: Groups that take part after the entry, before any join.
+        num_steps: Steps committed by then and not rolled back.
     """
 
     at_s: float
@@ -60,11 +61,7 @@ class Moment:
 
 
 def timeline_of(scenario: Scenario, seed: int) -> tuple[Moment, ...]:
-    """The moments of one run, ascending; of the policy spare if the scenario has replication, which keeps no log.
-
-    Raises:
-        Stalled: The run makes next to no progress.
-    """
+    """The moments of one run, ascending; for replication, which has no log, of the policy spare. Raises `Stalled`."""
     if scenario.policy == "replication":
         scenario = replace(scenario, policy="spare")
     world = World(scenario, seed)
@@ -74,14 +71,14 @@ def timeline_of(scenario: Scenario, seed: int) -> tuple[Moment, ...]:
 
 
 class _Recorder(SimulatedJournal):
-    """A chronicle that keeps entries alone: what groups brought into attempts is most of a journal."""
+    """Keeps only the log's entries; most of a journal is the contributions to attempts."""
 
     def __init__(self, scenario: Scenario, world: World) -> None:
         self.moments: list[Moment] = []
         super().__init__(scenario, world, _drop)
         self._num_steps = 0
 
-    def read(self, index: int, entry: Entry) -> None:  # noqa: ARG002 - the chronicle's signature
+    def read(self, index: int, entry: Entry) -> None:  # noqa: ARG002 - the base class's signature
         match entry:
             case Commit(step=step, save=save, admit=admit):
                 self._num_steps = step + 1

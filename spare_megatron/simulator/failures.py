@@ -1,4 +1,4 @@
-"""When which groups are lost, in virtual time."""
+"""Failure processes: when which groups are lost, in virtual time."""
 
 from dataclasses import dataclass, replace
 from math import gamma, inf
@@ -11,7 +11,7 @@ from spare_megatron.stacking.placement import BoolArray
 
 FailureKind = Literal["system", "group", "node", "domain", "trace"]
 UNNAMED = "simulated"
-"""Cause of a loss of which nothing more is known."""
+"""Cause of a loss of which nothing else is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +19,10 @@ class Loss:
     """Groups lost together.
 
     Attributes:
-        at_s: When.
-        groups: The groups, ascending. Those that are down already are not lost again.
-        repair_s: Seconds until they are repaired, where the cause or the trace says so.
-        cause: Why.
+        at_s: Virtual time of the loss.
+        groups: Ascending; groups that are down already are not lost again.
+        repair_s: Seconds until repaired, if the cause or the trace says so.
+        cause: Name of the cause.
     """
 
     at_s: float
@@ -33,15 +33,12 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why groups are lost.
+    """A cause of losses. ValueError if a value is out of its range.
 
     Attributes:
-        name: One word of the journal and of tables.
-        weight: Its share of all losses, in any unit: counts will do.
+        name: One word, for the journal and tables.
+        weight: Its share of all losses, in any unit, such as counts.
         repair_s: Seconds from such a loss until the hardware works again; None takes the scenario's repair_s.
-
-    Raises:
-        ValueError: A value is out of its range.
     """
 
     name: str
@@ -57,28 +54,24 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSpec:
-    """A failure process.
+    """A failure process. All clocks start at 0: with a shape below 1 the first losses come faster than in the long run.
 
     Attributes:
-        kind: "system": losses come from all groups together, at a rate in proportion to the groups that take part;
-            the victim is any of them. "group": each group has a clock of its own, which starts anew when it comes
-            back. "node": each node of a group has one; the first that runs out loses the group, and only that node
-            is replaced. The clocks of the others stand still while the group is down and go on when it is back: a
-            node ages by the work it does. "domain": each domain (rack) has a clock, and all of its groups are lost
-            together; it runs whoever is down, as power fails whether there is work or not. "trace": `trace`.
-        mean_s: Mean seconds between losses: of the whole system while all groups take part, of one group, of one
-            node, of one domain. Not used by a trace.
-        shape: Shape of the Weibull distribution of these times; 1 is exponential, below 1 bursts.
-        nodes_per_group: Nodes that a group consists of, for kind "node".
-        groups_per_domain: Groups of consecutive ids that make up one domain, for kind "domain".
+        kind: "system": losses of random groups, at a rate in proportion to the groups that take part. "group": each
+            group has a clock, which starts anew when it comes back. "node": each node of a group has one; the first
+            that runs out loses the group, and only that node is replaced. The others' clocks stop while the group is
+            down: a node ages by the work it does. "domain": each domain (rack) has a clock and loses all its groups
+            together; it always runs, since power fails with or without work. "trace": `trace`.
+        mean_s: Mean seconds between losses: of the system while all groups take part, of one group, node, or domain.
+            Not used by a trace.
+        shape: Weibull shape of these times; 1 is exponential, below 1 bursts.
+        nodes_per_group: For kind "node".
+        groups_per_domain: Groups of consecutive ids that form one domain, for kind "domain".
         mix: Causes of the losses, each drawn independently of all else. A trace names its own.
         trace: The losses of kind "trace", ascending in time.
 
     Raises:
         ValueError: Values are out of their range or do not belong to the kind, or the trace is empty.
-
-    Notes:
-        All clocks start at 0: with a shape below 1 the first losses come faster than in the long run.
     """
 
     kind: FailureKind = "system"
@@ -113,7 +106,7 @@ class FailureSpec:
             raise ValueError("the trace has a negative time")
 
     def mean_interval_s(self, num_groups: int) -> float:
-        """Mean seconds between two losses anywhere while all groups take part."""
+        """Mean seconds per lost group, anywhere, while all groups take part."""
         match self.kind:
             case "system":
                 return self.mean_s
@@ -122,15 +115,12 @@ class FailureSpec:
             case "node":
                 return self.mean_s / (num_groups * self.nodes_per_group)
             case "domain":
-                return self.mean_s / num_groups  # a domain takes all its groups at once
+                return self.mean_s / num_groups  # per lost group: a domain loses all its groups at once
             case "trace":
                 return max(self.trace[-1].at_s, 1.0) / sum(len(loss.groups) for loss in self.trace)
 
     def mean_repair_s(self, otherwise_s: float | None) -> float | None:
-        """Mean seconds of a repair over all causes, those without a time of their own counted with `otherwise_s`.
-
-        None if some losses are never repaired.
-        """
+        """Mean repair time over all causes, `otherwise_s` for those without one; None if some are never repaired."""
         if not self.mix:
             return otherwise_s
         times_s = [otherwise_s if cause.repair_s is None else cause.repair_s for cause in self.mix]
@@ -141,23 +131,23 @@ class FailureSpec:
 
 
 class FailureProcess(Protocol):
-    """Losses one after another. While a restart is under way nothing is lost and clocks stand still."""
+    """A sequence of losses. During a restart nothing is lost and clocks stand still."""
 
     def next_s(self) -> float:
         """When the next loss is due; infinite if never."""
 
     def strike(self, is_up: BoolArray, /) -> Loss:
-        """The next loss, of groups that are up, perhaps none; the one after it is drawn."""
+        """Returns the next loss, of groups that are up, possibly none, and draws the one after it."""
 
     def came_back(self, now_s: float, groups: tuple[GroupId, ...], is_up: BoolArray, /) -> None:
-        """These groups take part again; `is_up` counts them in already."""
+        """These groups take part again; `is_up` includes them already."""
 
     def restarted(self, began_s: float, now_s: float, came_back: tuple[GroupId, ...], /) -> None:
-        """All groups take part, these again, after a restart from `began_s` to `now_s`."""
+        """All groups take part, including these that were down, after a restart from `began_s` to `now_s`."""
 
 
 def make_process(spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> FailureProcess:
-    """The process that a specification describes, seeded by a generator of its own."""
+    """The process of a specification, with a generator of its own."""
     match spec.kind:
         case "system":
             return SystemWide(spec, num_groups, rng)
@@ -177,7 +167,7 @@ def _draw(spec: FailureSpec, rng: np.random.Generator) -> float:
 
 
 class _Causes:
-    """Draws causes from a stream of its own, so that a mix changes no time of a loss."""
+    """Draws causes from a separate stream, so that a mix changes no time of a loss."""
 
     def __init__(self, spec: FailureSpec, rng: np.random.Generator) -> None:
         self._mix = spec.mix
@@ -185,7 +175,7 @@ class _Causes:
         self._upto = np.cumsum([cause.weight for cause in spec.mix])
 
     def loss(self, at_s: float, groups: tuple[GroupId, ...]) -> Loss:
-        """The loss of these groups, for a drawn cause."""
+        """The loss of these groups, with a drawn cause."""
         if not self._mix:
             return Loss(at_s=at_s, groups=groups)
         index = int(np.searchsorted(self._upto, self._rng.random() * self._upto[-1], side="right"))
@@ -199,7 +189,7 @@ class SystemWide:
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:
         self._spec, self._num_groups, self._rng = spec, num_groups, rng
         self._causes = _Causes(spec, rng)
-        self._left = _draw(spec, rng)  # seconds until the next loss if all groups took part
+        self._left = _draw(spec, rng)  # seconds until the next loss with all groups up
         self._since_s = 0.0
         self._rate = 1.0
 
@@ -227,16 +217,16 @@ class SystemWide:
 
 
 class PerNode:
-    """Each node runs out at a time of its own and takes its group along; a group may be one node.
+    """Each node has a clock that, on running out, takes its group down; a group may be one node.
 
-    Repair is the fleet's affair. While a group is down, what is left of its nodes' times stands still.
+    While a group is down its nodes' clocks stand still. `Fleet` decides when it is repaired.
     """
 
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:
         self._spec, self._rng = spec, rng
         self._causes = _Causes(spec, rng)
         times_s = [_draw(spec, rng) for _ in range(num_groups * spec.nodes_per_group)]
-        # For each node: when it runs out, or how much is left of it while its group is down.
+        # For each node: when its clock runs out, or the rest of the clock while its group is down.
         self._nodes_s = np.array(times_s).reshape(num_groups, spec.nodes_per_group)
         self._due_s = self._nodes_s.min(axis=1)  # when the group is lost; infinite while it is down
 
@@ -253,7 +243,7 @@ class PerNode:
     def came_back(self, now_s: float, groups: tuple[GroupId, ...], _is_up: BoolArray) -> None:
         for group in groups:
             left_s = self._nodes_s[group]
-            left_s[left_s.argmin()] = _draw(self._spec, self._rng)  # nothing was left of the node that was replaced
+            left_s[left_s.argmin()] = _draw(self._spec, self._rng)  # the replaced node's clock had run out
             left_s += now_s
             self._due_s[group] = left_s.min()
 
@@ -264,7 +254,7 @@ class PerNode:
 
 
 class PerDomain:
-    """Each domain loses all of its groups at the times of a renewal process of its own."""
+    """Each domain loses all its groups at the times of a renewal process of its own."""
 
     def __init__(self, spec: FailureSpec, num_groups: int, rng: np.random.Generator) -> None:
         self._spec, self._rng, self._num_groups = spec, rng, num_groups
@@ -290,7 +280,7 @@ class PerDomain:
 
 
 class Replay:
-    """The losses of a trace at their times. Those that fall into a restart are absorbed by it."""
+    """The losses of a trace at their times; a restart absorbs those that fall into it."""
 
     def __init__(self, spec: FailureSpec) -> None:
         self._losses = sorted(spec.trace, key=lambda loss: loss.at_s)

@@ -1,4 +1,4 @@
-"""Which groups take part, which are being repaired, and which are ready to be taken in again."""
+"""Tracks which groups take part, are under repair, or are ready to be admitted."""
 
 import heapq
 from collections import Counter
@@ -12,20 +12,19 @@ from spare_megatron.stacking.layout import GroupId
 
 
 class Fleet:
-    """The groups of a simulated run. Time only moves forward; the caller says how far.
+    """The groups of a simulated run. Time only moves forward, as far as the caller says.
 
-    What a loss breaks, a group's hardware or one of its nodes, goes to repair and from there to the pool of spares. At
-    its loss a group reserves what will be free first: a spare at once, else what is repaired first. Groups lost
-    together choose in the order of their ids. With the hardware the group fetches the state, and then waits to be
-    taken in; meanwhile it cannot be lost again, as it takes no part. Hardware that is never repaired is gone: when the
-    spares are, too, a lost group stays away. A restart brings back all groups and all spares.
+    Failed hardware (a group's, or one of its nodes) is repaired into the pool of spares. A lost group reserves what is
+    free first: a spare, else the next repaired; groups lost together choose in order of their ids. It then fetches the
+    state and waits to be admitted, and cannot be lost meanwhile. Hardware that is never repaired is gone; with no other
+    left a lost group stays away until a restart, which brings back all groups and spares.
 
     Attributes:
-        is_up: For each group: it takes part.
-        num_lost: Groups lost so far, each loss counted.
+        is_up: For each group, whether it takes part.
+        num_lost: Groups lost so far, counting each loss.
         max_down: The most groups down at a time.
-        losses_by_cause: Of `num_lost`.
-        cause_of: Why each group was lost the last time.
+        losses_by_cause: `num_lost` by cause.
+        cause_of: The cause of each group's last loss.
     """
 
     def __init__(self, scenario: Scenario, process: FailureProcess, rng: np.random.Generator) -> None:
@@ -46,7 +45,7 @@ class Fleet:
         return self._process.next_s()
 
     def lose(self) -> Loss:
-        """The next loss happens. It may hit no group at all, if all it would hit are down."""
+        """Strikes the next loss; it hits no group if all its groups are down already."""
         loss = self._process.strike(self.is_up)
         for group in loss.groups:
             self.is_up[group] = False
@@ -58,24 +57,22 @@ class Fleet:
         return loss
 
     def lose_until(self, now_s: float) -> list[Loss]:
-        """All losses up to a time."""
         losses = []
         while self._process.next_s() <= now_s:
             losses.append(self.lose())
         return losses
 
     def ready(self, now_s: float) -> tuple[GroupId, ...]:
-        """The groups that wait to be taken in, ascending."""
+        """The groups that wait to be admitted, ascending."""
         if not self._ready_s:
             return ()
         return tuple(sorted(group for group, ready_s in self._ready_s.items() if ready_s <= now_s))
 
     def ready_from(self, group: GroupId, at_s: float) -> None:
-        """A group that is lost waits to be taken in from then on."""
+        """Makes a lost group ready to be admitted at `at_s`."""
         self._ready_s[group] = at_s
 
     def take_in(self, now_s: float, groups: tuple[GroupId, ...]) -> None:
-        """These groups take part from now on."""
         for group in groups:
             del self._ready_s[group]
             self.is_up[group] = True
@@ -83,7 +80,7 @@ class Fleet:
         self._process.came_back(now_s, groups, self.is_up)
 
     def restart(self, began_s: float, now_s: float) -> None:
-        """All groups take part, and all spares are spare again."""
+        """Brings back all groups and all spares."""
         came_back = tuple(GroupId(group) for group in np.flatnonzero(~self.is_up).tolist())
         self._count(began_s, 0)
         self._changed_s = now_s
@@ -93,7 +90,7 @@ class Fleet:
         self._process.restarted(began_s, now_s, came_back)
 
     def mean_down(self, now_s: float, restarting_s: float) -> float:
-        """Groups down on average over the time outside restarts."""
+        """Mean number of groups down over the time outside restarts."""
         self._count(now_s, self._num_down)
         return self._down_s / (now_s - restarting_s) if now_s > restarting_s else 0.0
 
@@ -114,7 +111,7 @@ class Fleet:
         return float(self._rng.exponential(mean_s)) if is_random else mean_s
 
     def _count(self, now_s: float, num_down: int) -> None:
-        """Groups down change to this number."""
+        """Records a change of the number of groups down."""
         self._down_s += self._num_down * max(now_s - self._changed_s, 0.0)
         self._changed_s = max(now_s, self._changed_s)
         self._num_down = num_down

@@ -1,4 +1,4 @@
-"""The times of steps and recoveries in a journal, of a real run or of a simulated one."""
+"""Measures steps, losses, recoveries and joins in a journal, of a real run or a simulated one."""
 
 import itertools
 from bisect import bisect_right
@@ -25,28 +25,25 @@ from spare_megatron.journal.records import (
 from spare_megatron.journal.recoveries import Recovery, find_recoveries
 
 WARM_UP_STEPS = 3
-"""First steps of a run, or of groups that came back, in which memory, caches and connections are set up."""
+"""Steps after the start of a run, or after groups come back, that set up memory, caches and connections."""
 
 
 Disturbance = Literal["", "start", "join", "loss", "fault"]
-"""Why a step tells nothing of those without a loss; empty where it does."""
+"""Why a step does not represent those without a loss; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """A committed step. Times are medians over the groups.
+    """The times of a committed step. Times that every group reports are medians over the groups.
 
     Attributes:
-        step: The step.
-        loads: Group -> microbatches it brought into the first attempt.
+        loads: Group -> microbatches in its contribution to the first attempt.
         compute_s: Group -> from the start of the step to its contribution to the first attempt.
         reduce_s: From the last contribution to the commit.
         update_s: From the commit to the end of the optimizer step.
         step_s: From the start of the step to the end of the optimizer step.
-        began_at_s: Its start.
-        ended_at_s: The end of its optimizer step.
-        disturbance: `start` and `join` for the warm-up of the run and of groups taken in, `loss` for a step with a loss
-            or with a second attempt, `fault` for one with a fault that cost no group.
+        disturbance: `start` and `join`: warm-up of the run and of admitted groups; `loss`: a loss or a second attempt;
+            `fault`: a fault that cost no group.
     """
 
     step: int
@@ -61,7 +58,7 @@ class StepTimes:
 
     @property
     def is_clean(self) -> bool:
-        """Committed in one attempt, with no loss and no fault, and past the warm-up."""
+        """Committed in one attempt, with no loss and no fault, after the warm-up."""
         return not self.disturbance
 
     @property
@@ -72,16 +69,16 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryTimes:
-    """A recovery.
+    """The times of a recovery.
 
     Attributes:
-        recovery: Its stages along the survivor that finished its own compute last.
+        recovery: Its stages, along the survivor that finished its own compute last.
         num_alive: Survivors.
         loads: Group -> microbatches of its patches.
-        patch_s: Group -> seconds it computed them.
-        hidden_s: From the loss to the end of that survivor's own compute; 0 for a later loss.
-        fence_s: From the loss to its fence as the supervisor wrote it; None if it did not.
-        is_retried: The step was reduced again. Otherwise all survivors held the sum, and nothing was patched.
+        patch_s: Group -> seconds to compute them.
+        hidden_s: From the loss to the end of the last survivor's own compute; 0 for a later loss.
+        fence_s: From the loss to the fence that the supervisor wrote; None if it wrote none.
+        is_retried: Whether the step was reduced again; otherwise all survivors held the sum, and nothing was patched.
     """
 
     recovery: Recovery
@@ -94,7 +91,7 @@ class RecoveryTimes:
 
 
 def read_steps(journal: Journal) -> tuple[StepTimes, ...]:
-    """The committed steps in their order; of a run with restarts those that came before the first and were kept."""
+    """The committed steps in order; with restarts, those before the first one that it kept."""
     contributed: dict[int, dict[int, dict[int, tuple[float, int]]]] = defaultdict(lambda: defaultdict(dict))
     committed: dict[int, list[float]] = defaultdict(list)
     updates: dict[int, list[tuple[float, UpdateRecord]]] = defaultdict(list)
@@ -182,7 +179,7 @@ def read_recoveries(journal: Journal) -> tuple[RecoveryTimes, ...]:
 
 
 def read_retries(journal: Journal) -> dict[int, float]:
-    """Step -> when it was last decided that it be reduced again."""
+    """Step -> time of the last decision to reduce it again."""
     decided_at_s: dict[int, float] = {}
     read: set[int] = set()
     for line in journal.lines:
@@ -194,9 +191,9 @@ def read_retries(journal: Journal) -> dict[int, float]:
 
 
 def _lost_at(journal: Journal) -> dict[int, tuple[float | None, float | None]]:
-    """Step of each recovery -> when the first of its groups was struck, and fenced by its supervisor.
+    """Step of each recovery -> when the first of its groups was struck, and when it was fenced by its supervisor.
 
-    A group that came back may be lost again: what was told of it before its last update is about an earlier loss.
+    Records of a group before its last update are about an earlier loss: it may come back and be lost again.
     """
     struck_at_s: dict[int, float] = {}
     fenced_at_s: dict[int, float] = {}
@@ -221,7 +218,7 @@ def _earliest(at_s: Mapping[int, float], groups: Sequence[int]) -> float | None:
 
 
 def in_order(lines: Sequence[Line]) -> Journal:
-    """A journal of lines in any order."""
+    """A journal of lines given in any order."""
     return Journal(lines=tuple(sorted(lines, key=lambda line: line.at_s)))
 
 
@@ -234,10 +231,9 @@ class LossTime:
     """The loss of a group.
 
     Attributes:
-        group: The group.
-        step: The step during which it happened, or that found it, if it happened between two.
-        into_s: From the start of that step.
-        back_after: The step at whose end the group was taken in again; None if it was not.
+        step: The step during which it happened; for a loss between two steps, the later one, which found it.
+        into_s: Seconds from the start of that step.
+        back_after: The step at whose end the group was admitted again; None if it was not.
     """
 
     group: int
@@ -248,12 +244,11 @@ class LossTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinTime:
-    """Groups taken in together.
+    """Groups admitted together.
 
     Attributes:
         step: The first step that they take part in.
-        groups: The groups.
-        pause_s: By how much that step ended later after the one before than the quiet steps of as many groups do.
+        pause_s: The excess of that step, from the end of the one before, over quiet steps of as many groups.
     """
 
     step: int
@@ -262,12 +257,7 @@ class JoinTime:
 
 
 def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime, ...]:
-    """The losses during these steps, in the order of their times. Who was lost before it was taken in took no part.
-
-    Args:
-        journal: A journal with one run record.
-        steps: Its steps.
-    """
+    """The losses during these steps of the journal's only run, in time order; not of groups that wait for admission."""
     if not steps:
         return ()
     fold = fold_journal(journal, journal.of(RunRecord)[0])
@@ -282,7 +272,7 @@ def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime,
         if not num_begun or at_s >= steps[-1].ended_at_s:
             continue
         found_in = steps[num_begun - 1]
-        if at_s > found_in.ended_at_s:  # while groups were taken in
+        if at_s > found_in.ended_at_s:  # lost while groups were admitted
             found_in = steps[num_begun]
         later = bisect_right(lives[group], incarnation)
         next_life = (group, lives[group][later]) if later < len(lives[group]) else None
@@ -298,16 +288,11 @@ def read_losses(journal: Journal, steps: Sequence[StepTimes]) -> tuple[LossTime,
 
 
 def read_joins(journal: Journal, steps: Sequence[StepTimes]) -> tuple[JoinTime, ...]:
-    """The admissions of groups that nothing else disturbed, where there are quiet steps to compare with.
-
-    Args:
-        journal: A journal with one run record.
-        steps: Its steps.
-    """
+    """The admissions that nothing else disturbed, where quiet steps of as many groups allow a comparison."""
     joined: dict[int, list[int]] = defaultdict(list)
     for (group, _), after in _returns(fold_journal(journal, journal.of(RunRecord)[0])).items():
         joined[after + 1].append(group)
-    # From end to end: those who do not give the state begin the next step at once, and then wait for those who do.
+    # From end to end: groups that send no state begin the next step at once, then wait for those that do.
     lasted_s = {after.step: after.ended_at_s - before.ended_at_s for before, after in itertools.pairwise(steps)}
     quiet_s: dict[int, list[float]] = defaultdict(list)
     for step in steps:
@@ -323,7 +308,7 @@ def read_joins(journal: Journal, steps: Sequence[StepTimes]) -> tuple[JoinTime, 
 
 
 def _returns(fold: Fold) -> dict[_Life, int]:
-    """Each life that was taken in -> the step at whose end it was."""
+    """Each admitted incarnation -> the step at whose end it was admitted."""
     steps = {commit.attempt + 1: commit.step for commit in fold.commits}
     returns: dict[_Life, int] = {}
     for attempt, members in sorted(fold.opened.items()):
@@ -334,14 +319,14 @@ def _returns(fold: Fold) -> dict[_Life, int]:
 
 
 def _lost_at_s(journal: Journal, fold: Fold) -> dict[_Life, float]:
-    """Each life that took part and was lost -> when: that of its fault, else of whatever tells first of its fence."""
+    """Each incarnation that took part and was lost -> time of its fault, else of the first record of its fence."""
     ends = dict(fold.fenced)
     struck_at_s: dict[int, float] = {}
     lost_at_s: dict[_Life, float] = {}
     for line in journal.lines:
         match line.record:
             case UpdateRecord(group=group):
-                struck_at_s.pop(group, None)  # a fault that it survived
+                struck_at_s.pop(group, None)  # it survived the fault
             case FaultRecord(group=group):
                 struck_at_s.setdefault(group, line.at_s)
             case LossRecord(entry_index=index) | EntryRecord(index=index) if index in ends:

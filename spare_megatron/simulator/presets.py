@@ -1,4 +1,4 @@
-"""What the simulation of SPARe's paper (arXiv 2603.00357) found, to stand beside ours."""
+"""Loads scenarios from presets and TOML files, and holds the published results of SPARe (arXiv 2603.00357)."""
 
 import csv
 import tomllib
@@ -17,15 +17,7 @@ from spare_megatron.stacking.layout import GroupId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedPoint:
-    """The best of a policy for one number of groups.
-
-    Attributes:
-        policy: "replication" or "spare", at stack granularity.
-        num_groups: N.
-        redundancy: r at which it was found.
-        time_to_train_ratio: Time to train over that without failures.
-        availability: As a share of 1.
-    """
+    """The best published result of "replication" or "spare", at stack granularity, for one number of groups."""
 
     policy: str
     num_groups: int
@@ -63,30 +55,29 @@ TRACE_FILE = "failures.trace_file"
 """Key of a CSV file of losses, relative to the TOML file that names it."""
 
 MIX = "failures.mix."
-"""Begin of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
+"""Prefix of the keys of causes: failures.mix.NAME.weight, failures.mix.NAME.repair_s."""
 
 _TRACE_HEAD = "seconds,group[,repair_s][,cause]"
 
 
 class ScenarioError(ValueError):
-    """The scenario cannot be understood or makes no sense."""
+    """A scenario cannot be read or is invalid."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """The presets that come with the package."""
     folder = files("spare_megatron.simulator") / "presets"
     return tuple(sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml")))
 
 
 def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Scenario:
-    """The scenario of a preset or a TOML file.
+    """Loads the scenario of a preset or a TOML file.
 
     Args:
-        name_or_path: Name of a preset, or the path of a file (it ends in .toml).
+        name_or_path: Name of a preset, or path of a file that ends in .toml.
         overrides: Values by dotted key, or arguments `a.b=value` with the value in TOML or a bare string.
 
     Raises:
-        ScenarioError: There is no such preset or file, it cannot be parsed, a key is unknown, a value does not fit.
+        ScenarioError: There is no such preset or file, it cannot be parsed, a key is unknown, or a value is invalid.
     """
     text, folder = _read(name_or_path)
     try:
@@ -108,11 +99,7 @@ def load_scenario(name_or_path: str | Path, overrides: Mapping[str, Any] | Seque
 
 
 def read_trace(path: Path) -> tuple[Loss, ...]:
-    """Losses of a CSV file with the columns seconds, group and, where they are known, repair_s and cause.
-
-    Raises:
-        ScenarioError: The file cannot be read, has other columns, or holds no loss.
-    """
+    """Reads losses from a CSV file with columns seconds, group[, repair_s][, cause]; raises ScenarioError."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -132,7 +119,7 @@ def read_trace(path: Path) -> tuple[Loss, ...]:
 
 
 def _read(name_or_path: str | Path) -> tuple[str, Path]:
-    """Text, and the folder that paths in it are relative to."""
+    """The text, and the folder that paths in it are relative to."""
     path = Path(name_or_path)
     if path.suffix == ".toml":
         try:
@@ -156,7 +143,7 @@ def _check_keys(values: Mapping[str, Any]) -> None:
 
 
 def _take_mix(values: dict[str, Any]) -> tuple[Cause, ...]:
-    """The causes, in the order in which they are first named; their keys are taken out."""
+    """Removes the causes' keys from `values` and returns the causes, in the order in which they are first named."""
     keys = [key for key in values if key.startswith(MIX)]
     prefixes = dict.fromkeys(key.rpartition(".")[0] for key in keys)
     found = {key: values.pop(key) for key in keys}
@@ -206,7 +193,7 @@ def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
 
 
 def _convert(value: Any, hint: Any, key: str) -> Any:
-    """The value in the type of its field; whole numbers are fine for seconds, "none" for nothing."""
+    """Converts a value to its field's type; accepts whole numbers for seconds and "none" for None."""
     choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     if NoneType in choices and (value is None or value == "none"):
         return None

@@ -1,6 +1,6 @@
-"""The losses of a real run in virtual time: each is placed when its step has been computed there.
+"""Replays a real run's losses in virtual time, to compare predicted with measured times.
 
-So one simulation is enough, however many there are.
+Each loss is placed once its step has been computed in the simulation, so one simulation is enough for all.
 """
 
 from collections import defaultdict
@@ -35,19 +35,17 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.stacking.placement import BoolArray
 
 _LATEST = 0.999
-"""Share of what follows the compute of a step by which a loss that stopped the reduction must have come. Of an update
-likewise, by which one has come that is found in the next step."""
+"""Latest moment of a loss: a share of the time from compute to sum if it stopped the reduction, else of the update."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A loss that is yet to strike.
+    """A loss that has yet to strike.
 
     Attributes:
-        at_s: When; infinite as long as it waits for the sum that it came after.
-        loss: The loss.
-        is_stop: It kept the step from being committed as it was reduced then.
-        own_at_s: As long after the compute as it was measured.
+        at_s: When; infinite while it waits for the sum that it came after.
+        is_stop: Whether it prevented the commit of that reduction.
+        own_at_s: The moment as long after the compute as measured.
     """
 
     at_s: float
@@ -57,7 +55,7 @@ class _Pending:
 
 
 class PlacedLosses:
-    """A `FailureProcess` whose losses are added as it goes on."""
+    """A `FailureProcess` whose losses are added during the simulation."""
 
     def __init__(self) -> None:
         self.pending: list[_Pending] = []
@@ -69,7 +67,7 @@ class PlacedLosses:
         struck = min(self.pending, key=lambda item: item.at_s)
         self.pending.remove(struck)
         group = GroupId(struck.loss.group)
-        # Who comes back at the end of the step is ready at once; others are when that step begins.
+        # A group that comes back at the end of this step is ready at once, others when their step begins.
         repair_s = 0.0 if struck.loss.back_after == struck.loss.step else None
         return Loss(at_s=struck.at_s, groups=(group,) if is_up[group] else (), repair_s=repair_s)
 
@@ -81,16 +79,10 @@ class PlacedLosses:
 
 
 class ReplayedWorld(World):
-    """Virtual time in which a run loses and takes in its groups in the same steps as it did.
+    """Virtual time in which a run loses and admits its groups in the same steps as measured.
 
     A loss comes at the same share of the step's compute, or as long after it: before the sum is complete if it stopped
-    the reduction, and after that if it did not.
-
-    Args:
-        scenario: The run, without losses.
-        steps: Its steps as they were measured.
-        losses: Its losses, during these.
-        retried_at_s: Step -> when it was last decided that it be reduced again.
+    the reduction, else after it. The scenario has no losses of its own; `retried_at_s` is `read_retries`.
     """
 
     def __init__(
@@ -116,7 +108,7 @@ class ReplayedWorld(World):
         began_s = self.now_s
         super().compute(step, stacks)
         self._computed_at_s = self.now_s
-        for loss in self._losses.pop(step, ()):  # a step that is done again has had them
+        for loss in self._losses.pop(step, ()):  # only the first time that the step is computed
             self._place(loss, began_s)
         for group in self._returns.pop(step, ()):
             self.fleet.ready_from(group, began_s)
@@ -138,10 +130,10 @@ class ReplayedWorld(World):
         self._placed.pending.append(_Pending(at_s, loss, is_stop, own_at_s))
 
     def _fit_into(self, end_s: float) -> None:
-        """Moves what would come on the wrong side of the end of a reduction."""
+        """Moves losses that would come on the wrong side of the end of a reduction."""
         pending = sorted(self._placed.pending, key=lambda item: item.at_s)
         stops = [item for item in pending if item.is_stop]
-        for item in stops[:1]:  # the next one meets another reduction
+        for item in stops[:1]:  # further ones stop a later reduction
             latest_s = self._computed_at_s + _LATEST * (end_s - self._computed_at_s)
             item.at_s = min(item.at_s, max(latest_s, self.now_s))
         if not stops:
@@ -152,20 +144,19 @@ class ReplayedWorld(World):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A time of the run beside the simulated one. The last is None where the simulator has nothing like it."""
+    """A measured time and its prediction; None if the simulator does not model it."""
 
     measured_s: float
     predicted_s: float | None
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured, less 1."""
         return None if self.predicted_s is None or not self.measured_s else self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrediction:
-    """The median step without a loss, past the warm-up, while this many groups took part."""
+    """The median step without a loss, after the warm-up, with this many groups."""
 
     num_alive: int
     num_steps: int
@@ -174,7 +165,7 @@ class StepPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPrediction:
-    """A recovery: all that the step took beyond its own compute, up to the commit."""
+    """A recovery: the time of the step beyond its own compute, up to the commit."""
 
     step: int
     lost: tuple[int, ...]
@@ -185,7 +176,7 @@ class RecoveryPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinPrediction:
-    """How much longer the first step with groups that came back was, from the end of the step before."""
+    """The excess time of the first step with groups that came back, from the end of the step before."""
 
     step: int
     groups: tuple[int, ...]
@@ -194,15 +185,12 @@ class JoinPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What was measured, and what the costs of some run predict.
+    """A run's measured times beside those predicted from given costs.
 
     Attributes:
-        name: Name of the run whose losses were replayed.
         steps: By number of groups, descending.
-        recoveries: In the order of their steps.
-        joins: In the order of their steps.
-        median_recovery: Medians over the recoveries that have a prediction; None without any.
-        median_join: The same of the joins.
+        median_recovery: Medians over the recoveries that have a prediction; None if none has.
+        median_join: The same for joins.
         wall: From the end of the first of these steps to the end of the last.
     """
 
@@ -216,15 +204,9 @@ class Replay:
 
 
 def replay(journal: Journal, costs: CostModel, scatter: Scatter | None = None) -> Replay:
-    """The run of the journal beside its simulation with these costs, up to the first restart.
+    """Simulates the run of the journal with these costs, up to its first restart, and compares.
 
-    Args:
-        journal: The run's.
-        costs: Typical ones.
-        scatter: What times exceed them by on average, for the wall time; nothing without.
-
-    Raises:
-        ValueError: The journal has no run record or no committed step.
+    `scatter` is added to the predicted wall time. ValueError if the journal has no run record or no committed step.
     """
     runs, steps = journal.of(RunRecord), read_steps(journal)
     if not runs or not steps:
@@ -259,7 +241,7 @@ def _wall_s(steps: Sequence[StepTimes]) -> float:
 def _predicted_wall_s(
     simulated: Sequence[StepTimes], steps: Sequence[StepTimes], recoveries: Iterable[RecoveryTimes], scatter: Scatter
 ) -> float | None:
-    """None if the simulation had to restart where the run did not, so that it lacks steps."""
+    """None if the simulation restarted where the run did not, so that it lacks steps."""
     if len(simulated) < len(steps):
         return None
     num_retried = sum(times.is_retried for times in recoveries)
@@ -284,7 +266,6 @@ def _scenario(run: RunRecord, num_steps: int, costs: CostModel) -> Scenario:
 
 
 def _simulate(world: ReplayedWorld) -> Journal:
-    """The simulated journal."""
     lines: list[Line] = []
     SpareRun(world, SimulatedJournal(world.scenario, world, lines.append), clock=None).run()
     return in_order(lines)
@@ -314,7 +295,7 @@ def _by_num_alive(steps: Sequence[StepTimes]) -> dict[int, list[float]]:
 
 
 def _compare_recovery(times: RecoveryTimes, predicted_s: dict[int, float]) -> RecoveryPrediction:
-    """A sum that all survivors held when the group was lost is a moment that the simulator does not have."""
+    """Predicts only retried steps: the simulator has no losses after all survivors hold the sum."""
     recovery = times.recovery
     return RecoveryPrediction(
         step=recovery.step,

@@ -1,4 +1,4 @@
-"""The baseline: every shard on several groups, each of which computes all of its shards in every step."""
+"""Simulates the baseline policy: each shard is on several groups, which all compute it in every step."""
 
 from collections.abc import Callable
 
@@ -10,24 +10,21 @@ from spare_megatron.simulator.world import World
 from spare_megatron.stacking.placement import BoolArray
 
 IsWhole = Callable[[BoolArray], bool]
-"""Whether every shard has a group that is up, by which groups are up."""
+"""Whether every shard has a group that is up, given which groups are up."""
 
 
 def disjoint_sets(scenario: Scenario) -> IsWhole:
-    """Sets of `redundancy` groups with the same shards.
-
-    Groups that do not fill a set of their own join others: they add hosts, and no step is taken to be longer for it.
-    """
+    """Disjoint sets of `redundancy` groups with the same shards; groups left over join sets at no cost in time."""
     num_sets = scenario.num_sets
     set_of = np.arange(scenario.num_groups) % num_sets
     return lambda is_up: bool(np.bincount(set_of[is_up], minlength=num_sets).all())
 
 
 def run_replication(world: World, is_whole: IsWhole) -> None:
-    """Trains to the end.
+    """Trains to the end; every step takes `redundancy` shards of compute.
 
-    Every step takes `redundancy` shards of compute. A loss costs nothing while its shards have another group; when a
-    shard has none, the survivors finish their compute and find out as they do under the policy spare, and all restart.
+    A loss costs nothing while its shards have another group. Otherwise the survivors finish their compute, detect it as
+    under the policy spare, and all groups restart.
     """
     scenario = world.scenario
     cadence_s, last_save_s, step = scenario.save_cadence_s(), 0.0, 0
@@ -52,7 +49,7 @@ def run_replication(world: World, is_whole: IsWhole) -> None:
 
 
 def _reduce(world: World, is_whole: IsWhole) -> bool:
-    """Whether no shard was left without a group before the reduction was complete."""
+    """Whether every shard kept a group until the reduction was complete."""
     end_s = world.now_s + world.reduce_s(int(world.fleet.is_up.sum()))
     while world.wait((("reduce", end_s - world.now_s),)):
         if not is_whole(world.fleet.is_up):

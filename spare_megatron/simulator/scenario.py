@@ -1,4 +1,4 @@
-"""What everything takes in a simulated run."""
+"""Describes a simulated run: its groups, policy, costs and failures."""
 
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -19,44 +19,38 @@ from spare_megatron.stacking.placement import PlacementKind, make_placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Seconds, group by group. The string below each field is its help.
-
-    Raises:
-        ValueError: A time is negative or not finite, or a group computes nothing.
-    """
+    """Costs of a simulated run in seconds, at the level of groups. ValueError if one is out of its range."""
 
     compute_s: float
-    """One group computes one whole shard (m microbatches) with nobody slowing it down, pipeline fill included."""
+    """One group computes one whole shard (m microbatches) at full speed, pipeline fill included."""
     reduce_s: float = 0.0
-    """One cross-group reduction up to the commit; the optimizer step too, unless it has its own update_s."""
+    """One cross-group reduction up to the commit; includes the optimizer step unless update_s is set."""
     update_s: float = 0.0
     """The optimizer step, after the commit."""
     jitter: float = 0.0
     """Standard deviation of the factor N(1, jitter^2) on the compute of a step; a share, not seconds."""
     pipeline_fill: float = 0.0
-    """Filling and draining the pipeline lengthens every stretch of work by the time of this many microbatches:
-    (stages - 1) / model chunks per stage."""
+    """Microbatches that filling and draining the pipeline adds to any work: (stages - 1) / model chunks per stage."""
     full_speed_groups: float = inf
-    """Groups that can compute at full speed at the same time; below their number where they share processors."""
+    """Groups that can compute at full speed at the same time; fewer than all where groups share processors."""
     detect_s: float = 0.0
-    """From the loss of a group to its fence. The survivors compute meanwhile; only what is left is waited for."""
+    """From the loss of a group to its fence. Survivors compute meanwhile and wait only for the rest."""
     agree_s: float = 0.0
     """From the fence to the new plan: votes, decision, controller."""
     rebuild_s: float = 0.0
-    """A new communicator after losses, from the fence on. It is built meanwhile; only what agreement and patch leave
-    of it is waited for."""
+    """From the fence to a new communicator, built during agreement and patch; only the rest is waited for."""
     retry_s: float = 0.0
-    """Reducing again after losses takes this much longer than reduce_s."""
+    """Excess over reduce_s of reducing again after losses."""
     save_s: float = 0.0
-    """Training stands still for one save; asynchronous saves are a small value."""
+    """Training stops this long for one save; small for asynchronous saves."""
     restart_s: float = 0.0
-    """From a wipe-out to training again with all groups."""
+    """From a wipe-out until training resumes with all groups."""
     join_s: float = 0.0
-    """Everybody waits when groups are taken in, once for all that are taken in together."""
+    """All groups wait this long when groups are admitted, once for all admitted together."""
     state_transfer_s: float = 0.0
-    """A group that is back fetches the state before it can be taken in; stalls nobody else."""
+    """A group that is back fetches the state before it can be admitted; the others train on."""
     fetch_s: float = 0.0
-    """A host of last resort reads a shard that is not in its stack; each such shard in each step."""
+    """A host of last resort reads one shard that is not in its stack, in each step."""
 
     def __post_init__(self) -> None:
         for name, value in self.terms().items():
@@ -67,12 +61,11 @@ class CostModel:
                 raise ValueError(f"costs.{name}=0.0 has to be above 0")
 
     def terms(self) -> dict[str, float]:
-        """All terms by name, for printing."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 _LEAST_ABSENCE_S = 1e-3
-"""`planner.repair` needs some."""
+"""`planner.repair` needs a repair time above 0."""
 
 
 Policy = Literal["checkpoint_only", "replication", "spare"]
@@ -80,50 +73,41 @@ Policy = Literal["checkpoint_only", "replication", "spare"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A run to simulate. The string below each field is its help.
-
-    Raises:
-        ValueError: Values do not fit together; the text lists all that is wrong.
-    """
+    """A run to simulate. The ValueError for values that do not fit together lists all problems."""
 
     name: str
-    """Name of the scenario, for tables and plots."""
     num_groups: int
     """Data-parallel groups, and shards of every global batch (N)."""
     redundancy: int
-    """Hosts of each shard (r); for replication, groups in a set; without effect for checkpoint_only."""
+    """Hosts of each shard (r); for replication, groups in a set; no effect with checkpoint_only."""
     microbatches_per_shard: int = 16
-    """Microbatches a shard consists of (m)."""
+    """Microbatches of a shard (m)."""
     num_steps: int = 10_000
-    """Steps to commit."""
     policy: Policy = "spare"
     """checkpoint_only restarts at any loss; replication at the loss of a whole set; spare at a wipe-out."""
     granularity: Granularity = "microbatch"
     """Unit of reordering: stack moves whole shards, as in the SPARe paper."""
     placement: PlacementKind = "golomb"
-    """Which groups host a shard."""
     groups_per_domain: int | None = None
-    """Groups of consecutive ids that the placement takes for a domain; None takes failures.groups_per_domain."""
+    """Groups of consecutive ids that form a domain for the placement; None takes failures.groups_per_domain."""
     costs: CostModel
-    """What everything takes."""
     failures: FailureSpec = field(default_factory=FailureSpec)
-    """When which groups are lost."""
     repair_s: float | None = None
-    """Seconds from a loss until the hardware works again, where its cause does not say; None: only at a restart."""
+    """Seconds from a loss until the hardware works again, for causes without their own; None: only at a restart."""
     repair_is_random: bool = False
-    """Whether repair times are exponential with their means instead of constant; those of a trace are facts."""
+    """Whether repair times are exponential with their means instead of constant; those of a trace stay as they are."""
     num_spares: int = 0
-    """Idle hardware that takes the place of what was lost: groups, or nodes where single nodes are lost."""
+    """Idle hardware that replaces what was lost: groups, or nodes where single nodes are lost."""
     save_interval_s: float | None = None
     """Seconds from save to save; None takes the best for the mean time to wipe-out, inf saves never."""
     expected_group_life_s: float | None = None
-    """Saves by what the run measures, with this as prior mean time until a given group is lost; None: as planned."""
+    """Prior mean time until a given group is lost, for saves at a measured cadence; None saves at the planned one."""
     last_resort: bool = False
-    """The data lie where every group can read them: any survivor computes any shard at costs.fetch_s."""
+    """Every group can read all data: any survivor computes any shard, at costs.fetch_s."""
     slice_redundancy: int = 0
-    """Hosts of each slice of the optimizer state (r_o); 0 if every group holds all of it. Policy spare only."""
+    """Hosts of each state partition (r_o); 0 if every group holds all state. Policy spare only."""
     slice_copy_s: float | None = None
-    """Seconds in which a group copies one slice whose host is lost; None: only a restart makes copies."""
+    """Seconds to copy one state partition whose host is lost; None: only a restart makes copies."""
 
     def __post_init__(self) -> None:
         found = list(_problems(self))
@@ -132,23 +116,23 @@ class Scenario:
 
     @property
     def hosts_per_shard(self) -> int:
-        """Redundancy as the policy has it: checkpoint_only has no second host."""
+        """The redundancy of the policy: 1 for checkpoint_only."""
         return 1 if self.policy == "checkpoint_only" else self.redundancy
 
     @property
     def placed_groups_per_domain(self) -> int:
-        """Groups per domain that the placement knows of; consecutive offsets know of none."""
+        """Groups per domain for the placement; 1 for consecutive offsets, which ignore domains."""
         if self.groups_per_domain is not None:
             return self.groups_per_domain
         return self.failures.groups_per_domain if self.placement == "golomb" else 1
 
     @property
     def num_sets(self) -> int:
-        """Disjoint sets of groups under replication. Groups left over join sets as further hosts."""
+        """Disjoint sets of groups under replication; groups left over join them as further hosts."""
         return self.num_groups // self.redundancy
 
     def save_cadence_s(self) -> float:
-        """Seconds from the start of one save to the next that the run aims at; infinite for never."""
+        """Planned seconds from the start of one save to the next; infinite for never."""
         if self.save_interval_s is not None:
             return self.save_interval_s
         time_s = self.time_to_wipe_out_s()
@@ -157,10 +141,9 @@ class Scenario:
         return optimal_cadence_s(self.costs.save_s, time_s)
 
     def time_to_wipe_out_s(self) -> float:
-        """T_f, mean seconds of training until only a checkpoint helps: for lost shards or for lost slices.
+        """T_f, mean seconds of training until a wipe-out of shards or of state partitions, taken as independent.
 
-        Both are taken as independent. A copy of a slice counts a step after what it takes, as in
-        `planner.partition_redundancy`.
+        A copy counts one step after it is made, as in `planner.partition_redundancy`.
         """
         shards_s = self._time_to_lost_shards_s()
         if not self.slice_redundancy:
@@ -175,12 +158,12 @@ class Scenario:
         return 1 / (1 / shards_s + 1 / slices_s)
 
     def _time_to_lost_shards_s(self) -> float:
-        """Mean seconds until a shard has lost all hosts, as `planner` has it.
+        """Mean seconds until a shard has lost all hosts, by the closed forms of `planner`.
 
-        Without repair the sum over k of P(no wipe-out after k losses) times the mean time to the next loss, which
-        grows as N / (N - k); with repair `planner.repair`. Times between losses are taken as exponential, losses
-        as independent. Under the policy spare, domains that are lost whole stand for groups: without repair
-        `planner.domains`, with repair the fewest domains that a shard needs one of, for each set of so many.
+        Without repair: sum over k of P(no wipe-out after k losses) times the mean time to the next loss, in proportion
+        to N / (N - k). With repair: `planner.repair`. Losses are independent, times between them exponential. Under the
+        policy spare, domains lost whole take the place of groups: without repair `planner.domains`; with repair the
+        shards with the fewest domains, one for each distinct set.
         """
         interval_s, n = self.failures.mean_interval_s(self.num_groups), self.num_groups
         if self.policy == "checkpoint_only" or interval_s == inf:
@@ -193,7 +176,7 @@ class Scenario:
             repair = RepairTimes(group_interval_s=n * interval_s, repair_s=max(back_s, _LEAST_ABSENCE_S))
             if self.policy == "replication":
                 return shard_time_to_wipe_out_s(hosts, repair) / self.num_sets
-            return inf if hosts == n > 1 else survival(n, hosts, repair).mean_s  # all groups down at a time: never
+            return inf if hosts == n > 1 else survival(n, hosts, repair).mean_s  # all groups are never down together
         covered = coverage_probabilities(n, hosts)
         if self.policy == "replication":
             covered = (1 - wiped_probabilities(n, hosts)) ** self.num_sets
@@ -212,9 +195,9 @@ class Scenario:
         return float((covered * self.failures.mean_s / (num_domains - np.arange(num_domains))).sum())
 
     def mean_absence_s(self) -> float | None:
-        """Mean seconds from a loss until the group can be taken in; None if hardware is never repaired.
+        """Mean seconds from a loss until the group can be admitted; None if hardware is never repaired.
 
-        `planner.readmission.hardware_wait_s` at the rate of losses with all groups up, and the state transfer.
+        `planner.readmission.hardware_wait_s`, at the rate of losses with all groups up, plus the state transfer.
         """
         repair_s = self.failures.mean_repair_s(self.repair_s)
         if repair_s is None:

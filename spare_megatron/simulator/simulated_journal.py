@@ -1,4 +1,4 @@
-"""The journal of a simulated run: the records that a real run of the same history writes."""
+"""Writes the journal of a simulated run: the records that a real run of the same history would write."""
 
 import hashlib
 from collections import defaultdict
@@ -34,7 +34,7 @@ SOURCE = "simulator"
 
 @dataclass(slots=True)
 class _Recovery:
-    """The recovery under way; all survivors spend it alike."""
+    """The recovery in progress, with the same times for all survivors."""
 
     computed_at_s: float
     noticed_at_s: float
@@ -53,14 +53,14 @@ class _Recovery:
 class SimulatedJournal:
     """Writes lines at virtual times. Parameters, losses and gradients are not simulated: their fields are constant.
 
-    Contributions and losses bear the times at which they happened, so the lines are not in the order of their times.
+    Contributions and lost groups carry the times at which they happened, so lines are not in time order.
     """
 
     def __init__(self, scenario: Scenario, world: World, sink: Sink) -> None:
         self._scenario, self._world, self._sink = scenario, world, sink
         self._plans: list[StepPlan] = []
         self._began_s = 0.0
-        self._computed_at_s: dict[GroupId, float] = {}  # of the attempt that comes next
+        self._computed_at_s: dict[GroupId, float] = {}  # for the next attempt
         self._recovery: _Recovery | None = None
         record = RunRecord(
             format=FORMAT,
@@ -83,14 +83,13 @@ class SimulatedJournal:
         self._write(record)
 
     def computed_step(self, plan: StepPlan, began_s: float) -> None:
-        """A step has been computed from zero sums since this time."""
+        """All groups have computed a step since `began_s`, starting from zero sums."""
         self._plans, self._began_s, self._recovery = [plan], began_s, None
         finished = finish_times(plan.work.loads, self._scenario.microbatches_per_shard, self._scenario.costs)
         scale_s = (self._world.now_s - began_s) / finished.max()
         self._computed_at_s = {GroupId(group): began_s + at * scale_s for group, at in enumerate(finished.tolist())}
 
     def patched(self, plan: StepPlan) -> None:
-        """A patch is added to the sums."""
         self._plans.append(plan)
         self._computed_at_s = dict.fromkeys(self._computed_at_s, self._world.now_s)
         if self._recovery is not None:
@@ -98,12 +97,12 @@ class SimulatedJournal:
             self._recovery.lap("patch", self._world.now_s)
 
     def rebuilt(self) -> None:
-        """The new communicator is there, or of no use any more."""
+        """The new communicator is built, or no longer needed."""
         if self._recovery is not None:
             self._recovery.lap("rebuild", self._world.now_s)
 
     def attempted(self, action: AttemptReduce, voters: Sequence[GroupId], *, is_complete: bool) -> None:
-        """What the voters brought into an attempt, and their votes."""
+        """Writes the contributions of the voters to an attempt, and their votes."""
         incarnations = dict(action.voters)
         for group in voters:
             work = self._computed(group)
@@ -168,12 +167,12 @@ class SimulatedJournal:
             self._write(record)
 
     def read(self, index: int, entry: Entry) -> None:
-        """An entry is folded; the lowest group that is up tells of it."""
+        """An entry is folded; recorded by the lowest group that is up."""
         group = int(self._world.fleet.is_up.argmax())
         self._write(EntryRecord(group=group, index=index, entry=entry_fields(entry)))
 
     def updated(self, step: int, attempt: int, members: Sequence[GroupId]) -> None:
-        """A step is committed and applied by these groups."""
+        """These groups have applied a committed step."""
         for group in members:
             update = UpdateRecord(
                 group=group,
@@ -189,12 +188,11 @@ class SimulatedJournal:
             self._write(update)
 
     def finished(self, step: int, members: Sequence[GroupId]) -> None:
-        """The run is at its end, with these groups."""
         self.compared(step, members)
         self._write(EndRecord(outcome="finished", reason="all steps are committed"))
 
     def compared(self, step: int, members: Sequence[GroupId]) -> None:
-        """These groups compare their parameters after this many steps."""
+        """These groups compare their parameters after `step` steps."""
         digest = hashlib.sha256(f"{self._scenario.name} after {step} steps".encode()).hexdigest()
         for group in members:
             record = ParamsRecord(group=group, step=step, sha256=digest, num_restarts=self._world.num_restarts)

@@ -1,4 +1,4 @@
-"""Copies of slices of the optimizer state that are under way in a simulated run."""
+"""Drives the real controller in virtual time: executes its actions and returns the resulting events."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -41,10 +41,10 @@ from spare_megatron.stacking.state_partitions import Repair, Slicing
 
 
 class Copies:
-    """When which copy is whole. A receiver makes its copies one after another.
+    """Copies of state partitions in progress; a receiver makes its copies one after another.
 
     Args:
-        copy_s: Seconds that one takes; None if none is ever made.
+        copy_s: Seconds per copy; None if none is ever made.
     """
 
     def __init__(self, copy_s: float | None) -> None:
@@ -52,7 +52,7 @@ class Copies:
         self._whole_at_s: dict[Repair, float] = {}
 
     def start(self, copies: Sequence[Repair], now_s: float) -> None:
-        """These are to be made. What is under way goes on; a copy whose donor is lost starts over from another."""
+        """Requests exactly these copies. Those in progress go on; after the loss of its donor a copy starts over."""
         under_way = {copy: self._whole_at_s[copy] for copy in copies if copy in self._whole_at_s}
         free_at_s: dict[GroupId, float] = defaultdict(lambda: now_s)
         for copy, at_s in under_way.items():
@@ -64,7 +64,7 @@ class Copies:
         self._whole_at_s = under_way
 
     def whole(self, now_s: float) -> dict[GroupId, tuple[SliceId, ...]]:
-        """Receiver -> the slices of which it has a whole copy by now that the log does not know of."""
+        """Receiver -> the partitions whose requested copies are complete by now."""
         found: dict[GroupId, tuple[SliceId, ...]] = {}
         for copy, at_s in self._whole_at_s.items():
             if at_s <= now_s:
@@ -76,10 +76,10 @@ Clock = Callable[[], float]
 
 
 class SpareRun:
-    """Carries out the controller's actions. It decides nothing.
+    """Executes the controller's actions; holds no policy.
 
     Attributes:
-        decision_s: Seconds spent in the controller, by the clock.
+        decision_s: Seconds spent in the controller, by `clock`.
     """
 
     def __init__(self, world: World, chronicle: SimulatedJournal | None, clock: Clock | None) -> None:
@@ -105,8 +105,8 @@ class SpareRun:
         self._log: list[Entry] = []
         self._incarnations: Counter[GroupId] = Counter()
         self._votes: dict[GroupId, Vote] = {}
-        self._members: tuple[GroupId, ...] = ()  # that take part in the attempt
-        self._save_ends: tuple[SaveEnd, ...] = ()  # that no commit has yet
+        self._members: tuple[GroupId, ...] = ()  # of the present attempt
+        self._save_ends: tuple[SaveEnd, ...] = ()  # not yet in a commit
         self._has_to_rebuild = False
         self._built_at_s = 0.0
         self._fetching: tuple[Work | None, float] = (None, 0.0)
@@ -130,7 +130,6 @@ class SpareRun:
         )
 
     def run(self) -> None:
-        """Trains to the end."""
         actions: deque[Action] = deque(self._handle(RunStarted()))
         while not isinstance(action := actions.popleft(), FinishRun):
             for event in self._execute(action):
@@ -148,7 +147,7 @@ class SpareRun:
         return actions
 
     def _execute(self, action: Action) -> tuple[Event, ...]:
-        """One action, in the order in which a step meets them. Returns the events it brings about."""
+        """Executes one action and returns its events; the cases are in the order of a step."""
         match action:
             case ComputeStep(plan=plan):
                 self._compute_step(plan)
@@ -182,7 +181,7 @@ class SpareRun:
                 vote = Vote(is_complete=True, plan_digest=plan_digest)
                 return (VotesRead(attempt=attempt, votes=dict.fromkeys(self._controller.members, vote)),)
             case GatherParams() | LoadCheckpoint():
-                pass  # part of the update, and of the restart
+                pass  # included in the costs of update and restart
             case StartRepairs(copies=copies):
                 self._copies.start(copies, self._world.now_s)
             case StopWipeOut(slices=slices):
@@ -198,7 +197,7 @@ class SpareRun:
         began_s = self._world.now_s
         self._world.compute(plan.step, self._stacks_of(plan.work))
         self._world.ledger.spend("fetch", self._fetch_s(plan.work))
-        self._has_to_rebuild = False  # what came with a start, a restart or a join is part of its cost
+        self._has_to_rebuild = False  # a rebuild at a start, restart or join is part of its cost
         if self._chronicle:
             self._chronicle.computed_step(plan, began_s)
 
@@ -227,7 +226,7 @@ class SpareRun:
         return ()
 
     def _wait_for_sum(self) -> tuple[GroupId, ...]:
-        """The communicator, if there is a new one, and the reduction. Returns the groups whose loss stopped it."""
+        """Waits for the new communicator, if any, and the reduction; returns the groups whose loss stopped it."""
         world, reduce = self._world, ("reduce", self._world.reduce_s(len(self._members)))
         if not self._has_to_rebuild:
             return world.wait((reduce,))
@@ -237,7 +236,6 @@ class SpareRun:
         return lost or world.wait((("rebuild", world.scenario.costs.retry_s), reduce))
 
     def _stacks_of(self, work: Work) -> float:
-        """When the last group has computed its part, in units of compute_s."""
         scenario = self._world.scenario
         return stacks_of(work, scenario.microbatches_per_shard, scenario.costs)
 
@@ -249,7 +247,7 @@ class SpareRun:
             self._incarnations[member.group] += 1
 
     def _start_over(self) -> EntryRead:
-        """The restart after a wipe-out. More groups may have been fenced by then, which nobody acts on any more."""
+        """Restarts after a wipe-out; fences appended meanwhile are folded, and their actions dropped."""
         self._restart()
         while self._controller.head < len(self._log) - 1:
             self._handle(self._read(self._controller.head))
@@ -269,7 +267,7 @@ class SpareRun:
         return EntryRead(index=index, entry=entry)
 
     def _fetch_s(self, work: Work) -> float:
-        """Seconds of the group that has to read most shards from beyond its stack."""
+        """Seconds of the group that reads the most shards from outside its stack."""
         if not self._world.scenario.last_resort:
             return 0.0
         if self._fetching[0] is not work:

@@ -1,7 +1,7 @@
-"""Many simulations: which cases there are, which are still to be done, and what they say together.
+"""Plans, resumes and summarizes sweeps of simulations.
 
-A case is one scenario with one seed. Its digest names it in a file of results, so that a sweep that was interrupted
-goes on where it stopped, and results of other scenarios or of other code are never taken for its own.
+A case is one scenario with one seed. Its digest identifies it in a file of results, so that an interrupted sweep
+resumes and never takes over results of other scenarios or other code.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ Clock = Callable[[], float]
 
 _CONFIDENCE = 0.95
 _CODE = ("stacking", "core", "planner", "simulator")
-"""The packages whose code decides what a simulation comes to."""
+"""Packages whose code determines the result of a simulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A way to train through losses; granularity matters to "spare" alone."""
+    """A policy and its granularity, which matters only to "spare"."""
 
     policy: Policy
     granularity: Granularity
@@ -44,7 +44,7 @@ VARIANTS = (
 
 
 def variant_name(policy: str, granularity: str) -> str:
-    """Short, for tables and legends.
+    """A short name for tables and legends.
 
     >>> variant_name("spare", "stack"), variant_name("checkpoint_only", "stack")
     ('spare, stack', 'checkpoint-only')
@@ -54,39 +54,25 @@ def variant_name(policy: str, granularity: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One simulation to be done."""
-
     scenario: Scenario
     seed: int
 
     @property
     def digest(self) -> str:
-        """Names the case among all scenarios, seeds and states of the code."""
+        """Identifies the case among all scenarios, seeds and versions of the code."""
         return hashlib.sha256(f"{code_digest(*_CODE)} {self.seed} {self.scenario!r}".encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """One simulation that was done.
+    """The result of one simulation. Further attributes are those of its scenario and of `world.Result`.
 
     Attributes:
         digest: That of its case.
-        name: Name of the scenario.
-        policy: As in the scenario; so are granularity, num_groups and redundancy.
-        seed: Of the simulation.
-        num_steps: Steps committed.
-        end_s: Virtual seconds until the last commit.
-        failure_free_s: The same with no losses and no saves.
-        time_to_train_ratio: The former over the latter.
-        availability: Share of the time that goes into steps that count.
-        restarts: Restarts from a save.
-        state_wipe_outs: Those of them for slices of the optimizer state without a host.
-        losses: Groups lost.
-        losses_by_cause: Cause -> groups lost for it.
-        terms: What each cause adds to the ratio, which is 1 with no losses and no saves.
-        decision_s: Real seconds spent deciding.
-        wall_s: Real seconds the simulation took.
-        stalled: Why the run was given up; then there are no figures. Empty otherwise.
+        redundancy: 1 for checkpoint_only.
+        terms: What each cause adds to the ratio, which is 1 without losses and saves.
+        wall_s: Real seconds of the simulation.
+        stalled: Why the run was given up, in which case there are no figures; else empty.
     """
 
     digest: str
@@ -119,7 +105,7 @@ class Estimate:
     ci95: float | None
 
     def share_interval(self) -> tuple[float, float]:
-        """The interval where the mean is that of a share: within 0 and 1; the mean alone with fewer than two samples.
+        """The interval of a share, cut to 0 and 1; the mean alone with fewer than two samples.
 
         >>> Estimate(mean=0.75, ci95=0.5).share_interval()
         (0.25, 1.0)
@@ -130,14 +116,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What the seeds of one scenario say together. The first nine fields are a contract of `spare simulate --json`.
+    """Means over the seeds of one scenario; the first nine fields are a contract of `spare simulate --json`.
 
     Attributes:
-        seeds: How many there were.
-        state_wipe_outs: Restarts for slices of the optimizer state without a host, on average.
-        losses_by_cause: Cause -> groups lost for it, on average.
-        terms: What each cause adds to the ratio, on average: all together the ratio - 1.
-        wall_s: Real seconds of all simulations together.
+        seeds: The number of seeds.
+        terms: What each cause adds to the ratio on average; their sum is the ratio - 1.
+        wall_s: Real seconds of all simulations together, as is decision_s.
     """
 
     policy: str
@@ -158,11 +142,7 @@ class Figures:
 
 
 def grid(base: Scenario, variants: Sequence[Variant], redundancies: Sequence[int]) -> tuple[Scenario, ...]:
-    """The base scenario for every variant and redundancy; for checkpoint_only, which has none, once.
-
-    Raises:
-        ValueError: There are not that many groups.
-    """
+    """The base scenario for every variant and redundancy; once for checkpoint_only, which has none."""
     return tuple(
         replace(
             base,
@@ -184,12 +164,7 @@ def cases_of(scenarios: Iterable[Scenario], num_seeds: int) -> tuple[Case, ...]:
 
 
 def run_case(case: Case, clock: Clock) -> CaseResult:
-    """Simulates it.
-
-    Args:
-        case: What to simulate.
-        clock: Seconds, to tell how long the simulation and its decisions took.
-    """
+    """Simulates a case; `clock` gives the real seconds of the simulation and its decisions."""
     began_s = clock()
     try:
         result = simulate(case.scenario, case.seed, clock=clock)
@@ -226,7 +201,7 @@ def _nothing_of(case: Case) -> CaseResult:
 
 
 def pending(cases: Iterable[Case], done: Mapping[str, CaseResult]) -> tuple[Case, ...]:
-    """The cases without a result among these."""
+    """The cases without a result in `done`."""
     return tuple(case for case in cases if case.digest not in done)
 
 
@@ -236,11 +211,7 @@ def encode_result(result: CaseResult) -> str:
 
 
 def decode_results(text: str) -> dict[str, CaseResult]:
-    """Digest -> result of every line. A last line without an end was cut off: its case is still to be done.
-
-    Raises:
-        ValueError: A line is no result of a simulation.
-    """
+    """Digest -> result of every line; ValueError if one is none. A last line without its end is cut off and ignored."""
     results: dict[str, CaseResult] = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         result = _decode(line, number)
@@ -275,7 +246,7 @@ def estimate(samples: Sequence[float]) -> Estimate:
 
 
 def figures_of(results: Sequence[CaseResult]) -> Figures:
-    """What the results of one scenario say together."""
+    """The figures of one scenario over its results, at least one."""
     first = results[0]
     return Figures(
         policy=first.policy,
@@ -297,13 +268,13 @@ def figures_of(results: Sequence[CaseResult]) -> Figures:
 
 
 def _means(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each entry; where it is absent it counts as 0."""
+    """The mean of each entry; an absent entry counts as 0."""
     names = dict.fromkeys(name for sample in samples for name in sample)
     return {name: float(np.mean([sample.get(name, 0.0) for sample in samples])) for name in names}
 
 
 def summarize(scenarios: Iterable[Scenario], num_seeds: int, results: Mapping[str, CaseResult]) -> tuple[Figures, ...]:
-    """The figures of every scenario none of whose seeds was given up."""
+    """The figures of every scenario of which no seed was given up."""
     found: list[Figures] = []
     for scenario in scenarios:
         cases = (Case(scenario=scenario, seed=seed) for seed in range(num_seeds))
@@ -314,7 +285,7 @@ def summarize(scenarios: Iterable[Scenario], num_seeds: int, results: Mapping[st
 
 
 def given_up(results: Iterable[CaseResult]) -> tuple[str, ...]:
-    """Why simulations were given up, a line for each scenario and reason."""
+    """Why simulations were given up, one line per scenario and reason."""
     reasons = (
         f"{variant_name(result.policy, result.granularity)}, r = {result.redundancy}: {result.stalled}"
         for result in results

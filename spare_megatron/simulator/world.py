@@ -1,4 +1,4 @@
-"""Where the seconds of a simulated run go."""
+"""Virtual time of a simulated run, and an account of what it is spent on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +26,13 @@ CAUSES = (
     "rework",
     "join",
 )
-"""compute and jitter are what the steps take without losses; extra_compute what their compute takes beyond that, below
-0 where lost groups leave processors to others; rebuild all that reducing again takes beyond a first reduction."""
+"""compute and jitter are the steps' compute without losses, extra_compute its excess, below 0 where lost groups free
+processors; rebuild is what reducing again takes beyond reduce_s.
+"""
 
 
 class Ledger:
-    """Virtual time, and what it was spent on. What a restart throws away becomes rework.
+    """Accounts virtual time by cause; a restart turns unsaved time into rework.
 
     Attributes:
         now_s: Virtual time.
@@ -43,12 +44,11 @@ class Ledger:
         self._unsaved = dict.fromkeys(CAUSES, 0.0)
 
     def spend(self, cause: str, seconds: float) -> None:
-        """Time passes."""
         self.now_s += seconds
         self._unsaved[cause] += seconds
 
     def spend_until(self, at_s: float, phases: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
-        """Time passes phase by phase, up to `at_s` at most. Returns what is left of the phases."""
+        """Spends the phases in order up to `at_s`, and returns the rest of them."""
         for index, (cause, seconds) in enumerate(phases):
             if self.now_s + seconds >= at_s:
                 passed_s = max(at_s - self.now_s, 0.0)
@@ -58,19 +58,19 @@ class Ledger:
         return []
 
     def keep(self) -> None:
-        """All that was done so far is saved, or is the end of the run."""
+        """Marks all time so far as saved; also at the end of a run."""
         for cause, seconds in self._unsaved.items():
             self._kept[cause] += seconds
             self._unsaved[cause] = 0.0
 
     def throw_away(self) -> None:
-        """All that was done since the last save has to be done again."""
+        """Turns all time since the last save into rework."""
         rework_s = sum(self._unsaved.values())
         self._unsaved = dict.fromkeys(CAUSES, 0.0)
         self._kept["rework"] += rework_s
 
     def terms(self) -> dict[str, float]:
-        """Seconds by cause. They add up to `now_s`."""
+        """Seconds by cause, which add up to `now_s`."""
         return {cause: self._kept[cause] + self._unsaved[cause] for cause in CAUSES}
 
 
@@ -88,23 +88,19 @@ class Stalled(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A simulated run in figures.
+    """The figures of a simulated run.
 
     Attributes:
         end_s: Virtual time at the last commit.
         failure_free_s: T_0: the same steps with the same jitter, one shard per group, without failures or saves.
-        num_steps: Steps committed at the end.
-        restarts: Restarts from a save.
-        state_wipe_outs: Those of them for slices of the optimizer state without a host.
-        losses: Groups lost, each loss counted.
-        losses_by_cause: Cause -> groups lost for it.
-        saves: Saves finished.
-        save_cadence_s: Seconds between saves that the run aimed at.
-        mean_down: Groups down on average, over the time outside restarts.
+        state_wipe_outs: Restarts for state partitions without a host.
+        losses: Groups lost, counting each loss.
+        save_cadence_s: Planned seconds between saves.
+        mean_down: Mean number of groups down, over the time outside restarts.
         max_down: The most groups down at a time.
-        terms: Seconds by cause; they add up to `end_s`. Rework is all that was done between the last save and a
-            wipe-out, whatever it was; the other terms are of what was kept.
-        decision_s: Real seconds spent in the controller, by the clock that was passed in; 0 without one.
+        terms: Seconds by cause, which add up to `end_s`. Rework is all time between the last save and a wipe-out, for
+            any cause; the other terms count only what was kept.
+        decision_s: Real seconds spent in the controller; 0 without a clock.
     """
 
     end_s: float
@@ -123,16 +119,15 @@ class Result:
 
     @property
     def time_to_train_ratio(self) -> float:
-        """end_s / failure_free_s."""
         return self.end_s / self.failure_free_s
 
     @property
     def availability(self) -> float:
-        """The share of time that goes into steps that count: 1 - (save + restart + rework) / end_s."""
+        """The share of time spent on steps that count: 1 - (save + restart + rework) / end_s."""
         return 1 - sum(self.terms[cause] for cause in ("save", "restart", "rework")) / self.end_s
 
     def excess(self) -> dict[str, float]:
-        """What each cause adds to the ratio; together time_to_train_ratio - 1. Of the reduction what was in vain."""
+        """What each cause adds to the ratio; the sum is time_to_train_ratio - 1. Of reduce only the excess counts."""
         needed = {"compute": self.terms["compute"], "jitter": self.terms["jitter"]}
         needed["reduce"] = self.failure_free_s - sum(needed.values())
         return {
@@ -141,17 +136,12 @@ class Result:
 
 
 class World:
-    """Virtual time and the groups of one run.
-
-    Args:
-        scenario: What is simulated.
-        seed: Of everything that is drawn.
-        process: When groups are lost; as the scenario says where there is none.
+    """Virtual time and the groups of one run. `process` says when groups are lost; None takes the scenario's.
 
     Attributes:
-        lost_at_s: Group -> when it was lost, each group's last loss.
-        num_state_wipe_outs: Wipe-outs of slices of the optimizer state.
-        fenced_at_s: When the survivors learned of the last loss that they have agreed on.
+        lost_at_s: Group -> when it was last lost.
+        num_state_wipe_outs: Wipe-outs of state partitions.
+        fenced_at_s: When the survivors learned of the last loss that they agreed on.
     """
 
     def __init__(self, scenario: Scenario, seed: int, process: FailureProcess | None = None) -> None:
@@ -162,7 +152,7 @@ class World:
         self.fleet = Fleet(scenario, process, np.random.default_rng([seed, _REPAIR_STREAM]))
         noise = np.random.default_rng([seed, _JITTER_STREAM]).standard_normal(scenario.num_steps)
         factors = np.maximum(1.0 + scenario.costs.jitter * noise, _LEAST_JITTER)
-        # A step that is done again takes as long as before: the factor belongs to the step.
+        # One factor per step, so that a repeated step takes as long as before.
         self._factors: list[float] = factors.tolist()
         costs, n, m = scenario.costs, scenario.num_groups, scenario.microbatches_per_shard
         # Of a step without losses, in units of compute_s: above 1 where groups share processors.
@@ -184,7 +174,7 @@ class World:
         return self.ledger.now_s
 
     def compute(self, step: int, stacks: float) -> None:
-        """All groups compute; the last one is done after this many times compute_s."""
+        """All groups compute; the last one ends after `stacks` times compute_s."""
         factor, compute_s, first = self._factors[step], self.scenario.costs.compute_s, self._first_stacks
         self.ledger.spend("compute", compute_s * first)
         self.ledger.spend("jitter", compute_s * first * (factor - 1))
@@ -192,15 +182,14 @@ class World:
             self.ledger.spend("extra_compute", compute_s * factor * (stacks - first))
 
     def reduce_s(self, num_groups: int) -> float:
-        """Seconds of a reduction over this many groups."""
         return self.scenario.costs.reduce_s * stretch(num_groups, self.scenario.costs)
 
     def update(self, num_groups: int) -> None:
-        """This many groups take the optimizer step. Losses meanwhile are found in the next step."""
+        """This many groups take the optimizer step; losses meanwhile are found in the next step."""
         self.ledger.spend("reduce", self.scenario.costs.update_s * stretch(num_groups, self.scenario.costs))
 
     def lost_meanwhile(self) -> list[GroupId]:
-        """Groups lost up to now that nobody has asked for yet."""
+        """Groups lost up to now that no earlier call returned."""
         lost = [*self._unnoticed, *self._just_lost()]
         self._unnoticed = []
         return lost
@@ -209,14 +198,14 @@ class World:
         return [group for loss in self.fleet.lose_until(self.now_s) for group in self._noted(loss)]
 
     def _noted(self, loss: Loss) -> tuple[GroupId, ...]:
-        """The groups lost, after their time has been written down."""
+        """Records when these groups were lost, and returns them."""
         if loss.groups:
             self._last_loss_s = loss.at_s
             self.lost_at_s |= dict.fromkeys(loss.groups, loss.at_s)
         return loss.groups
 
     def wait(self, phases: Sequence[tuple[str, float]]) -> tuple[GroupId, ...]:
-        """These phases pass, unless groups are lost in between: then time stops there and they are returned."""
+        """Spends the phases until their end or the next loss of groups, which are returned."""
         left = list(phases)
         while left := self.ledger.spend_until(self.fleet.next_loss_s, left):
             groups = self._noted(self.fleet.lose())
@@ -225,11 +214,7 @@ class World:
         return ()
 
     def notice(self, lost: Sequence[GroupId]) -> tuple[GroupId, ...]:
-        """The survivors detect losses and agree on them. Further losses meanwhile make them start over.
-
-        Returns:
-            All groups lost by the time they agree, in the order of their losses.
-        """
+        """The survivors agree on losses; further losses start that over. Returns all groups lost by then, in order."""
         costs, noticed = self.scenario.costs, list(lost)
         while more := self.wait((("detect", self._until_fenced_s()), ("agree", costs.agree_s))):
             noticed += more
@@ -240,23 +225,19 @@ class World:
         return max(self._last_loss_s + self.scenario.costs.detect_s - self.now_s, 0.0)
 
     def save(self, step: int) -> None:
-        """The state after this many steps is saved. Losses meanwhile are found in the next step."""
+        """Saves the state after `step` steps; losses meanwhile are found in the next step."""
         self.ledger.spend("save", self.scenario.costs.save_s)
         self.ledger.keep()
         self.saved_step, self.num_saves = step, self.num_saves + 1
 
     def take_in(self, groups: tuple[GroupId, ...]) -> None:
-        """Everybody waits while these groups are taken in."""
-        self._unnoticed += self._just_lost()  # who comes in now was not hit by what has been
+        """All groups wait while these are admitted."""
+        self._unnoticed += self._just_lost()  # losses up to now do not hit the groups admitted now
         self.fleet.take_in(self.now_s, groups)
         self.ledger.spend("join", self.scenario.costs.join_s)
 
     def restart(self) -> None:
-        """All groups start again from the last save.
-
-        Raises:
-            Stalled: The run has taken too long already.
-        """
+        """All groups start again from the last save; raises `Stalled` if the run has exceeded MAX_RATIO."""
         if self.now_s > MAX_RATIO * self.failure_free_s:
             raise Stalled(
                 f"{self.scenario.name}: after {MAX_RATIO:g} times the time without failures only {self.saved_step} of "
@@ -265,12 +246,11 @@ class World:
         began_s = self.now_s
         self.ledger.throw_away()
         self.ledger.spend("restart", self.scenario.costs.restart_s)
-        self.ledger.keep()  # no later rollback gives this time another name
+        self.ledger.keep()  # so that no later rollback turns the restart into rework
         self.fleet.restart(began_s, self.now_s)
         self.num_restarts += 1
 
     def result(self, decision_s: float) -> Result:
-        """The figures, after the last commit."""
         terms = self.ledger.terms()
         return Result(
             end_s=self.now_s,

@@ -1,4 +1,4 @@
-"""Starts the control store and the supervisors of a run, here or elsewhere, hears their reports, says how it ended."""
+"""Runs one training run: starts its control store and supervisors, handles their reports, determines the outcome."""
 
 import contextlib
 import os
@@ -62,26 +62,22 @@ from spare_megatron.supervisor.run_end import outcome_of
 from spare_megatron.voting.log_follower import LogFollower, controller_setup
 
 STORE_END_TIMEOUT_S = 2.0
-"""How long a control store that nobody reaches is given to turn out to be dead."""
+"""How long the driver waits for the exit of a control store that no node reaches, before it kills the store."""
 _STORE_LOOK_S, _STORE_ANSWER_S = 600.0, 1.0
-"""How often etcd is asked how large it is, and how long the driver waits for an answer, doing nothing else."""
+"""How often the driver asks etcd for its size, and how long it blocks for an answer."""
 
 
 class RunFailed(Exception):
-    """The run could not start or go on, for a reason that no redundancy masks."""
+    """The run cannot start or go on, for a reason that no redundancy masks."""
 
 
 class Driver:
-    """One run on this machine.
+    """One run, driven from this machine.
 
     Args:
         config: The resolved configuration, without problems.
-        run_dir: The run's directory; it exists.
-        faults: The faults to inject.
-        journal: The driver's journal.
-        on_event: Told of everything that happens, in the driver's thread.
-        rank_main: What a rank's process runs.
-        launcher: How supervisors come to be on other machines; None: all are here.
+        on_event: Called with every event, in the driver's thread.
+        launcher: Starts supervisors on other machines; None if all run on this one.
     """
 
     def __init__(
@@ -105,7 +101,7 @@ class Driver:
         self._context = fork_server()
         self._nodes: dict[int, Child] = {}
         self._ended: dict[int, NodeEnded] = {}
-        self._start: Start | None = None  # as soon as something is lost before training begins
+        self._start: Start | None = None  # set by the first loss before training begins
         self._last_lost: dict[GroupId, int] = {}  # incarnation
         self._last_rejoined: dict[GroupId, int] = {}
         self._pids: dict[int, list[int]] = {}
@@ -121,16 +117,12 @@ class Driver:
         """Committed so far."""
 
     def run(self, interrupts: Deferral) -> EndRecord:
-        """Runs to the end, whatever that is; leaves no process behind.
+        """Runs to the end, whatever that is, and leaves no process behind. Returns the record that closes the journal.
 
-        Args:
-            interrupts: Signals, none of which may break off the start of a process or a message to one.
-
-        Returns:
-            How it ended; the same record closes the journal.
+        `interrupts` defers signals, so that none breaks off the start of a process or a message to one.
 
         Raises:
-            KeyboardInterrupt: After everything has been ended.
+            KeyboardInterrupt: After all processes have ended.
         """
         self._interrupts = interrupts
         end = EndRecord(outcome="interrupted", reason="the driver was told to stop")
@@ -145,7 +137,7 @@ class Driver:
             with contextlib.nullcontext() if hub is None else network_of(hub.pid):
                 self._store = open_store(spec)
             with interrupts.allowed():  # etcd may not answer for a while
-                self._store.put("name", self._config.name)  # whoever looks into the store sees whose keys these are
+                self._store.put("name", self._config.name)  # shows which run owns the keys
             self._store_process = store
             self._start_nodes(spec, hub)
             if isinstance(spec, EtcdStoreSpec):
@@ -155,7 +147,7 @@ class Driver:
         except (RunFailed, StoreLost, OSError, RuntimeError, ValueError) as error:
             end = EndRecord(outcome="failed", reason=str(error))
         finally:
-            # What stands for supervisors elsewhere has to tell them, and is not killed by the impatient.
+            # Further signals kill local supervisors only: proxies of remote ones still have to relay the stop.
             here = {node for node in self._nodes if self._main_of(node) is supervise}
             lost = {node for node in here if self._are_lost([node])}
             with deferred(lambda: kill([self._nodes[node] for node in here])):
@@ -190,7 +182,7 @@ class Driver:
             self._nodes[node] = start_child(self._context, spec.name, self._main_of(node), spec)
 
     def _main_of(self, node: int) -> Callable[[NodeSpec, Connection], None]:
-        """What the node's process on this machine runs: its supervisor, or what stands for it."""
+        """Main function of the node's process on this machine: its supervisor, or the proxy of a remote one."""
         if self._launcher is None or (self._config.cluster.launcher == "hand" and node == 0):
             return supervise
         return partial(run_remote_supervisor, self._launcher)
@@ -198,7 +190,7 @@ class Driver:
     # ----------------------------------------------------------------------------------------------------- watch
 
     def _watch(self, store: Child | None) -> None:
-        """Serves reports until every supervisor has ended or its node is lost."""
+        """Handles reports until every supervisor has ended or its node is lost."""
         pipes = {child.reports: node for node, child in self._nodes.items()}
         sentinels = {child.process.sentinel: node for node, child in self._nodes.items()}
         store_sentinel = [] if store is None else [store.process.sentinel]
@@ -215,31 +207,25 @@ class Driver:
                 self._node_ended(sentinels.pop(item))
             if store is not None and store.process.sentinel in ready:
                 store_sentinel.clear()
-                # Its supervisors notice by themselves, and end when their ranks have saved their state.
+                # The supervisors notice by themselves, and end when their ranks have saved their state.
                 self._store_died(store)
 
     def _is_over(self, running: Collection[int]) -> bool:
-        """Whether no node that still runs will go on with the run.
-
-        One that has lost its groups starts them again after a wipe-out, until some node has come to an end.
-        """
+        """Whether no running node will continue the run. A node that has lost its groups may, until one has ended."""
         may_restart = self._config.checkpoint.max_restarts > 0 and not self._ended
         return not running or (self._are_lost(running) and not may_restart)
 
     def _are_lost(self, nodes: Iterable[int]) -> bool:
-        """Whether these nodes have no part in the run. They may be stopped or cut off."""
+        """Whether all groups of these nodes are lost. The nodes may be suspended or cut off from the network."""
         return all(self._lost.issuperset(self._config.parallel.groups_on(node)) for node in nodes)
 
     @property
     def _lost(self) -> frozenset[GroupId]:
-        """The groups that take no part. A loss may be told after the group has come back."""
+        """The groups that take no part now. Compares incarnations: a loss may be reported after the group's return."""
         return frozenset(group for group, lost in self._last_lost.items() if lost >= self._last_rejoined.get(group, 0))
 
     def _node_ended(self, node: int) -> None:
-        """The supervisor of a node is gone. If it did not end by itself, its ranks died with it.
-
-        The others find its groups lost by its silence, here as on a cluster, once training has begun.
-        """
+        """Handles the end of a node's process. Unless it has reported its end, its ranks died with it."""
         child = self._nodes[node]
         while child.reports.poll() and (report := next_report(child.reports)) is not None:
             self._take(report)
@@ -253,7 +239,7 @@ class Driver:
             self._lose_node(node, f"node {node}: {failure}")
 
     def _lose_node(self, node: int, cause: str) -> None:
-        """Nobody looks after a node. Before training begins all wait for its groups, and perhaps nobody watches it."""
+        """Fences the groups of a node without a supervisor, if training has not begun: all others wait for them."""
         if not self._has_begun:
             for record in fence_node(self._store, self._config.parallel, node, cause):
                 self._journal.write(record)
@@ -263,7 +249,7 @@ class Driver:
         match report:
             case RanksStarted(node=node, pids=pids):
                 self._pids[node] = list(pids.values())
-                if end_signal.is_pending():  # perhaps since before the node's supervisor was there
+                if end_signal.is_pending():  # perhaps since before the supervisor started
                     self._order(node, EndEarly())
             case FaultWanted():
                 self._inflict(report)
@@ -281,7 +267,7 @@ class Driver:
                 if self._are_lost(set(self._nodes) - self._without_store):
                     self._give_store_up(reason)
             case RanksReady(group=group):
-                # A group that has come back before the others were ready waits for them.
+                # A group that came back before the others were ready waits for them.
                 self._has_begun = self._has_begun or group not in self._lost
             case StepCommitted(step=step):
                 self._num_steps = max(self._num_steps, step + 1)
@@ -295,7 +281,7 @@ class Driver:
                 if not self._has_begun:
                     self._require_start(report)
                 if incarnation <= self._last_lost.get(group, -1) and not report.is_given_up:
-                    return  # several watch a node
+                    return  # several supervisors watch a node
                 self._last_lost[group] = incarnation
                 self._last_cause = cause
         self._on_event(report)
@@ -312,7 +298,7 @@ class Driver:
             raise RunFailed(reason)
 
     def _give_store_up(self, reason: str) -> None:
-        """No node that is left can reach it. Ranks that wait for it find out when it is gone."""
+        """Ends a control store that no remaining node reaches, so that ranks waiting for it notice."""
         store = self._store_process
         if store is not None:
             store.process.join(STORE_END_TIMEOUT_S)  # its connections break before its end is seen here
@@ -328,15 +314,15 @@ class Driver:
         )
 
     def _measure_store(self, spec: EtcdStoreSpec) -> None:
-        """Tells how large etcd is, now and again and again: it has to last for the steps that are left."""
+        """Reports etcd's size, now and periodically: it has to last for the remaining steps."""
         self._agenda.after(_STORE_LOOK_S, partial(self._measure_store, spec))
-        with contextlib.suppress(StoreLost):  # that is for the supervisors to judge
+        with contextlib.suppress(StoreLost):  # supervisors judge an outage
             space = etcd_space(spec)
             text = shortage(space, self._config.train.steps - self._num_steps)
             self._on_event(StoreMeasured(space=space, shortage=text))
 
     def _inflict(self, wanted: FaultWanted) -> None:
-        """A fault of the trace that strikes a node or the control store from outside."""
+        """Injects a fault of the trace that strikes a node or the control store from outside."""
         fault = wanted.fault
         node = self._config.parallel.node_of(fault.group, fault.rank)
         go_on = partial(self._order, node, GoOn(wanted=wanted))
@@ -352,7 +338,6 @@ class Driver:
         go_on()
 
     def _stop(self, pids: list[int], seconds: float | None, then: Callable[[], None] | None) -> None:
-        """Stops processes, for some seconds or for good."""
         _signal(pids, signal.SIGSTOP)
         if seconds is not None:
             self._agenda.after(seconds, lambda: _signal(pids, signal.SIGCONT))
@@ -369,7 +354,7 @@ class Driver:
         if self._store_failure:
             return EndRecord(outcome="failed", reason=self._store_failure + saved_state(self._config, self._run_dir))
         exits = {key: code for ended in self._ended.values() for key, code in ended.exits.items()}
-        # A lost group may have been up again and have read in the log how the run ends.
+        # A lost group may have started again and have read in the log how the run ends.
         codes = {code for (group, _), code in exits.items() if group not in self._lost or code == ExitCode.WIPE_OUT}
         outcome = outcome_of(codes)
         if not codes:
@@ -382,7 +367,7 @@ class Driver:
         return EndRecord(outcome=outcome, reason="" if outcome == "finished" else reason)
 
     def _hear_the_log(self) -> None:
-        """Nobody is left. If all went for one reason, as when the training diverged, the log says so."""
+        """Looks in the log for a common reason, such as divergence, when no group is left."""
         with self._interrupts.allowed():
             stop = LogFollower(DecisionLog(self._store), controller_setup(self._config)).stop()
         if isinstance(stop, StopHalted):
@@ -390,7 +375,6 @@ class Driver:
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:
-    """Sends the signal to those of the processes that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

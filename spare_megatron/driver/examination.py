@@ -1,6 +1,6 @@
-"""All nodes of a run are looked at before it: a process on each does what the driver's process asks of it.
+"""Examines all nodes before a run: the driver's process sends requests to one process on each node.
 
-They meet as the supervisors of a run do, by files in a folder that all nodes share.
+The processes connect like the supervisors of a run, by files in a folder that all nodes share.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from spare_megatron.process.node_connection import Listener, connect
 
 _POLL_S = 0.2
 _LOOK_S, _WRITE_S, _SEND_S, _TIME_S = 120.0, 60.0, 30.0, 10.0
-"""How long a node may take for an answer."""
+"""Longest wait for a node's answer to each request."""
 _NUM_TIMES = 8
 _MOST_ROUNDS = 64
-"""Of writing, one after the other, about a second each."""
+"""Limit of consecutive write tests, about a second each."""
 _END_S = 5.0
 
 Start = Callable[[int, Path], subprocess.Popen[bytes]]
-"""Starts the process of a node; what that prints goes to the file."""
+"""Starts the process of a node, with its output in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,11 @@ class _Send:
 
 
 class _TellTime:
-    """A node's clock is read."""
+    """Asks for the node's clock."""
 
 
 def serve_examination(folder: Path, node: int, wait_s: float) -> None:
-    """The process of a node that is not the driver's, from its first line to its last.
-
-    Raises:
-        ValueError: Nobody awaits it.
-    """
+    """Main function of the process on a node other than the driver's. Raises ValueError if no driver awaits it."""
     with connect(folder, node, wait_s) as driver:
         with socket.socket(fileno=os.dup(driver.fileno())) as same:
             host = str(same.getsockname()[0])
@@ -90,19 +86,19 @@ def examine(
     start: Start | None,
     wait_s: float,
 ) -> list[NodeReport]:
-    """What is found on all nodes.
+    """Examines all nodes.
 
     Args:
         config: A configuration without problems of its own.
-        names: Of the nodes, in the order of the run's.
+        names: Names of the nodes, in the order of the run.
         folder: Where the nodes meet; all of them share it.
-        checkpoints: The folder of the checkpoints; made if it is not there, for this time.
+        checkpoints: The folder of the checkpoints; created for the time of the examination if it is missing.
         host: The address of this machine that the others reach.
-        start: Starts the process of a node. None: the first node is this one, and somebody starts the others.
-        wait_s: Longest wait for the nodes to come.
+        start: Starts the process of a node. None: the first node is this one, and a user starts the others.
+        wait_s: Longest wait for the nodes to connect.
 
     Raises:
-        ValueError: The folders cannot be written from here.
+        ValueError: The folder of the checkpoints cannot be written from here.
     """
     with contextlib.ExitStack() as held:
         token = held.enter_context(_token_in(checkpoints))
@@ -160,7 +156,7 @@ class _Examination:
         return self._nodes.ask(orders, _LOOK_S)
 
     def _clock(self, node: int) -> Clock | None:
-        """Of several readings the one that took the least time: it can be the least wrong."""
+        """The quickest of several readings of the node's clock, because it has the smallest error."""
         readings = []
         for _ in range(_NUM_TIMES):
             before_s = time.time()
@@ -172,7 +168,7 @@ class _Examination:
         return min(readings, key=lambda clock: clock.error_s, default=None)
 
     def _write(self, nodes: Sequence[int]) -> dict[int, Rate]:
-        """As many nodes at once as write a checkpoint together: all of them, or of very many some that stand apart."""
+        """Write speeds with as many nodes at once as write a checkpoint together; of very many nodes a sample."""
         at_once = nodes_per_group(self._config)
         rounds = [nodes[first : first + at_once] for first in range(0, len(nodes), at_once)]
         rates: dict[int, Rate] = {}
@@ -182,7 +178,7 @@ class _Examination:
         return rates
 
     def _links(self, looked: Mapping[int, _Looked]) -> tuple[dict[int, int], dict[int, Rate]]:
-        """Each node sends to the next one in a ring, all at once; to which, and how fast."""
+        """Each node sends to the next one in a ring, all at once. Returns the targets and the speeds."""
         ring = sorted(node for node in looked if node not in self._nodes.failures)
         if len(ring) < 2:
             return {}, {}
@@ -194,19 +190,19 @@ class _Examination:
 
 
 class _Nodes:
-    """The driver's connections to the nodes, and why there is none to others."""
+    """The driver's connections to the nodes, and why others have none."""
 
     def __init__(self) -> None:
         self.connections: dict[int, Connection] = {}
         self.failures: dict[int, str] = {}
 
     def ask(self, orders: Mapping[int, object], limit_s: float) -> dict[int, Any]:
-        """The answers of all that answer; the others are not asked again."""
+        """Sends the requests and returns the answers. Nodes that do not answer are dropped."""
         pending: dict[Connection, int] = {}
         for node, order in orders.items():
             connection = self.connections.get(node)
             if connection is not None:
-                with contextlib.suppress(OSError):  # it is found gone below
+                with contextlib.suppress(OSError):  # found gone below
                     connection.send(order)
                 pending[connection] = node
         answers, end_s = {}, time.monotonic() + limit_s
@@ -239,7 +235,7 @@ class _Nodes:
 def _gathered(
     nodes: _Nodes, awaited: Sequence[int], folder: Path, host: str, start: Start | None, wait_s: float
 ) -> Iterator[None]:
-    """Has the nodes that come, and why others have not; their processes end with the block."""
+    """Connects the nodes and notes why some are missing. Their processes end with the block."""
     if not awaited:
         yield
         return
@@ -272,7 +268,7 @@ def _await(
     logs: Path,
     wait_s: float,
 ) -> None:
-    """Takes from the doors those at which somebody has come, or nobody will."""
+    """Waits for the nodes. Removes the listeners of those that have connected or never will."""
     end_s = time.monotonic() + wait_s
     while doors and time.monotonic() < end_s:
         ready = wait([door.fileno() for door in doors.values()], _POLL_S)
@@ -292,7 +288,7 @@ def _log(logs: Path, node: int) -> Path:
 
 
 def _end(steps: Collection[subprocess.Popen[bytes]]) -> None:
-    """They end by themselves when the driver has gone; if not, by signals."""
+    """Waits for the processes to end with their connections, then signals them."""
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         end_s = time.monotonic() + _END_S
         for step in steps:
@@ -304,10 +300,9 @@ def _end(steps: Collection[subprocess.Popen[bytes]]) -> None:
 
 
 def _clear(folder: Path, logs: Path, *, is_new: bool) -> None:
-    """Leaves the folder as it was found."""
     for log in logs.glob("node-*.log"):
         log.unlink()
-    with contextlib.suppress(OSError):  # others have something there
+    with contextlib.suppress(OSError):  # other files are there
         logs.rmdir()
         (folder / "nodes").rmdir()
         if is_new:
@@ -316,7 +311,7 @@ def _clear(folder: Path, logs: Path, *, is_new: bool) -> None:
 
 @contextlib.contextmanager
 def _token_in(folder: Path) -> Iterator[str]:
-    """The name of a file in the folder by which others know it; both go as they came."""
+    """Creates a file by which other nodes recognize the folder. Removes it and new folders at the end."""
     token = f".doctor-{secrets.token_hex(8)}"
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -338,14 +333,13 @@ def _token_in(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _this_node(host: str) -> Iterator[Connection]:
-    """The first node where it is this machine: in a thread."""
+    """Serves the first node in a thread, where it is this machine."""
     ours, theirs = Pipe()
     threading.Thread(target=_serve, args=(theirs, host), daemon=True).start()
     yield ours
 
 
 def _serve(driver: Connection, host: str) -> None:
-    """Does what the driver asks, until it is gone."""
     with Sink(host) as sink, contextlib.suppress(EOFError, OSError):
         while True:
             match driver.recv():

@@ -1,4 +1,4 @@
-"""How fast bytes go from one node to another over TCP: bounded in bytes and in time."""
+"""Collects facts about this node, and measures its disk and network speed within bounds of bytes and time."""
 
 import hmac
 import os
@@ -43,11 +43,7 @@ _COUNT = struct.Struct(">Q")
 
 
 class Sink:
-    """Takes bytes from whoever has the key, and tells him how many have come.
-
-    Args:
-        host: The address to listen on.
-    """
+    """Server that drains what senders with its key send, and answers with the number of bytes received."""
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(_KEY_BYTES)
@@ -78,7 +74,7 @@ class Sink:
 
 
 def send_speed(host: str, port: int, key: bytes) -> Rate:
-    """How fast up to 64 MiB go to the sink there, in a second or little more."""
+    """Speed of sending up to 64 MiB to a sink, in little more than a second."""
     try:
         with socket.create_connection((host, port), timeout=_SILENT_S) as receiver:
             receiver.sendall(key)
@@ -97,7 +93,7 @@ def send_speed(host: str, port: int, key: bytes) -> Rate:
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer if there are no more."""
+    """Reads this many bytes, or fewer at the end of the stream."""
     text = b""
     while len(text) < num_bytes and (piece := connection.recv(num_bytes - len(text))):
         text += piece
@@ -114,7 +110,7 @@ def _drained(connection: socket.socket) -> int:
 _PACKAGES = ("megatron-core", "transformer-engine")
 
 _VISIBLE_S = 5.0
-"""A network file system shows a new file to others within this."""
+"""A network file system shows a new file to other nodes within this time."""
 
 _POLL_S = 0.2
 
@@ -128,15 +124,7 @@ _MOST_S = 1.0
 def look_at_node(
     *, data: DataConfig, control: ControlConfig, ports: Sequence[int], folder: Path, token: str
 ) -> NodeFacts:
-    """What this machine says of itself.
-
-    Args:
-        data: Where the corpus is.
-        control: Where etcd is.
-        ports: Those that are to be free.
-        folder: Of the checkpoints.
-        token: Name of the file that the driver has put there.
-    """
+    """Collects the facts about this machine. `token` names the file that the driver has put into `folder`."""
     versions, torch_failure, gpus = _look_at_torch()
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -166,14 +154,14 @@ def look_at_node(
 
 
 def write_speed(file: Path) -> Rate:
-    """How fast a file is written until it is on the disk: up to 128 MiB, in a second or little more."""
+    """Speed of writing up to 128 MiB durably, in little more than a second."""
     piece = os.urandom(_PIECE_BYTES)  # some file systems compress
     num_bytes, began_s = 0, time.monotonic()
     try:
         with file.open("xb", buffering=0) as stream:
             while num_bytes < _MOST_PIECES * _PIECE_BYTES and time.monotonic() - began_s < _MOST_S:
                 num_bytes += stream.write(piece)
-                os.fsync(stream.fileno())  # each: nobody knows how long all of it would take
+                os.fsync(stream.fileno())  # each piece: a single sync at the end could take any time
         return Rate(bytes_per_s=num_bytes / (time.monotonic() - began_s))
     except OSError as error:
         return Rate(failure=error.strerror or str(error))
@@ -208,7 +196,7 @@ def _version(package: str) -> str:
 
 
 def _own_versions() -> dict[str, str]:
-    """Python's, and our own with a digest of all of the code."""
+    """Versions of Python and of this package, the latter with a digest of its code."""
     return {
         "Python": platform.python_version(),
         "spare_megatron": f"{__version__} ({code_digest()[:12]})",
@@ -223,9 +211,9 @@ def _gpu_driver() -> str:
 
 
 def _is_busy(port: int) -> bool:
-    """Whether somebody listens there, on any address."""
+    """Whether the port is in use, on any address."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just ended is in nobody's way
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a process that has just ended does not count
         try:
             probe.bind(("", port))
         except OSError:
@@ -234,7 +222,7 @@ def _is_busy(port: int) -> bool:
 
 
 def _store_failures(control: ControlConfig) -> Mapping[str, str]:
-    """Endpoint -> why nobody there can be connected to from here."""
+    """Endpoint -> why it refuses connections from here."""
     failures = {}
     for endpoint in control.endpoints:
         url = urlsplit(endpoint)
@@ -246,7 +234,7 @@ def _store_failures(control: ControlConfig) -> Mapping[str, str]:
 
 
 def _store_space(control: ControlConfig) -> tuple[StoreSpace | None, str]:
-    """How large etcd is, or what it says instead."""
+    """The size of etcd's database, or why etcd does not report it."""
     try:
         spec = replace(etcd_spec(control, "doctor", os.environ), timeout_s=ANSWER_S)
         if silence := silence_of(spec):
@@ -257,7 +245,7 @@ def _store_space(control: ControlConfig) -> tuple[StoreSpace | None, str]:
 
 
 def _size(file: str) -> int | None:
-    """Bytes of a file whose last one can be read; None if it cannot."""
+    """Size of a file whose last byte can be read; else None."""
     try:
         with open(file, "rb") as stream:
             size = stream.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""What can be found wrong with a run, and prepared for it, only with Megatron at hand. Before any rank starts."""
+"""Checks and prepares, before any rank starts, what needs Megatron."""
 
 import contextlib
 import sys
@@ -23,13 +23,12 @@ _END_TIMEOUT_S = 10.0
 
 
 def preflight(config: RunConfig) -> None:
-    """Checks what Megatron makes of the configuration, and builds the sample index that all ranks read.
+    """Checks the configuration with Megatron and builds the sample index that all ranks read, in a child process.
 
     Raises:
-        ValueError: The run cannot start; the text says why.
-            Also if the check was killed, or did not end within `control.startup_timeout_s`.
+        ValueError: The run cannot start, or the check was killed or exceeded `control.startup_timeout_s`.
     """
-    # The first process is forked when the fork server has imported everything: a signal does not wait for that.
+    # The fork server forks only after all its imports, and a signal must not wait for that.
     with deferred(end_fork_server) as interrupts:
         context = fork_server()
         interrupts.check()
@@ -42,11 +41,7 @@ def preflight(config: RunConfig) -> None:
 
 
 def _hear(child: Child, config: RunConfig, interrupts: Deferral) -> str:
-    """What the check has found; empty if nothing.
-
-    Raises:
-        ValueError: It was killed, or did not end in time.
-    """
+    """The problem that the check has found; empty if none. Raises ValueError if it was killed or too slow."""
     limit_s, error = config.control.startup_timeout_s, ""
     if not interrupts.wait([child.reports, child.process.sentinel], limit_s):
         raise ValueError(
@@ -100,5 +95,5 @@ def _check_and_prepare(config: RunConfig, code: str, package: Path, reports: Con
         prepare_index(config)
     except (ValueError, OSError, ImportError) as error:
         reports.send(str(error))
-    except Exception:  # noqa: BLE001  (whatever it is, the user is told)
+    except Exception:  # noqa: BLE001  (any error is reported to the user)
         reports.send(traceback.format_exc())

@@ -1,4 +1,4 @@
-"""Watches the processes of a run from outside: what they hold over time, and what is left when the run is over."""
+"""Samples the processes of a run from outside, to find leaks and processes that outlive the run."""
 
 import contextlib
 import ctypes
@@ -21,15 +21,15 @@ from spare_megatron.process.reports import RanksStarted, RunEvent, StepCommitted
 _PR_SET_CHILD_SUBREAPER = 36
 _LEAST_SAMPLES = 16
 _ENOUGH_SAMPLES = 120
-"""Of how many samples a process's growth is judged, or of half of all there are. What a rank holds follows the number
-of groups, so that one that was taken in a few steps ago tells nothing."""
+"""Samples from which a process's growth is judged, or half of the longest series, but at least `_LEAST_SAMPLES`. What a
+rank holds depends on the number of groups, so a rank admitted a few steps ago shows nothing."""
 _FAREWELL_S = 5.0
-"""Processes that are ending when the run is over may take this long."""
+"""How long processes may take to end after the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What one process holds, or how much more of it than before."""
+    """Resources that a process holds, or their growth."""
 
     memory_bytes: int
     threads: int
@@ -38,15 +38,14 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """What was seen of the processes of a run.
+    """Findings about the processes of a run.
 
     Attributes:
-        num_processes: How many were seen.
-        growth: The largest growth of any of them: the median over the last quarter of its life above that over the
-            second quarter, in the first of which it starts up.
-        grown_most: For each thing held, which process that was.
-        largest: The most that any of them held.
-        orphans: Those that outlived the run: pid and command line. They have been killed.
+        growth: Largest growth of any process: the median over the last quarter of its samples minus that over the
+            second. In the first quarter it starts up.
+        grown_most: Resource -> the process that it grew most in.
+        largest: Largest holding of any process.
+        orphans: Processes that outlived the run, as pid and command line. They have been killed.
     """
 
     num_processes: int
@@ -59,24 +58,21 @@ class ProcessReport:
 _THINGS = tuple(item.name for item in fields(Holdings))
 
 MOST_GROWTH = Holdings(memory_bytes=64 << 20, threads=8, file_descriptors=8)
-"""More than what a process may hold more after some time than before: a leak. Connections to each group come on top."""
+"""Growth beyond this is a leak. Connections to each group come on top."""
 _MOST_COMMUNICATORS = 2
-"""Communicators that a rank may be letting go of: their connections are held until their work has ended."""
+"""Communicators that a rank may be releasing: their connections stay open until their work has ended."""
 
 
 class ProcessWatch:
-    """Samples this process and all that descend from it. Use as a context manager around a run.
+    """Context manager that samples this process and all its descendants every `interval_s` seconds.
 
-    While it watches, this process adopts what its descendants leave behind, so that nothing escapes it.
-
-    Args:
-        interval_s: Seconds between samples.
+    Meanwhile this process is the reaper of its descendants' orphans, so that none escapes.
     """
 
     def __init__(self, interval_s: float = 0.5) -> None:
         self._interval_s = interval_s
         self._own = psutil.Process()
-        # By its name, too: a spare that takes a lost rank's place begins to hold what a rank does.
+        # Also by name: what a spare holds grows when it becomes a rank.
         self._samples: dict[tuple[psutil.Process, str], list[Holdings]] = defaultdict(list)
         self._names: dict[int, str] = {self._own.pid: "driver"}
         self._has_begun = threading.Event()
@@ -86,7 +82,7 @@ class ProcessWatch:
         self._orphans: list[str] = []
 
     def __enter__(self) -> Self:
-        fork_server()  # it stays for the next run
+        fork_server()  # not an orphan: it stays for the next run
         self._before = set(self._own.children(recursive=True))
         _adopt_descendants(is_wanted=True)
         self._thread.start()
@@ -108,7 +104,7 @@ class ProcessWatch:
         _adopt_descendants(is_wanted=False)
 
     def take(self, event: RunEvent) -> None:
-        """Begins to look when training begins: what loads its libraries grows. Learns the names of ranks."""
+        """Starts sampling with the first committed step, because loading libraries looks like growth; learns names."""
         match event:
             case RanksStarted(pids=pids):
                 self._names |= {child.pid: child.name for child in multiprocessing.active_children() if child.pid}
@@ -117,7 +113,6 @@ class ProcessWatch:
                 self._has_begun.set()
 
     def report(self) -> ProcessReport:
-        """What was seen, after the end."""
         longest = max(map(len, self._samples.values()), default=0)
         enough = max(_LEAST_SAMPLES, min(_ENOUGH_SAMPLES, longest // 2))
         growths = {key: growth_of(samples) for key, samples in self._samples.items() if len(samples) >= enough}
@@ -146,7 +141,7 @@ class ProcessWatch:
                 self._samples[process, self._name(process)].append(_holdings(process))
 
     def _left(self) -> list[psutil.Process]:
-        """Descendants of the run that have not ended; those that have are reaped."""
+        """Descendants of the run that have not ended. Reaps those that have."""
         left = []
         for process in set(self._own.children(recursive=True)) - self._before:
             with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
@@ -158,7 +153,7 @@ class ProcessWatch:
 
 
 def process_problems(report: ProcessReport, num_groups: int) -> list[str]:
-    """Why a run of so many groups left something behind, or would have in time; empty if it did not."""
+    """Leaks and orphans of a run with so many groups, in words; empty if there are none."""
     found = [f"process {orphan} outlived the run" for orphan in report.orphans]
     most = replace(MOST_GROWTH, file_descriptors=MOST_GROWTH.file_descriptors + _MOST_COMMUNICATORS * num_groups)
     for name in _THINGS:
@@ -178,7 +173,7 @@ def _holdings(process: psutil.Process) -> Holdings:
 
 
 def growth_of(samples: Sequence[Holdings]) -> Holdings:
-    """The median of the last quarter of the samples above that of the second."""
+    """The median of the last quarter of the samples minus that of the second."""
     quarter = len(samples) // 4
     second, last = samples[quarter : 2 * quarter], samples[-quarter:]
     return Holdings(

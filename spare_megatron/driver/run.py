@@ -1,4 +1,4 @@
-"""One run on this machine from its configuration to its summary."""
+"""Takes one run on this machine from its configuration to its summary."""
 
 import contextlib
 import dataclasses
@@ -57,19 +57,14 @@ _DEVICE_NAME = re.compile(r"[0-9]+|(GPU|MIG)-.+")
 
 
 def rank_main(spec: RankSpec, reports: Connection) -> None:
-    """What a rank's process runs. Imported there, where the fork server has it already."""
+    """Main function of a rank's process. Imports there, because the fork server has the module already."""
     from spare_megatron.rank.rank import run_rank
 
     run_rank(spec, reports)
 
 
 def look_at_machine(config: RunConfig, on_read: Callable[[str], None] = lambda _: None) -> Machine:
-    """What this machine offers a run.
-
-    Args:
-        config: The configuration.
-        on_read: Called with what is about to be done, if that takes long.
-    """
+    """Collects what this machine offers a run. `on_read` is called with a description before a slow step."""
     corpus, corpus_failure = judge_corpus(config.data, on_read)
     num_machines = 1 if config.cluster.launcher == "local" else config.cluster.num_nodes  # all like this one
     return Machine(
@@ -92,19 +87,15 @@ def start_run(
     rank_main: RankMain = rank_main,
     launcher: Launcher | None = None,
 ) -> Summary:
-    """Trains, and leaves everything the run was and did in its directory.
+    """Trains, and writes all results of the run into `run_dir`, which is empty or does not exist yet.
 
-    Args:
-        config: A configuration without problems on this machine.
-        run_dir: A directory that does not exist yet, or is empty.
-        on_event: Told of everything that happens.
-        rank_main: What a rank's process runs; a caller may wrap it to look inside.
-        launcher: How supervisors come to be on other machines, where `cluster.launcher` is srun.
+    `rank_main` is the main function of a rank's process; a caller may wrap it to observe a rank. `launcher` starts
+    supervisors on other machines, where `cluster.launcher` is srun.
 
     Raises:
-        FileExistsError: The directory holds something.
-        ValueError: The run cannot start; nothing has been written. Or another job has the directory.
-        KeyboardInterrupt: After all processes have been ended and the summary is written.
+        FileExistsError: The directory is not empty.
+        ValueError: The run cannot start and nothing has been written, or another job uses the directory.
+        KeyboardInterrupt: After all processes have ended and the summary is written.
     """
     machine = look_at_machine(config, lambda what: on_event(Starting(what=what)))
     config = _resolved(config, machine)
@@ -129,11 +120,7 @@ def start_run(
 
 
 def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
-    """The configuration with the device and the corpus that it has on this machine.
-
-    Raises:
-        ValueError: The corpus cannot be used.
-    """
+    """The configuration with this machine's device and corpus. Raises ValueError if the corpus cannot be used."""
     if machine.corpus is None:
         raise ValueError(machine.corpus_failure or f"data.corpus={config.data.corpus}: one of its files is missing")
     cluster = dataclasses.replace(config.cluster, device=resolve_device(config, machine))
@@ -142,16 +129,16 @@ def _resolved(config: RunConfig, machine: Machine) -> RunConfig:
 
 
 def _ask_etcd(config: RunConfig, on_event: Callable[[RunEvent], None]) -> None:
-    """Whoever has to see to it hears at once that it does not answer, and not after all that is started first."""
+    """Reports at once that etcd does not answer, not only after the slow parts of the start."""
     spec = etcd_spec(config.control, config.name, os.environ)
     if reason := silence_of(spec):
         on_event(StoreAwaited(endpoints=spec.endpoints, reason=reason, limit_s=spec.timeout_s))
 
 
 def _check_empty(run_dir: Path) -> None:
-    """Raises FileExistsError unless a run may write there, and Locked if another is about to."""
+    """Raises FileExistsError if the directory holds anything, or Locked if another run uses it."""
     if run_dir.exists() and any(run_dir.iterdir()):
-        # Who is training there now is more to the point.
+        # That a run is training there is the more useful error.
         with locked(run_dir) if (run_dir / LOCK).exists() else contextlib.nullcontext():
             raise FileExistsError(f"{run_dir} is not empty; a run never writes over another: choose another --run-dir")
 
@@ -228,24 +215,23 @@ def run_record(config: RunConfig, faults: tuple[Fault, ...], origin: Mapping[str
 
 
 def _loaded_corpus(config: RunConfig) -> str:
-    """The corpus of the checkpoint that the run begins with, where it is known to be another one."""
+    """The corpus of the checkpoint that the run begins with, if it is known to be another one; else empty."""
     load = config.checkpoint.load
     return other_corpus(read_manifest(Path(load)).terms, config) if load else ""
 
 
 def _memory_bytes() -> int:
-    """The machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _process_memory_bytes() -> int:
-    """What a process may take: the machine's memory, or less where a limit is set (ulimit -v)."""
+    """The memory that a process may use: the machine's, or less under a limit (ulimit -v)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return _memory_bytes() if limit == resource.RLIM_INFINITY else min(_memory_bytes(), limit)
 
 
 def _can_listen(address: str) -> bool:
-    """Whether it is one of this machine's; true of what is no address at all, which is told elsewhere."""
+    """Whether this machine can bind the address. True for text that is no address, which validation reports."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
         with socket.socket(family) as listener:
@@ -263,7 +249,7 @@ def _count_gpus() -> int:
     num_devices = len(list(devices.iterdir())) if devices.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # As CUDA reads it: everything from the first entry on that names no device is left out.
+        # Like CUDA, ignore everything from the first entry on that names no device.
         names = [item.strip() for item in visible.split(",")]
         num_visible = next((i for i, name in enumerate(names) if not _DEVICE_NAME.fullmatch(name)), len(names))
         return min(num_visible, num_devices)

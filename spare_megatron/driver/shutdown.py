@@ -1,4 +1,4 @@
-"""How the processes of a run are ended: first the ranks, then what they stand on."""
+"""Ends the processes of a run: first the ranks, then the store and the network that they use."""
 
 import contextlib
 from collections.abc import Collection
@@ -16,16 +16,10 @@ _ANSWER_S = 5.0
 def end_processes(
     *, supervisors: Collection[Child], lost: Collection[Child], store: Child | None, hub: Child | None
 ) -> None:
-    """Ends and reaps them.
+    """Ends and reaps all processes, ranks before the control store.
 
-    The ranks go before the control store. Without it they would take it for gone for good, begin to save their state by
-    themselves and be killed in that.
-
-    Args:
-        supervisors: Those that are told to end their ranks and themselves, or what stands for them.
-        lost: Those that may be stopped, and cannot be told.
-        store: The control store, where it is the run's own.
-        hub: Holds the network of the nodes, where they have one.
+    Without the store ranks would take it for lost, begin to save their state and be killed meanwhile. `supervisors`,
+    some of them proxies of remote ones, are asked to end; `lost` ones may be suspended and are killed at once.
     """
     for child in lost:
         end_child(child)
@@ -36,10 +30,9 @@ def end_processes(
 
 
 def remove_keys(spec: EtcdStoreSpec) -> None:
-    """Removes what the run has written into etcd, once nobody writes any more. They stay if etcd does not answer.
+    """Removes the run's keys from etcd after the last writer has ended. They stay if etcd does not answer.
 
-    However the run ended: the journal has all that stood in the log, and runs that fail one after another would fill
-    etcd.
+    The journal holds all that was in the log, and failed runs would fill etcd one after another.
     """
     store = EtcdControlStore(replace(spec, timeout_s=_ANSWER_S))
     with contextlib.suppress(StoreLost), contextlib.closing(store):
@@ -47,7 +40,7 @@ def remove_keys(spec: EtcdStoreSpec) -> None:
 
 
 def kill(children: Collection[Child]) -> None:
-    """Kills those that have not ended, and their ranks with them. They are yet to be reaped."""
+    """Kills those that still run, and their ranks with them, without reaping them."""
     for child in children:
         if child.process.is_alive():
             child.process.kill()

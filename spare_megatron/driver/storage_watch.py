@@ -1,4 +1,4 @@
-"""Says once, on the screen and in the journal, that storage takes no more of what a run writes down."""
+"""Reports once for the run, on screen and in the journal, that storage does not take its records."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,18 +8,14 @@ from spare_megatron.journal.records import StorageOutcome, StorageRecord
 from spare_megatron.process.reports import RecordsHeld, RecordsLost
 
 RESERVED_BYTES = 16 << 10
-"""Set aside behind the beginning of the driver's journal, for these records and the end of the run."""
+"""Space reserved in the driver's journal for these records and the end of the run."""
 
 
 class StorageWatch:
-    """Takes the reports of all processes, each about files of its own, and passes on what is new about all of them.
-
-    Args:
-        run_dir: The run's directory.
-        report: Gets what is passed on.
+    """Merges the reports of all processes, each about its own files, into the state of the run's storage.
 
     Attributes:
-        journal: The driver's, as soon as it is there.
+        journal: The driver's journal, set once it is open.
     """
 
     def __init__(self, run_dir: Path, report: Callable[[RecordsHeld | RecordsLost], None]) -> None:
@@ -30,7 +26,7 @@ class StorageWatch:
         self.journal: JournalWriter | None = None
 
     def held(self, event: RecordsHeld) -> None:
-        """Passes on the first file that is held, and that none is any more."""
+        """Passes on that the first file is held, and that none is held any more."""
         was_held = bool(self._held)
         if event.reason:
             self._held.add(event.path)
@@ -42,11 +38,10 @@ class StorageWatch:
             self._report(event)
 
     def lost(self, event: RecordsLost) -> None:
-        """Keeps it until the run has ended."""
         self._lost.append(event)
 
     def record_lost(self) -> None:
-        """Writes down that files of the journal lack their ends, before the driver's own is closed."""
+        """Journals that files of the journal are incomplete. Call before the driver's own file is closed."""
         journal = [event for event in self._lost if Path(event.paths[0]).parent.name == "journal"]
         if journal:
             record = StorageRecord(
@@ -59,7 +54,7 @@ class StorageWatch:
             self._write(record)
 
     def report_lost(self) -> None:
-        """Passes on all files that lack their ends, in one report."""
+        """Passes on all incomplete files as one report."""
         if self._lost:
             paths = tuple(path for event in self._lost for path in event.paths)
             num_bytes = sum(event.num_bytes for event in self._lost)

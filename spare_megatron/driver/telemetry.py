@@ -1,4 +1,4 @@
-"""Where the time of a run has gone so far, as its driver is told of it."""
+"""Turns the events of a run into metrics, among them where its time has gone so far."""
 
 import contextlib
 import dataclasses
@@ -31,18 +31,14 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.stacking.placement import make_placement
 
 _QUIET_STEPS = 101
-"""Of so many of the last steps with all groups the median is what a step takes when nothing happens."""
+"""A step without incidents takes the median of this many recent steps with all groups."""
 
 
 class LiveGoodput:
-    """Useful time, and losses by the names that `journal.goodput` has for them. All of it adds up to the time passed.
+    """Running sums of useful time and of losses, by the names of `journal.goodput`. They add up to the time passed.
 
-    Nothing is kept but sums and 17 bytes a step: steps that a restart throws away have been of no use. A fault that
-    costs no group is not told apart from `scatter` here.
-
-    Args:
-        num_groups: Groups of the run.
-        began_s: When it began.
+    Keeps 17 bytes per step, so that steps discarded by a restart can be reclassified. A fault that costs no group
+    counts as `scatter`.
     """
 
     def __init__(self, num_groups: int, began_s: float) -> None:
@@ -57,15 +53,13 @@ class LiveGoodput:
         self._sums_s: dict[str, float] = {}
 
     def lost(self) -> None:
-        """A group is lost."""
         self._met.add("fence")
 
     def came_back(self) -> None:
-        """A group takes part again."""
         self._has_newcomers = True
 
     def restarted(self, num_thrown_away: int) -> None:
-        """Training starts again, without the last committed steps, of which some may be from before this run."""
+        """Reclassifies discarded steps as rework. Some of them may precede this run."""
         self._met.add("restart")
         for _ in range(min(num_thrown_away, len(self._cause))):
             useful_s, lost_s = self._useful_s.pop(), self._lost_s.pop()
@@ -74,13 +68,7 @@ class LiveGoodput:
             self._add("rework", useful_s + lost_s)
 
     def committed(self, at_s: float, step_s: float, num_alive: int) -> None:
-        """A step is committed.
-
-        Args:
-            at_s: When.
-            step_s: How long it took.
-            num_alive: Groups that took part.
-        """
+        """Accounts for a step that took `step_s` seconds and was committed at `at_s` by `num_alive` groups."""
         passed_s, self._at_s = at_s - self._at_s, at_s
         if num_alive == self._num_groups or not self._quiet_s:
             self._quiet_s.append(step_s)
@@ -105,7 +93,7 @@ class LiveGoodput:
 
     @property
     def lost_s(self) -> Mapping[str, float]:
-        """What the rest went to, seconds."""
+        """Seconds lost, by cause."""
         return self._sums_s
 
     def _add(self, name: str, spent_s: float) -> None:
@@ -113,11 +101,11 @@ class LiveGoodput:
 
 
 _UNTOLD = ("slurm", "control")
-"""Sections of the configuration that stay here: where it trains says nothing of the training, and may be secret."""
+"""Sections of the configuration that are not uploaded: they describe the site, not the training, and may be secret."""
 
 
 def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost | RecordsHeld], None]) -> list[Sink]:
-    """Everything that is to take the metrics of a run."""
+    """Opens all sinks for the metrics of a run."""
     metrics = config.metrics
 
     def failed(reason: str) -> None:
@@ -141,13 +129,7 @@ def open_sinks(config: RunConfig, run_dir: Path, on_event: Callable[[MetricsLost
 
 
 class Telemetry:
-    """Tells the sinks of each committed step once, as the first group reports it; again if it is computed again.
-
-    Args:
-        config: The resolved configuration.
-        run: The terms of the run.
-        sinks: Who takes them.
-    """
+    """Writes each committed step to the sinks once, as the first group reports it, and again if it is repeated."""
 
     def __init__(self, config: RunConfig, run: RunRecord, sinks: Sequence[Sink]) -> None:
         self._config = config
@@ -163,16 +145,16 @@ class Telemetry:
         self._next_step = 0
         self._goodput = LiveGoodput(groups, time.monotonic())
         self._last_recovery = (0, -1)  # restarts before it, and its step
-        self._recoveries: list[RecoveryRecord] = []  # to be told with the next step
+        self._recoveries: list[RecoveryRecord] = []  # written with the next step
 
     def take(self, event: object) -> None:
-        """What happened."""
+        """Updates the counters by an event, and writes a step or a checkpoint."""
         match event:
             case CheckpointTold(record=record):
                 self._write(_of_checkpoint(record))
             case GroupLost(group=group, incarnation=incarnation):
                 self._absent.add(group)
-                self._lost.add(Member(group, incarnation))  # told again when it is given up
+                self._lost.add(Member(group, incarnation))  # reported again when given up
                 if len(self._lost) > self._counts["fault/groups_lost"]:
                     self._goodput.lost()
                 self._counts["fault/groups_lost"] = len(self._lost)
@@ -182,7 +164,7 @@ class Telemetry:
                 self._goodput.came_back()
             case GroupRestarted(member=member, step=step):
                 self._absent.discard(member.group)
-                if step < self._next_step:  # the first to say so
+                if step < self._next_step:  # the first report of this restart
                     self._counts["fault/restarts"] += 1
                     self._goodput.restarted(self._next_step - step)
                 self._next_step = min(step, self._next_step)
@@ -198,10 +180,10 @@ class Telemetry:
                     self._write({"step": step, **self._of_step(event)})
 
     def close(self) -> None:
-        """Lets the sinks end.
+        """Closes the sinks.
 
         Raises:
-            OSError: The disk has not taken everything.
+            OSError: The disk has not accepted everything.
         """
         with contextlib.ExitStack() as closing:
             for sink in self._sinks:
@@ -235,7 +217,7 @@ class Telemetry:
         return values | {f"perf/{name}_s": round(spent_s, 6) for name, spent_s in split_of_step(event.split_s).items()}
 
     def _take_recoveries(self, recoveries: Sequence[RecoveryRecord]) -> None:
-        """The first group that tells of a recovery is heard."""
+        """Keeps each recovery as the first group reports it."""
         for record in recoveries:
             if (record.num_restarts, record.step) > self._last_recovery:
                 self._last_recovery = record.num_restarts, record.step
@@ -256,12 +238,12 @@ class Telemetry:
         return {name: round(value, digits) for name, (value, digits) in figures.items() if value is not None}
 
     def _fewest_hosts(self) -> int:
-        """Hosts of the shard that has the fewest: so many losses can wipe the run out, one less cannot."""
+        """Surviving hosts of the shard that has the fewest: so many losses can wipe the run out, one less cannot."""
         return min(len(set(hosts) - self._absent) for hosts in self._placement.hosts)
 
 
 def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
-    """Seconds of a step by names that users know; what is none of these waited for something else."""
+    """Seconds of a step by metric. What is missing was spent waiting for something else."""
     named = {
         "compute": (Operation.COMPUTE,),
         "transfer": (Operation.TRANSFER,),
@@ -275,7 +257,7 @@ def split_of_step(split_s: Mapping[Operation, float]) -> dict[str, float]:
 
 def _of_checkpoint(record: CheckpointRecord) -> dict[str, Value]:
     return {
-        "step": record.step - 1,  # the last that it holds
+        "step": record.step - 1,  # the last step that it contains
         "ckpt/outcome": record.outcome,
         "ckpt/num_bytes": record.num_bytes,
         "ckpt/stall_s": record.stall_s,

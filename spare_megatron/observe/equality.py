@@ -1,4 +1,4 @@
-"""Whether two runs computed the same bits, as far as their journals show: losses, gradient norms, parameters."""
+"""Compares two runs bit by bit, as far as their journals show: losses, gradient norms, parameters."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,13 +12,7 @@ Digests = Mapping[int, frozenset[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first step in which two runs differ.
-
-    Attributes:
-        step: The step.
-        quantity: What differs.
-        values: Its value in each run.
-    """
+    """The first step in which two runs differ, with the value of the quantity in each run."""
 
     step: int
     quantity: str
@@ -32,9 +26,9 @@ class Equality:
     Attributes:
         num_steps: Committed steps of each run.
         num_common: Steps whose losses and gradient norms both journals hold.
-        difference: The first of these in which the runs differ; None if there is none.
-        params_step: Committed steps after which parameters were compared: the first after which they differ, else the
-            last; None if the journals have no digests after the same number of steps.
+        difference: The first difference in these; None if there is none.
+        params_step: Committed steps after which parameters are compared: the first that differ, else the last; None if
+            the journals have no digests after the same number of steps.
         digests: SHA-256 of all parameters of each run after these; empty if there are none.
     """
 
@@ -50,7 +44,6 @@ class Equality:
         return self.num_common > 0 and self.difference is None and len(set(self.digests)) == 1
 
     def describe(self) -> str:
-        """The result in words."""
         return " ".join(self._sentences())
 
     def _sentences(self) -> Iterator[str]:
@@ -117,9 +110,9 @@ def _compare_steps(first: Steps, second: Steps) -> tuple[int, Difference | None]
 
 
 def _compare_params(first: Digests, second: Digests) -> tuple[int | None, tuple[str, ...]]:
-    """After how many steps parameters differ first, or were compared last, and their digests in both runs.
+    """The steps after which parameters first differ, or were last compared, and the digests in both runs.
 
-    Steps after which the groups of one run had different parameters are left out: one of them was wrong.
+    Skips steps after which the groups of one run had different parameters: one of them was wrong.
     """
     common = [step for step in sorted(first.keys() & second.keys()) if len(first[step]) == len(second[step]) == 1]
     if not common:

@@ -1,4 +1,4 @@
-"""The plots of a report. Colours are Okabe and Ito's, which the colour-blind tell apart; patterns survive print."""
+"""The plots of a report. Colours are Okabe and Ito's, safe for colour blindness; patterns survive print."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ _STATES: Mapping[Presence, tuple[str, str]] = {
     "away": (GREY, "/"),
 }
 MOST_COLUMNS, MOST_ROWS = 1000, 250
-"""Of a map; of what exceeds it, the largest of neighbours is drawn."""
+"""Limits of a map. Beyond them neighbours are merged into their maximum."""
 MOST_PACE_COLUMNS = 96
-"""Of a map of paces; of what exceeds it, the median of neighbours is drawn, in which scatter does not show."""
+"""Limit of a map of paces. Beyond it neighbours are merged into their median, which hides scatter."""
 LEAST_PACE, MOST_PACE = 0.9, 1.2
 MOST_POINTS = 2000
-"""Of a line; of what exceeds it, the smallest and the largest of neighbours are drawn."""
+"""Limit of a line. Beyond it the minimum and the maximum of neighbours are drawn."""
 MOST_MARKS = 1000
 _UNITS = ((3, 86400.0, "d"), (3, 3600.0, "h"), (10, 60.0, "min"))
-"""Of axes of time: the largest of which they have this many; seconds, if there is none."""
+"""Units of time axes: least count, seconds, name. The largest unit that fits is used; seconds, if none does."""
 _BAR = 0.85
-"""Of the room that a group has, what its bar takes."""
+"""Fraction of a group's row that its bar takes."""
 _MOST_TICKS = 10
-"""Of a colour scale of whole numbers."""
+"""Limit of a colour scale of whole numbers."""
 MOST_INTERVALS = 500
-"""Of groups over time; beyond it a map is drawn."""
+"""Limit of bars of groups over time. Beyond it a map is drawn."""
 HIGH, LOW = 360, 260
-"""Pixels of a plot."""
+"""Heights of plots, in pixels."""
 _SAVES: Mapping[SaveOutcome, tuple[str, str]] = {
     "saved": (GREEN, "triangle-up"),
     "failed": (VERMILION, "x"),
@@ -48,34 +48,29 @@ _SAVES: Mapping[SaveOutcome, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of time, in which an axis is.
-
-    Attributes:
-        name: Its name.
-        seconds: Its length.
-    """
+    """A unit of a time axis, with its length in seconds."""
 
     name: str
     seconds: float
 
     @classmethod
     def for_up_to(cls, longest_s: float) -> "Unit":
-        """One in which times up to this one are short numbers."""
+        """The unit in which times up to this one are short numbers."""
         found = (cls(name, seconds) for least, seconds, name in _UNITS if longest_s >= least * seconds)
         return next(found, cls("s", 1.0))
 
     @classmethod
     def of(cls, history: History) -> "Unit":
-        """One for times since the start of the run."""
+        """The unit for times since the start of the run."""
         return cls.for_up_to(float(np.max(history.steps.ended_s, initial=0.0)))
 
     def values(self, times_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """The times in this unit, to the millisecond or the second."""
+        """The times in this unit, rounded."""
         return np.round(np.asarray(times_s, np.float64) / self.seconds, 3 if self.seconds == 1 else 5)
 
 
 def step_curves(curves: Mapping[str, tuple[History, Floats]], label: str) -> go.Figure:
-    """Values over steps, one for each committed step, of one run or of two; what a restart undid is left out."""
+    """Values over committed steps, of one run or of two. Steps that a restart discarded are left out."""
     figure = go.Figure()
     for (name, (history, values)), (colour, width) in zip(curves.items(), _lines(len(curves)), strict=True):
         kept = np.flatnonzero(~history.steps.is_undone)
@@ -92,12 +87,12 @@ def step_curves(curves: Mapping[str, tuple[History, Floats]], label: str) -> go.
 
 
 def _lines(num_runs: int) -> Sequence[tuple[str, float]]:
-    """Colours and widths: of two equal curves, the narrow one leaves both edges of the wide one visible."""
+    """Colours and widths. Of two equal curves, the narrow one leaves both edges of the wide one visible."""
     return ((BLUE, 2.0),) if num_runs == 1 else ((SKY_BLUE, 8.0), (VERMILION, 2.0))
 
 
 def loss_curves(curves: Mapping[str, tuple[History, Floats]]) -> go.Figure:
-    """Loss over steps, likewise; steps that lost a group are marked."""
+    """Loss over steps as in `step_curves`, with marks at steps that lost a group."""
     figure = step_curves(curves, "loss, nats per token")
     for (name, (history, loss)), (colour, width) in zip(curves.items(), _lines(len(curves)), strict=True):
         steps = history.steps
@@ -116,7 +111,7 @@ def loss_curves(curves: Mapping[str, tuple[History, Floats]]) -> go.Figure:
 
 
 def step_times(history: History) -> go.Figure:
-    """The time from commit to commit, how many groups took part, and checkpoints, over the time of the run."""
+    """The time from commit to commit, the number of groups, and checkpoints, over the time of the run."""
     steps = history.steps
     taken_s = steps.taken_s
     num_members = np.array([len(members) for members in steps.members])
@@ -147,7 +142,7 @@ def step_times(history: History) -> go.Figure:
 
 
 def _mark_checkpoints(figure: go.Figure, history: History, unit: Unit) -> None:
-    """Marks along the x axis, where saves ended, by their outcomes."""
+    """Marks along the x axis where saves ended, by outcome."""
     for outcome, (colour, symbol) in _SAVES.items():
         ended = [(ended_s, record) for ended_s, record in history.checkpoints if record.outcome == outcome]
         marked = ended[:: -(-len(ended) // MOST_MARKS) or 1]
@@ -167,9 +162,9 @@ def _mark_checkpoints(figure: go.Figure, history: History, unit: Unit) -> None:
 
 
 def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
-    """Which of the values to draw, ascending: all, or of each of most / 2 runs of neighbours the least and greatest.
+    """Indices to draw, ascending: all, or the minimum and the maximum of each of most / 2 runs of neighbours.
 
-    Absent values are NaN, and are drawn only where all can be.
+    Absent values are NaN, and drawn only where all values are.
     """
     if len(values) <= most:
         return np.arange(len(values))
@@ -184,7 +179,7 @@ def extremes(values: npt.NDArray[Any], most: int) -> npt.NDArray[np.intp]:
 
 
 def waterfall(goodput: Goodput) -> go.Figure:
-    """From the wall time down to the useful time, each loss by its name."""
+    """From the wall time down to the useful time, with a bar for each loss."""
     lost = {name: spent for name, spent in sorted(goodput.lost_s.items(), key=lambda item: -item[1]) if spent > 0}
     unit = Unit.for_up_to(goodput.wall_s)
     spent_s = np.array([goodput.wall_s, *lost.values(), goodput.useful_s])
@@ -209,7 +204,7 @@ def waterfall(goodput: Goodput) -> go.Figure:
 
 
 def presence_map(history: History) -> go.Figure:
-    """Groups over time: training, lost in the step under way, away."""
+    """Groups over time: training, lost in the current step, or away."""
     intervals, unit = presence(history), Unit.of(history)
     figure = go.Figure()
     if len(intervals) > MOST_INTERVALS:
@@ -242,7 +237,7 @@ def presence_map(history: History) -> go.Figure:
 
 
 def _presence_heat(history: History, intervals: Sequence[Interval], unit: Unit) -> go.Heatmap:
-    """Groups over time in as many columns as can be told apart; of several states in one the worst is drawn."""
+    """Groups over time as a map. A cell shows the worst state in it."""
     end_s = float(history.steps.ended_s[-1])
     worst = np.zeros((history.run.num_groups, MOST_COLUMNS))
     codes: Mapping[Presence, int] = {"training": 0, "away": 1, "lost": 2}
@@ -266,11 +261,9 @@ def _presence_heat(history: History, intervals: Sequence[Interval], unit: Unit) 
 
 
 def group_map(history: History, values: Literal["step_s", "load"]) -> go.Figure:
-    """Groups over commits in the order of the log, as colours; without a restart the n-th commit is step n.
+    """Groups over commits, as colours. Commits are in the order of the log: without a restart the n-th is step n.
 
-    Args:
-        history: The run.
-        values: "step_s", seconds from a step's start to its update; "load", microbatches computed.
+    `values` chooses between seconds from a step's start to its update ("step_s") and microbatches computed ("load").
     """
     is_time = values == "step_s"
     binned, by_group, by_step = shrink(history.steps.step_s.T if is_time else history.steps.load.T)
@@ -291,7 +284,7 @@ def group_map(history: History, values: Literal["step_s", "load"]) -> go.Figure:
 
 
 def rank_map(history: History) -> go.Figure:
-    """Ranks over commits: the time of each for a microbatch over that of its likes in the other groups."""
+    """Ranks over commits: a rank's time for a microbatch over the median of the same rank in the other groups."""
     steps, (_, num_groups, num_ranks) = history.paces.commit, history.paces.ratio.shape
     ratio = history.paces.ratio.reshape(len(steps), num_groups * num_ranks)
     by_step = -(-len(steps) // MOST_PACE_COLUMNS)
@@ -318,7 +311,7 @@ def rank_map(history: History) -> go.Figure:
 
 
 def shrink(table: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[np.float64], int, int]:
-    """The largest of neighbours where there are more rows or columns than can be told apart; absent values are NaN.
+    """Merges neighbours into their maximum, until rows and columns are within the limits; absent values are NaN.
 
     Returns:
         The smaller table, and how many rows and columns became one.
@@ -332,12 +325,7 @@ def shrink(table: npt.NDArray[np.floating[Any]]) -> tuple[npt.NDArray[np.float64
 
 
 def load_around(history: History, hit: int) -> go.Figure:
-    """Microbatches of each group in the step before a loss, in the one that was hit, and in the one after it.
-
-    Args:
-        history: The run.
-        hit: Which of its steps.
-    """
+    """Microbatches of each group in the step before a loss, in the step `hit` (an index), and in the one after it."""
     figure = go.Figure()
     shown = (("before", -1, GREY, ""), ("hit", 0, VERMILION, "x"), ("after", 1, BLUE, "/"))
     for name, offset, colour, pattern in shown:
@@ -353,7 +341,7 @@ def load_around(history: History, hit: int) -> go.Figure:
 
 
 def _number_groups(figure: go.Figure, history: History) -> None:
-    """Of a y axis: the first group on top, and no ticks between groups."""
+    """Makes a y axis of groups: the first on top, and no ticks between groups."""
     num_groups = history.run.num_groups
     figure.update_yaxes(range=[num_groups - 0.5, -0.5], dtick=1 if num_groups <= 30 else None)
 
@@ -366,6 +354,6 @@ def _titled(figure: go.Figure, x: str, y: str, height: int = HIGH) -> go.Figure:
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         xaxis_title=x,
         yaxis_title=y,
-        uirevision=x,  # what a reader zoomed into stays while the run grows, if the unit does
+        uirevision=x,  # keeps the reader's zoom while the run grows, if the unit stays
     )
     return figure

@@ -1,4 +1,4 @@
-"""The history of a run as its journal has it, laid out along its committed steps for a reader's eyes."""
+"""The history of a run from its journal, as arrays over its committed steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,19 +22,16 @@ Table = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The committed steps in the order of the log, in arrays of as many elements. Times are 0 at the run's record.
+    """The committed steps in the order of the log; all arrays have one element per step.
 
     Attributes:
-        step: Their numbers.
-        ended_s: When the groups read each commit, the median of them.
-        loss: Mean cross entropy per token; NaN where nobody told.
-        grad_norm: Norm of the gradient, likewise.
-        learning_rate: That of the update, likewise.
-        is_undone: A restart from a checkpoint threw it away.
+        ended_s: When the groups read the commit, median over groups, in seconds since the run's record.
+        loss: Mean cross entropy per token; NaN if not reported. So are `grad_norm` and `learning_rate`.
+        is_undone: A restart from a checkpoint discarded the step.
         members: The groups that took part when it was committed.
         lost: The groups that began it and were lost before its commit.
-        step_s: Seconds from its start to its update in each group, shape (steps, groups); NaN where none.
-        load: Microbatches of it that each group computed, likewise.
+        step_s: Seconds from its start to its update in each group, shape (steps, groups); NaN if not reported.
+        load: Microbatches of it that each group computed, same shape.
     """
 
     step: npt.NDArray[np.int64]
@@ -62,9 +59,9 @@ class Paces:
     """How fast ranks computed, in some of the committed steps.
 
     Attributes:
-        commit: Which of the steps.
-        ratio: Each rank's time for a microbatch over the median of the ranks in its place in the other groups, shape
-            (steps, groups, ranks of a group); NaN where nothing was told.
+        commit: Indices of the steps.
+        ratio: Each rank's time for a microbatch over the median of the same rank in the other groups, shape (steps,
+            groups, ranks of a group); NaN if not reported.
     """
 
     commit: npt.NDArray[np.intp]
@@ -73,7 +70,7 @@ class Paces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Consecutive steps that a group spent in one way; seconds as in `Steps`."""
+    """Consecutive steps that a group spent in one state; seconds since the run's record."""
 
     group: int
     from_s: float
@@ -86,12 +83,10 @@ class Loss:
     """A group found lost.
 
     Attributes:
-        found_s: When, as in `Steps`.
-        group: The group.
-        rank: The one that did not arrive; -1 if its whole node is lost.
-        cause: What was found.
-        pending: What its ranks were about, as far as that is known.
-        is_given_up: It stays away.
+        found_s: Seconds since the run's record.
+        rank: The rank that did not arrive; -1 if its whole node is lost.
+        pending: Operations of its ranks at that time, as far as known.
+        is_given_up: The group stays away.
     """
 
     found_s: float
@@ -107,18 +102,13 @@ class History:
     """A run.
 
     Attributes:
-        run: Its terms.
-        verdict: What is known of the proof that every microbatch was counted once.
-        figures: What can be counted, by the names that `summary.json` has for it.
+        verdict: Result of the proof that every microbatch was counted once.
+        figures: Figures by their names in `summary.json`.
         goodput: Where its time went; None if it has no step.
-        steps: The committed steps.
-        paces: How fast ranks computed some of them.
-        losses: In the order in which they were found.
-        recoveries: In the order of their steps.
         began_s: When the run began, in seconds since the epoch; None for a simulated run.
-        lasted_s: From then to its end, or to now.
-        checkpoints: How saves ended, each with when, as in `Steps`.
-        params: Digests of all parameters by the committed steps that they hold, as far as they have been read.
+        lasted_s: Seconds from then to its end, or to now.
+        checkpoints: How saves ended, each with its seconds since the run's record.
+        params: Number of committed steps -> digests of all parameters after them, as far as they have been read.
     """
 
     run: RunRecord
@@ -139,7 +129,7 @@ class History:
         return tokens_per_second(self.run, self._step_s())
 
     def utilization(self) -> Floats | None:
-        """Model FLOPs utilization of the groups that committed each step, likewise."""
+        """Model FLOPs utilization of the groups that committed each step; NaN and None as in `tokens_per_s`."""
         num_ranks = np.array([len(members) for members in self.steps.members], np.float64) * self.run.ranks_per_group
         return flops_utilization(self.run, self._step_s(), num_ranks)
 
@@ -150,12 +140,7 @@ class History:
 
 
 def history_of(run_state: RunState, verdict: str, now_s: float) -> History:
-    """The history of a run that stands so.
-
-    Args:
-        run_state: Everything that is in its journal.
-        verdict: As in `History`.
-        now_s: Up to when time is counted if it goes on, in seconds since the epoch.
+    """Builds the history of a run. One that goes on lasts until `now_s`, in seconds since the epoch.
 
     Raises:
         ValueError: The journal lacks the run's record, with which every journal begins.
@@ -229,7 +214,7 @@ def _loss(record: LossRecord, found_s: float) -> Loss:
 
 
 def presence(history: History) -> list[Interval]:
-    """How each group spent its time, in as few intervals as there are changes, by groups and times."""
+    """The states of each group as maximal intervals, ordered by group and time."""
     steps = history.steps
     states: list[Presence | None] = [None] * history.run.num_groups
     since_s, before_s = [0.0] * history.run.num_groups, 0.0

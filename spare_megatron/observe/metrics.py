@@ -1,4 +1,4 @@
-"""What takes the numbers of a run, and how one that may be slow or fail is kept from the run."""
+"""Sinks for the metrics of a run, and a wrapper that keeps a slow or failing sink away from the run."""
 
 import contextlib
 import json
@@ -13,38 +13,38 @@ from typing import Any, Protocol
 from spare_megatron.journal.files import AppendingFile, OnHeld
 
 Value = float | int | str
-"""A number; or a word, which only the file of JSON lines takes."""
+"""A number, or a word, which only the JSON lines file takes."""
 
 
 CLOSE_TIMEOUT_S = 30.0
-"""Longest wait at the end of a run for a sink that has not taken everything yet."""
+"""Longest wait at the end of a run for a sink that has not taken everything."""
 
 
 REST_S = 2.0
-"""How long a sink that has taken all there was rests. What came meanwhile it takes at once: so each step costs half of
-what it costs alone, where threads and processes wake up for it."""
+"""Pause of a sink that has taken all there was. Handling steps together halves the cost of each where threads and
+processes wake up for it."""
 
 
 _MOST_WAITING = 4096
 
 
 class Sink(Protocol):
-    """Takes the numbers of steps."""
+    """Takes the metrics of steps."""
 
     def write(self, values: Mapping[str, Value]) -> None:
-        """Takes the values of one step; `step` is among them. A step that is computed again comes again."""
+        """Takes the values of one step, `step` among them. A step that is computed again is written again."""
 
     def close(self) -> None:
-        """Lets what was taken be seen by others."""
+        """Makes everything that was written visible to readers."""
 
 
 class DetachedSink:
-    """A sink with a thread of its own: it never keeps its caller waiting, and its errors are told, not raised.
+    """Runs a sink in a thread: it never blocks its caller, and reports errors instead of raising them.
 
     Args:
         name: For people.
-        open_sink: Opens it, in the thread.
-        on_failure: Told once, in that thread, why it takes nothing any more.
+        open_sink: Opens the sink, in the thread.
+        on_failure: Called with the reason when the sink fails, in the thread, and from `close` for what the sink lacks.
     """
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], on_failure: Callable[[str], None]) -> None:
@@ -66,7 +66,7 @@ class DetachedSink:
     def close(self) -> None:
         ends_at_s = time.monotonic() + CLOSE_TIMEOUT_S
         self._closing.set()
-        with contextlib.suppress(queue.Full):  # then the thread is alive
+        with contextlib.suppress(queue.Full):  # the thread is alive then
             self._waiting.put(None, timeout=CLOSE_TIMEOUT_S)
             self._thread.join(max(0.0, ends_at_s - time.monotonic()))
         if self._thread.is_alive():
@@ -89,7 +89,7 @@ class DetachedSink:
 
 
 class JsonlSink:
-    """Appends to `metrics.jsonl`; a full disk is outlasted as the journal outlasts it."""
+    """Appends to `RUN_DIR/metrics.jsonl`, and waits for a full disk as the journal does."""
 
     def __init__(self, run_dir: Path, on_held: OnHeld | None = None) -> None:
         self._file = AppendingFile(run_dir / "metrics.jsonl", on_held)
@@ -102,14 +102,14 @@ class JsonlSink:
 
 
 FLUSH_INTERVAL_S = 10
-"""After which a step is in the file at the latest, for who watches."""
+"""Seconds until a step is in the file at the latest."""
 
 
 class TensorBoardSink:
-    """Writes event files under `RUN_DIR/tensorboard`. A step that is computed again appears twice there.
+    """Writes event files under `RUN_DIR/tensorboard`. A step that is computed again appears twice.
 
-    A step is one event with all of its values. TensorBoard's `Writer` makes an event of each value, with what kind of
-    value it is, which takes ten times as long: 2.5 ms of a core a step in place of 0.2.
+    A step is one event with all its values. TensorBoard's own `Writer` makes an event of each value, with metadata,
+    which takes ten times as long: 2.5 ms of a core per step instead of 0.2.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -133,16 +133,14 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One run of a project, which goes on under the same id when the training does. Files in `RUN_DIR/wandb`.
+    """A run of Weights & Biases that continues under the same id when the training does. Files in `RUN_DIR/wandb`.
 
-    Without a key (`WANDB_API_KEY`, or `wandb login`) it stays offline, for `wandb sync` later; `WANDB_MODE` rules.
+    Without a key (`WANDB_API_KEY`, or `wandb login`) it stays offline, for a later `wandb sync`; `WANDB_MODE` overrides
+    both.
 
     Args:
-        run_dir: Of the run.
-        project: Its project.
         run_id: The same for all runs that continue one training.
-        name: Its name.
-        settings: The resolved configuration, for its page.
+        settings: The resolved configuration, shown with the run.
     """
 
     def __init__(self, run_dir: Path, project: str, run_id: str, name: str, settings: Mapping[str, Any]) -> None:
@@ -159,7 +157,7 @@ class WandbSink:
             mode=mode,  # type: ignore[arg-type]
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
-        # Its own count of steps only grows, ours goes back when steps are computed again.
+        # Its own step count only grows; ours goes back when steps are computed again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run, or of two beside each other: it works from a file, without a network.
+"""Renders one self-contained HTML page for a run, or for two side by side. It works from a file, without a network.
 
 Plots and the library that draws them are compressed inside it; a plot is drawn when it comes into view.
 """
@@ -34,9 +34,9 @@ from spare_megatron.observe.figures import (
 from spare_megatron.observe.history import Floats, History
 
 MOST_LOADS = 12
-"""Losses whose loads are drawn; the map of loads has all of them."""
+"""Losses with a plot of loads. The map of loads has all of them."""
 MOST_ROWS = 300
-"""Of a table; the last ones are told."""
+"""Limit of a table. The last rows are shown."""
 
 
 _CURVES: Sequence[tuple[str, str, str, Callable[[History], Floats | None]]] = (
@@ -63,17 +63,12 @@ class Plot:
 
 
 def report(history: History, config: str) -> str:
-    """The page of one run.
-
-    Args:
-        history: The run.
-        config: Its resolved configuration as text, or what stands in its place.
-    """
+    """The page of one run. `config` is its resolved configuration as text, or what replaces it."""
     return _render({history.run.name: history}, plots_of(history), config)
 
 
 def comparison(histories: Mapping[str, History]) -> str:
-    """The page of two runs, by names that tell them apart."""
+    """The page of two runs, by names that distinguish them."""
     plots = list(curves_of(histories))
     for name, history in histories.items():
         if history.goodput is not None:
@@ -83,12 +78,12 @@ def comparison(histories: Mapping[str, History]) -> str:
 
 
 def live_page(name: str, config: str) -> str:
-    """The page of a run that is served: it fetches what `live_content` says, again and again."""
+    """The page of a run that is served. It polls for `live_content`."""
     return _page(name, _content("", "", []), "", "", config, poll="data")
 
 
 def live_content(history: History) -> str:
-    """What the page of a run shows now, as JSON."""
+    """The present content of a served page, as JSON."""
     histories = {history.run.name: history}
     return _content(_head(histories), _tables(histories), plots_of(history))
 
@@ -132,17 +127,17 @@ def _template(name: str) -> jinja2.Template:
 
 @cache
 def _library() -> str:
-    """The part of plotly.js that draws what `figures` has: a third of what the Python package brings."""
+    """The part of plotly.js that `figures` needs: a third of what the Python package brings."""
     return _pack(files(__package__).joinpath("plotly/plotly-cartesian.min.js").read_text())
 
 
 def _pack(text: str) -> str:
-    """As the page unpacks it; a third of the size."""
+    """Compresses the text to a third; the page unpacks it."""
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def _figures_of(history: History) -> Iterator[tuple[str, str]]:
-    """What the table at the top says."""
+    """The rows of the table at the top."""
     figures, goodput = history.figures, history.goodput
     loss = figures["final_loss"]
     yield "spare check", history.verdict
@@ -184,7 +179,6 @@ def _speed_of(history: History) -> Iterator[tuple[str, str]]:
 
 
 def plots_of(history: History) -> list[Plot]:
-    """The plots of a run."""
     plots = list(curves_of({history.run.name: history}))
     if len(history.steps):
         plots.append(_plot("Step time", "From commit to commit.", step_times(history)))
@@ -201,7 +195,7 @@ def plots_of(history: History) -> list[Plot]:
 
 
 def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
-    """Values over steps, as far as the runs have them: a simulated run has none."""
+    """The curves over steps that the runs have: a simulated run has none."""
     losses = _known(histories, lambda history: history.steps.loss)
     if losses:
         yield _plot("Loss", "Crosses mark steps in which groups were lost.", loss_curves(losses))
@@ -214,7 +208,7 @@ def curves_of(histories: Mapping[str, History]) -> Iterator[Plot]:
 def _known(
     histories: Mapping[str, History], values: Callable[[History], Floats | None]
 ) -> dict[str, tuple[History, Floats]]:
-    """The runs that have these values, with them; where all are 0 or absent, there are none."""
+    """The runs that have these values, with them. A run whose values are all 0 or absent is left out."""
     found = {name: (history, values(history)) for name, history in histories.items()}
     return {name: (history, told) for name, (history, told) in found.items() if told is not None and np.nansum(told**2)}
 
@@ -229,7 +223,7 @@ def _paces_of(history: History) -> Iterator[Plot]:
 
 
 def _told(slowest: Slowest, ranks_per_stage: int) -> str:
-    """The slowest rank in words. What the next one is at says how far scatter goes."""
+    """The slowest rank in words, and the next one, whose ratio shows how far scatter goes."""
     first = f"group {slowest.group} rank {slowest.rank} (stage {slowest.rank // ranks_per_stage})"
     second = f"group {slowest.next_group} rank {slowest.next_rank} (stage {slowest.next_rank // ranks_per_stage})"
     return f"Slowest: {first}: {slowest.ratio:.2f} x the median; next: {second}: {slowest.next_ratio:.2f} x."

@@ -1,4 +1,4 @@
-"""Serves the page of a run on the loopback address, to whoever knows its URL. It only ever reads."""
+"""Serves the page of a run on the loopback address, under a URL that contains a secret. Read-only."""
 
 import hmac
 import secrets
@@ -12,11 +12,11 @@ from urllib.parse import parse_qs
 
 ADDRESS = "127.0.0.1"
 _NAMES = (ADDRESS, "localhost")
-"""The names by which it may be called: another one is that of a page elsewhere which had its own name lead here."""
+"""Valid Host headers. Any other is of a foreign page that had its own name resolve to this address."""
 _IDLE_S = 10.0
 _LEAST_INTERVAL_S = 1.0
 _MOST_SHARE = 0.1
-"""Of the time, for bringing the content up to date."""
+"""Largest share of the time that updates of the content may take."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -35,10 +35,10 @@ class Content:
     """What a page shows.
 
     Attributes:
-        version: Another one whenever there is something new.
+        version: Differs whenever there is something new.
         text: JSON.
         is_final: Nothing more will come.
-        newest_at_s: When the newest line that it is made from was written, in seconds since the epoch; None if unknown.
+        newest_at_s: When the newest journal line in it was written, in seconds since the epoch; None if unknown.
     """
 
     version: int
@@ -48,11 +48,11 @@ class Content:
 
 
 class Updated:
-    """Content that is made anew when it is asked for, but not too often. Any thread may ask.
+    """Caches content, and updates it on request but not too often. Any thread may call it.
 
     Args:
-        make: Makes it from what it was; returns the same object if nothing is new.
-        clock_s: Seconds that only go forward.
+        make: Makes the content from the former one; returns the same object if nothing is new.
+        clock_s: A monotonic clock.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class Updated:
         self._next_at_s = 0.0
 
     def now(self) -> Content:
-        """What it is now."""
         with self._lock:
             began_s = self.clock_s()
             if self._content is None or (began_s >= self._next_at_s and not self._content.is_final):
@@ -76,11 +75,9 @@ class Updated:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers with the page and its content below a path that cannot be guessed.
+    """Serves the page, and its content as `data` beside it, below a path that cannot be guessed.
 
     Args:
-        page: The page, which fetches `data` beside it.
-        content: What it shows.
         port: The port; 0 takes a free one.
         now_s: Seconds since the epoch, from which pages learn how old the newest figure is.
 
@@ -99,11 +96,10 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
         return f"http://{ADDRESS}:{self.server_address[1]}/{self.token}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that went away in the middle of an answer is no error."""
+        """Ignores errors, as of a browser that disconnects during an answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -149,4 +145,4 @@ class _Handler(BaseHTTPRequestHandler):
         return "spare"
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the name is the library's
-        """Says nothing: URLs hold the token."""
+        """Logs nothing, because URLs hold the token."""

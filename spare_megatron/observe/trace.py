@@ -1,7 +1,7 @@
-"""What all ranks did around an event, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show.
+"""Converts the spans of ranks to a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Format: Google, "Trace Event Format": complete events (X), metadata (M), flows (s, f) and instants (i), times in
-microseconds. They are whole ones: Perfetto drops a span that reaches beyond the one around it by a rounding error.
+Format: Google, "Trace Event Format": complete events (X), metadata (M), flows (s, f) and instants (i). Times are whole
+microseconds: Perfetto drops a span that exceeds the one around it by a rounding error.
 """
 
 import itertools
@@ -20,7 +20,7 @@ Event = dict[str, Any]
 _MICRO = 1e6
 _FIRST_THREAD, _MOST_RANKS = 10_000_000, 10_000
 _RECOVERY = _MOST_RANKS - 1
-"""The place of the group's recoveries, whose stages would overlap with what a rank did."""
+"""Rank number of a group's recoveries, whose stages would overlap with the spans of a rank."""
 
 
 class _Placed(NamedTuple):
@@ -33,15 +33,15 @@ class _Placed(NamedTuple):
 
 
 def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None = None) -> dict[str, Any]:
-    """The trace: a process for each group, a thread for each of its ranks, and one for its recoveries.
+    """Builds the trace: a process for each group, a thread for each of its ranks, and one for its recoveries.
 
     Args:
-        ranks: What the ranks did.
-        journal: Of the same run: losses are marked, and clocks aligned by it.
-        steps: Only what belongs to these steps, or to none; everything when absent.
+        ranks: The spans of the ranks.
+        journal: The journal of the same run, for marks of losses and to align clocks.
+        steps: Keeps the spans of these steps only; None keeps all.
 
     Raises:
-        ValueError: Nothing belongs to these steps.
+        ValueError: There are no such spans.
     """
     offsets_s = clock_offsets(ranks, journal)
     chosen = [(part, span) for part in ranks for span in part.spans if steps is None or span.step in steps]
@@ -54,7 +54,7 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
         _Placed(part, span, *(_micro(at_s) + shift_us[part.machine] for at_s in (span.began_s, span.ended_s)))
         for part, span in chosen
     ]
-    placed.sort(key=lambda one: (one.began_us, -one.ended_us))  # what is around a span comes before it
+    placed.sort(key=lambda one: (one.began_us, -one.ended_us))  # enclosing spans come first
     events = [_complete(one) for one in placed]
     events += _names(chosen)
     events += _flows(placed)
@@ -63,10 +63,10 @@ def trace_of(ranks: Sequence[RankSpans], journal: Journal, steps: range | None =
 
 
 def clock_offsets(ranks: Iterable[RankSpans], journal: Journal) -> dict[str, float]:
-    """Seconds to add to the monotonic clock of each machine to get one time for all, which is about wall time.
+    """Seconds to add to each machine's monotonic clock to get one time for all, close to wall time.
 
-    Ranks on one machine share a clock. All groups read each entry of the decision log as soon as it is written: by how
-    much later one machine has read them, in the median over entries, is taken for the difference of the wall clocks.
+    Ranks on one machine share a clock. All groups read each log entry as soon as it is written, so the median delay of
+    one machine's reads behind another's is taken for the difference of their wall clocks.
     """
     wall_s: dict[str, float] = {}
     machine_of: dict[int, str] = {}
@@ -86,7 +86,7 @@ def clock_offsets(ranks: Iterable[RankSpans], journal: Journal) -> dict[str, flo
 
 
 def _place(group: int, rank: int) -> dict[str, int]:
-    """Process and thread. To Perfetto threads are the same if their numbers are, and 0 is none."""
+    """Process and thread ids. Perfetto identifies threads by number across processes, and ignores 0."""
     return {"pid": group + 1, "tid": _FIRST_THREAD + group * _MOST_RANKS + rank}
 
 
@@ -126,7 +126,7 @@ def _names(chosen: Sequence[tuple[RankSpans, Span]]) -> Iterator[Event]:
 
 
 def _flows(placed: Sequence[_Placed]) -> Iterator[Event]:
-    """Arrows from the pass of a microbatch through a stage to the one that needs what it gave."""
+    """Arrows from a microbatch's pass through a stage to the pass through the next stage that needs its result."""
     passes: dict[tuple[Any, ...], list[_Placed]] = defaultdict(list)
     for one in placed:
         part, span = one.part, one.span
@@ -139,14 +139,14 @@ def _flows(placed: Sequence[_Placed]) -> Iterator[Event]:
                 continue
             number += 1
             flow = {"name": "stage to stage", "cat": "flow", "id": number}
-            # Inside the spans, or the arrows bind to nothing.
+            # Inside the spans, otherwise the arrows bind to nothing.
             left_us = min(before.ended_us, after.began_us) - 1
             yield flow | _place(before.part.group, before.part.rank) | {"ph": "s", "ts": left_us}
             yield flow | _place(after.part.group, after.part.rank) | {"ph": "f", "bp": "e", "ts": after.began_us + 1}
 
 
 def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[Event]:
-    """A mark across all ranks where the loss of a group was written, with what its ranks were about."""
+    """Marks across all ranks where losses were journaled, with the pending operations."""
     losses = Losses()
     for line in journal.lines:
         if isinstance(line.record, LossRecord):
@@ -164,7 +164,7 @@ def _losses(journal: Journal, origin_s: float, end_us: int) -> Iterator[Event]:
 
 
 def _ranges(ranks: Sequence[RankSpans]) -> str:
-    """The steps that are there, in words."""
+    """The steps that have spans, in words."""
     steps = sorted({span.step for part in ranks for span in part.spans})
     parts: list[list[int]] = []
     for step in steps:

@@ -1,4 +1,4 @@
-"""A supervisor's connection to the driver: reports go there, orders come from there."""
+"""A supervisor's connection to the driver: reports out, orders in."""
 
 import contextlib
 import time
@@ -12,23 +12,22 @@ from spare_megatron.process.processes import say
 from spare_megatron.process.reports import NodeReport, Order
 
 _MOST_UNREAD = 20_000
-"""Reports, each of some hundred bytes, that a driver may leave unread. One that is stopped reads none."""
+"""Most reports, some hundred bytes each, that may wait for a driver. One that is suspended reads none."""
 
 _LAST_WORD_S = 60.0
-"""How long a driver elsewhere is given to take a node's last word."""
+"""How long a driver on another machine may take to acknowledge the node's last report."""
 
 
 class Stopped(Exception):
-    """The driver wants the node to end; or it is gone, and the node with it."""
+    """The node is to end: by order of the driver, with a driver that it needs, or because it is replaced."""
 
 
 class DriverLink:
-    """The connection. A thread of its own sends, so that nobody here waits for a driver that does not read.
+    """The connection. A thread sends, so that the supervisor never waits for a driver that does not read.
 
     Args:
-        connection: The connection.
-        is_needed: The node ends when the driver is gone. Otherwise it goes on for itself.
-        listener: Told first of all that the driver is told, be it there or not.
+        is_needed: The node ends when the driver is gone; otherwise it goes on alone.
+        listener: Called with every report, even if the driver is gone.
     """
 
     def __init__(
@@ -43,25 +42,23 @@ class DriverLink:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a driver, as far as is known."""
         return self._connection is not None
 
     @property
     def pipes(self) -> list[Connection]:
-        """What becomes ready when there is an order."""
         return [] if self._connection is None else [self._connection]
 
     def tell(self, report: NodeReport) -> None:
-        """Tells the driver, if there is one.
+        """Queues a report for the driver, if there is one.
 
         Raises:
-            Stopped: It has left too much unread.
+            Stopped: A driver that is needed has left too many reports unread.
         """
         self._listener(report)
-        if self._connection is None or self._failure is not None:  # its last order, or its end, is yet to be heard
+        if self._connection is None or self._failure is not None:  # `hear` will find its last order, or its end
             return
         try:
-            self._unread.put_nowait(bytes(ForkingPickler.dumps(report)))  # now: what it names may change
+            self._unread.put_nowait(bytes(ForkingPickler.dumps(report)))  # now: what it refers to may change
         except Full:
             self._lose(TimeoutError(f"it has left {_MOST_UNREAD} reports unread"))
             return
@@ -70,10 +67,10 @@ class DriverLink:
             self._sender.start()
 
     def hear(self) -> Order | None:
-        """An order that is ready; None if there is none, for the driver is gone.
+        """Receives an order. Returns None if there is none because the driver is gone.
 
         Raises:
-            Stopped: It is to end.
+            Stopped: The node is to end.
         """
         if self._connection is None:
             return None
@@ -87,14 +84,14 @@ class DriverLink:
         return order
 
     def close(self, last: NodeReport) -> None:
-        """Tells the driver the last word, and waits until it has taken it.
+        """Sends the last report and waits until the driver has taken it.
 
-        One that is needed is here: it may have been stopped by hand and be continued at any time, and if it ends the
-        connection breaks. One elsewhere is not waited for longer than a minute, and has to say that it has it: what
-        stands for it here may be there for a moment longer than itself.
+        A needed driver is on this machine. It may be suspended and resumed at any time, and its end breaks the
+        connection, so the wait for it to read has no limit. Another one has `_LAST_WORD_S` and must acknowledge the
+        report, because the process that represents it here may outlive it for a moment.
 
         Raises:
-            Stopped: It is gone.
+            Stopped: A driver that is needed is gone.
         """
         self.tell(last)
         if self._connection is None or self._sender is None:
@@ -109,7 +106,7 @@ class DriverLink:
             self._await_receipt(self._connection)
 
     def _await_receipt(self, connection: Connection) -> None:
-        """Hears whether the last word is taken, or none was wanted any more; else the driver is gone."""
+        """Waits for the acknowledgement, or the order to stop; otherwise the driver is gone."""
         end_s = time.monotonic() + _LAST_WORD_S
         error: Exception = TimeoutError(f"it has not taken the last word within {_LAST_WORD_S:g} s")
         try:
@@ -121,7 +118,6 @@ class DriverLink:
         self._lose(error)
 
     def _send(self, connection: Connection) -> None:
-        """The thread's part."""
         while (report := self._unread.get()) is not None:
             try:
                 connection.send_bytes(report)

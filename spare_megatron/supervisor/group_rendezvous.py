@@ -1,8 +1,9 @@
-"""Groups whose ranks stand on several nodes. Their parts end together, and begin their next life together.
+"""Keeps the parts of a group on several nodes together: one fence ends them all, and all start together.
 
-The supervisor of each node decides on its own part as on a whole group. It says in the control store that the present
-life is fenced (`lost/GROUP/LIFE`: by which entry, the rank and the cause), and that it is ready for the next one
-(`part/GROUP/LIFE/NODE`: which of the node's supervisors it is). No node leads: each begins when it finds all ready.
+Each supervisor decides on its own part as on a whole group, and publishes in the control store that an incarnation is
+fenced (`lost/GROUP/INCARNATION`: entry, rank, cause) and that its node is ready for the next one
+(`part/GROUP/INCARNATION/NODE`: incarnation of the supervisor). No node leads: each starts its part when it finds all of
+them ready.
 """
 
 import json
@@ -22,14 +23,14 @@ from spare_megatron.voting.fencing import fence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsThere:
-    """All nodes of the group are ready for this life of it, and it begins."""
+    """All nodes of the group are ready for this incarnation, which starts now."""
 
     member: Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartLost:
-    """The life that the group is in here, or that it waits for, is fenced for what has been seen on another node."""
+    """The incarnation that runs or is awaited here is fenced because of what another node has seen."""
 
     member: Member
     rank: int
@@ -37,15 +38,7 @@ class PartLost:
 
 
 class GroupRendezvous:
-    """One node's parts of such groups, in the thread that asks the store.
-
-    Args:
-        layout: Of the run.
-        node: The node.
-        life: Which of the node's supervisors this is.
-        interval_s: The heartbeat interval.
-        tell: Told of what happens.
-    """
+    """One node's parts of the groups that span nodes; events go to `tell`. For the thread that calls the store."""
 
     def __init__(
         self, layout: Layout, node: int, life: int, interval_s: float, tell: Callable[[PartsThere | PartLost], None]
@@ -60,40 +53,40 @@ class GroupRendezvous:
         self._waiting: dict[GroupId, tuple[Member, Gathering]] = {}
 
     def begin(self, member: Member) -> None:
-        """The group's ranks on this node are in this life."""
+        """Notes that the group's ranks on this node run this incarnation."""
         if self._is_divided(member.group):
             self._present[member.group] = member
 
     def wait(self, store: ControlStore, member: Member) -> None:
-        """This node is ready for this life of the group."""
+        """Publishes that this node is ready for this incarnation; `look` waits for the others."""
         self._present.pop(member.group, None)
         store.put(_ready_key(member, self._node), str(self._life))
         self._waiting[member.group] = member, Gathering(self._layout.nodes_of(member.group), self._interval_s)
 
     def find_fence(self, store: ControlStore, member: Member) -> int | None:
-        """The entry that fences this life, where a node has told of it: all nodes of a group meet one loss."""
+        """The entry that fences this incarnation, if a node has published one: all nodes of a group share one loss."""
         (text,) = store.get([_lost_key(member)]) if self._is_divided(member.group) else (None,)
         return None if text is None else int(json.loads(text)[0])
 
     def fenced(self, store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
-        """Tells the group's other nodes, whose ranks may be waiting for some that are gone."""
+        """Publishes the fence to the group's other nodes, whose ranks may be waiting for lost ones."""
         if self._is_divided(member.group):
             tell_fenced(store, member, entry_index, rank, cause)
             if self._present.get(member.group) == member:
                 del self._present[member.group]
 
     def look(self, store: ControlStore) -> None:
-        """At what the other nodes have said."""
+        """Polls what the other nodes have published."""
         for member in list(self._present.values()):
             if self._is_lost(store, member):
                 del self._present[member.group]
         for member, gathering in list(self._waiting.values()):
-            # Others may have begun it and lost it, while to this node one of them seemed to be away.
+            # Other nodes may have started and lost it while this one took a node for away.
             if self._is_lost(store, member):
                 del self._waiting[member.group]
             elif self._are_there(store, member, gathering):
                 del self._waiting[member.group]
-                # Before anything is started: a supervisor that takes a lost one's place must know of this life.
+                # Before anything starts: a replacement supervisor must know of this incarnation.
                 store.put(incarnation_key(member.group), str(member.incarnation))
                 self._tell(PartsThere(member=member))
 
@@ -118,17 +111,16 @@ class GroupRendezvous:
 
 
 def tell_fenced(store: ControlStore, member: Member, entry_index: int, rank: int, cause: str) -> None:
-    """Tells all nodes of a group that this life of it is fenced, and for what."""
+    """Publishes that this incarnation is fenced, and why. The first publication stands."""
     store.put_if_absent(_lost_key(member), json.dumps([entry_index, rank, cause]))
 
 
 def incarnation_key(group: GroupId) -> str:
-    """Where the number of the group's life stands."""
     return f"incarnation/{group}"
 
 
 def present_members(store: ControlStore, groups: Sequence[GroupId]) -> list[Member]:
-    """The groups in the lives that they are in, as their nodes have told."""
+    """The groups in their present incarnations, as published; 0 until then."""
     texts = store.get([incarnation_key(group) for group in groups])
     return [Member(group, int(text or 0)) for group, text in zip(groups, texts, strict=True)]
 
@@ -142,13 +134,10 @@ def _lost_key(member: Member) -> str:
 
 
 def fence_node(store: ControlStore, layout: Layout, node: int, cause: str) -> Iterator[LossRecord]:
-    """Fences one after the other the groups that have ranks on the node, so that nobody waits for them any more.
+    """Fences the groups that have ranks on the node and marks them as not awaited at the start, one with each record.
 
-    Args:
-        store: The control store.
-        layout: Of the run.
-        node: The node.
-        cause: Why, for people.
+    Yields:
+        The loss of each group, which is fenced when its record is requested.
     """
     log = DecisionLog(store)
     for member in present_members(store, layout.groups_on(node)):

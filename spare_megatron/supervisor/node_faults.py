@@ -1,4 +1,4 @@
-"""Faults of the trace that strike a rank from outside, or its supervisor."""
+"""Injects the faults of a trace that strike from outside a rank: suspended ranks, cut networks, killed supervisors."""
 
 import contextlib
 import os
@@ -12,14 +12,7 @@ from spare_megatron.supervisor.rank_processes import RankProcesses
 
 
 class NodeFaults:
-    """Inflicts them on one node.
-
-    Args:
-        ranks: The node's ranks.
-        agenda: For what ends by itself.
-        network: The node's own, where it has one.
-        pass_on: Tells the driver of a fault that is its affair: those of the run.
-    """
+    """The faults of one node. `pass_on` takes those that the driver has to inject."""
 
     def __init__(
         self,
@@ -34,7 +27,6 @@ class NodeFaults:
         self._pass_on = pass_on
 
     def inflict(self, wanted: FaultWanted) -> None:
-        """The fault strikes, or is passed on."""
         seconds = wanted.fault.seconds
         match wanted.fault.kind:
             case "stop":
@@ -54,9 +46,9 @@ class NodeFaults:
                 self._pass_on(wanted)
 
     def let_go_on(self, wanted: FaultWanted) -> None:
-        """The rank has what it wanted, and goes on if it is still there."""
+        """Resumes the rank that wanted the fault, if it is still there."""
         key = (wanted.fault.group, wanted.fault.rank)
         if self._ranks.is_there(key, wanted.pid):
             os.kill(wanted.pid, signal.SIGCONT)
-            with contextlib.suppress(OSError):  # it has been killed meanwhile
+            with contextlib.suppress(OSError):  # it was killed meanwhile
                 self._ranks.child(key).reports.send("go on")

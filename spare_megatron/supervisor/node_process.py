@@ -1,4 +1,4 @@
-"""A supervisor's process from its first line to its last."""
+"""The main functions of a supervisor's process."""
 
 import contextlib
 import dataclasses
@@ -21,16 +21,15 @@ from spare_megatron.supervisor.supervisor import Supervisor
 
 
 def supervise(spec: NodeSpec, driver: Connection) -> None:
-    """The main function of a supervisor's process. It ends with its ranks, or when the driver says so or is gone."""
+    """Main function of a supervisor that the driver starts. Ends with its ranks, the driver, or an order of it."""
     look_after(spec, driver)
-    os._exit(0)  # the link's thread may be waiting for a store that does not answer
+    os._exit(0)  # the store link's thread may be blocked
 
 
 def look_after(spec: NodeSpec, driver: Connection) -> bool:
-    """Looks after a node to its end.
+    """Supervises a node to its end. Returns whether the run has ended without a driver.
 
-    Returns:
-        Whether the run has come to its end without a driver. A thread may still be waiting for the store.
+    A thread may still be waiting for the store.
     """
     log_to_file(spec.run_dir, spec.name)
     supervisor = Supervisor(spec, driver)
@@ -42,17 +41,17 @@ def look_after(spec: NodeSpec, driver: Connection) -> bool:
 
 
 def look_after_node(run_dir: Path, node: int, wait_s: float) -> Summary | None:
-    """Looks after the node to its end.
+    """Supervises a node for a driver on another machine.
 
     Returns:
-        How the run has ended, where that is for its nodes to tell: the driver is lost.
+        How the run has ended, if the driver is lost and the nodes have to conclude the run; else None.
 
     Raises:
-        ValueError: Nobody awaits the node, its code is not the driver's, or it cannot use the control store.
+        ValueError: The node is not awaited, its code is not the driver's, or it cannot use the control store.
     """
     set_environment_of_ranks()
     driver = connect(run_dir, node, wait_s)
-    importlib.import_module("spare_megatron.rank.rank")  # ranks that are forked from this process have it then
+    importlib.import_module("spare_megatron.rank.rank")  # so that forked ranks have it
     spec: NodeSpec = driver.recv()
     if mismatch := code_mismatch(spec.code):
         raise ValueError(f"{mismatch}: install the same on all nodes")

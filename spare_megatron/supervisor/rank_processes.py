@@ -1,4 +1,4 @@
-"""Why a rank ended, for people and for the fence."""
+"""The rank processes of one node: starts, replaces, kills and reaps them, and explains why one has ended."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ from spare_megatron.stacking.layout import GroupId, Member
 from spare_megatron.state.snapshot.snapshot_server import NodeSnapshotServer
 
 LOSSLESS_EXITS = (ExitCode.FINISHED, ExitCode.WIPE_OUT, ExitCode.HALTED)
-"""Ends that all groups come to by themselves: no reason to fence anybody."""
+"""Exit codes that end the run for all groups: no reason to fence one."""
 
 
 _CAUSES: dict[int, str] = {
@@ -45,24 +45,19 @@ _CAUSES: dict[int, str] = {
     ExitCode.FENCED: "found itself fenced; the log entry says why",
     ExitCode.STORE_LOST: "lost the control store",
 }
-"""What the exit codes of lost groups mean."""
+"""Causes of loss by exit code."""
 
 
 INJECTED = f"{InjectedFault.__module__}.{InjectedFault.__qualname__}"
-"""How the last line of the traceback of an injected fault begins."""
+"""Start of the last traceback line of an injected fault."""
 
 
 _OF_A_DEVICE = ("ECC error", "NVLink", "hardware stack error")
-"""In what CUDA says of a device that has failed, which no other group meets by computing the same."""
+"""Fragments of CUDA errors that mean a failed device, which no other group meets by computing the same."""
 
 
 def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
-    """Why the rank ended, and the exception behind it where other groups may meet the same; else empty.
-
-    Args:
-        code: The exit code of its process.
-        traceback: Of the exception that ended it, if one did.
-    """
+    """Why a rank ended, and the exception behind it if other groups may raise the same one; else an empty string."""
     error = _error_in(traceback)
     cause = error or _CAUSES.get(code) or describe_exit(code)
     is_its_own = error.startswith(INJECTED) or any(word in error for word in _OF_A_DEVICE)
@@ -70,71 +65,56 @@ def cause_of_end(code: int, traceback: str = "") -> tuple[str, str]:
 
 
 class Raised:
-    """What ranks of a node have raised, until it is told with the loss of their groups."""
+    """Exceptions that ranks of the node have raised, kept until they are reported with the losses of their groups."""
 
     def __init__(self) -> None:
         self._reports: dict[RankKey, RankRaised] = {}
 
     def note(self, report: RankRaised) -> None:
-        """A rank has raised."""
         self._reports[report.group, report.rank] = report
 
     def first_rank(self, group: GroupId, ended: int) -> int:
-        """The first rank of the group that has raised; the one that has ended, if none has."""
+        """The lowest rank of the group that has raised; `ended` if none has."""
         return min((rank for of, rank in self._reports if of == group), default=ended)
 
     def cause_of_end(self, key: RankKey, code: int) -> tuple[str, str]:
-        """Why the rank ended, as `cause_of_end` has it."""
+        """`cause_of_end` with the traceback that the rank has reported, if any."""
         report = self._reports.get(key)
         return cause_of_end(code, report.traceback if report else "")
 
     def take(self, group: GroupId, rank: int) -> RankRaised | None:
-        """What the rank has raised, to be told now."""
         return self._reports.pop((group, rank), None)
 
     def forget(self, group: GroupId) -> None:
-        """The group begins its next life."""
         self._reports = {key: report for key, report in self._reports.items() if key[0] != group}
 
 
 def _error_in(traceback: str) -> str:
-    """The last line, where a text of several lines has what others may meet too. CUDA ends with advice instead."""
+    """The last line of a traceback; of a CUDA error its own line, because the text ends with advice."""
     lines = traceback.strip().splitlines()
     return next((line for line in reversed(lines) if "CUDA error" in line), lines[-1] if lines else "")
 
 
 _FAREWELL_S = 5.0
-"""How long a rank that has raised waits to be ended."""
+"""How long a rank that has raised waits for its supervisor to kill it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """A process that is a rank, or is to be one.
-
-    Attributes:
-        child: The process, and the pipe to it.
-        page: Memory shared with it, where its beacon beats.
-        starvation: What it has lacked of processors.
-    """
+    """A process that is a rank or waits to become one, its heartbeat page and its lack of processors."""
 
     child: Child
     page: HeartbeatPage
     starvation: Starvation
 
     def become(self, spec: RankSpec) -> None:
-        """Tells it which rank it is. Where it has died, its end says so."""
+        """Sends the process its spec. If it has died, its exit is reaped like that of any rank."""
         with contextlib.suppress(OSError):
             self.child.reports.send(spec)
 
 
 class Spares:
-    """Makes the processes of a node's ranks, and keeps some that wait.
-
-    Args:
-        context: What they are started from.
-        rank_main: What they run as soon as they are told who they are.
-        num_kept: How many are to wait.
-    """
+    """Creates rank processes, and keeps `num_kept` idle ones as spares."""
 
     def __init__(self, context: BaseContext, rank_main: RankMain, num_kept: int) -> None:
         self._context = context
@@ -143,28 +123,26 @@ class Spares:
         self._waiting: deque[RankProcess] = deque()
 
     def warm(self) -> None:
-        """Starts those that are missing."""
         self._bury()
         self._waiting += [self.new() for _ in range(self._num_kept - len(self._waiting))]
 
     def take(self, num_wanted: int) -> list[RankProcess]:
-        """Those that have waited longest, as many as there are."""
+        """Takes up to `num_wanted` spares, the oldest first."""
         self._bury()
         return [self._waiting.popleft() for _ in range(min(num_wanted, len(self._waiting)))]
 
     def new(self) -> RankProcess:
-        """A process that nobody has waited for."""
+        """Starts a process that is not kept as a spare."""
         page = new_page(self._context)
         child = start_child(self._context, "rank", _wait_for_place, self._rank_main, page, os.getpid())
         return RankProcess(child=child, page=page, starvation=Starvation(child.pid))
 
     def end(self) -> None:
-        """Kills and reaps all that wait."""
         while self._waiting:
             end_child(self._waiting.pop().child)
 
     def _bury(self) -> None:
-        """Lets go of those that have died waiting."""
+        """Drops the spares that have died."""
         for process in [process for process in self._waiting if not process.child.process.is_alive()]:
             end_child(process.child)
             self._waiting.remove(process)
@@ -172,27 +150,27 @@ class Spares:
 
 def _wait_for_place(rank_main: RankMain, page: HeartbeatPage, supervisor_pid: int, reports: Connection) -> None:
     die_with(supervisor_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _be_rank(rank_main, replace(reports.recv(), page=page), reports)
 
 
 def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoReturn:
-    """The rank from its first line on: what it imports may fail as well as what it does.
+    """Runs the rank, its imports included, reports an exception and ends the process.
 
-    The process is left without running destructors: those of communicators that were abandoned would wait for
-    transfers that cannot end. Until then the exception holds them.
+    Skips destructors: those of abandoned communicators would wait for transfers that cannot end. Until then the
+    exception keeps the communicators alive.
     """
     try:
         log_to_file(spec.run_dir, spec.name)
         rank_main(spec, reports)
-    except BaseException as error:  # noqa: BLE001  (whatever it is, it ends this rank and is told)
+    except BaseException as error:  # noqa: BLE001  (any exception ends this rank and is reported)
         text = traceback.format_exc()
         try:
             say(text.rstrip())
             concerns_all = isinstance(error, ValueError)
             reports.send(RankRaised(group=spec.group, rank=spec.rank, traceback=text, concerns_all=concerns_all))
-            # The supervisor ends the whole group for it. A peer that missed it first would fence it without a cause.
+            # The supervisor ends the whole group with this cause; a peer that missed the rank first would give none.
             reports.poll(_FAREWELL_S)
         finally:
             leave(ExitCode.RAISED)
@@ -200,14 +178,14 @@ def _be_rank(rank_main: RankMain, spec: RankSpec, reports: Connection) -> NoRetu
 
 
 class RankProcesses:
-    """The processes and what belongs to each.
+    """The present process of every rank of a node, with its pipe, sentinel, exit code and incarnation.
 
     Attributes:
-        keeper: Holds the node's snapshots; None where none are taken.
-        pipes: Where reports come from, by the rank that writes them.
-        sentinels: What becomes ready when a process ends, by its rank.
-        exits: How the last process of each rank ended.
-        foreign: Groups whose last life was elsewhere, under a supervisor that is lost; which one is not known yet.
+        keeper: Server of the node's snapshots; None if none are taken.
+        pipes: Pipe of reports -> rank that writes it.
+        sentinels: Sentinel that becomes ready when a process ends -> its rank.
+        exits: Exit code of each rank's last process.
+        foreign: Groups last started by a lost supervisor, in an incarnation that is not known yet.
     """
 
     def __init__(self, spec: NodeSpec) -> None:
@@ -219,7 +197,7 @@ class RankProcesses:
         most_ranks = max(len(self.of(group)) for group in spec.config.parallel.groups_on(spec.node))
         self._spares = Spares(self._context, spec.rank_main, spec.config.spare.spares * most_ranks)
         self._processes: dict[RankKey, RankProcess] = {}
-        self._faults = set(spec.faults)  # that have yet to strike
+        self._faults = set(spec.faults)  # those that have not struck yet
         self._incarnations = dict.fromkeys(spec.config.parallel.groups_on(spec.node), 0)
         self.keeper = NodeSnapshotServer(spec, self._context) if spec.config.snapshot.every_steps else None
         self._is_end_asked = False
@@ -229,25 +207,19 @@ class RankProcesses:
         self.foreign = set(self._incarnations) if spec.life else set()
 
     def start_all(self) -> None:
-        """Starts every rank of the node for the first time, and the keeper of what they copy."""
+        """Starts the snapshot server and, for the first time, every rank of the node."""
         self.look_at_keeper()
         for key in self._keys:
             self._start(key, self._spares.new())
 
     def warm_spares(self) -> None:
-        """Starts the spares that are missing."""
         self._spares.warm()
 
     def start_again(self, group: GroupId, wiped_out_at_s: float | None, *, takes_spares: bool) -> int:
-        """Starts the node's ranks of a group whose processes are of no use any more, as its next incarnation.
+        """Starts the next incarnation of the group's ranks on this node, in place of its former processes.
 
-        Args:
-            group: The group.
-            wiped_out_at_s: When the whole run was wiped out, if that is why.
-            takes_spares: Whether processes that wait take the place of those that were lost, as far as there are any.
-
-        Returns:
-            How many have.
+        `wiped_out_at_s` is the monotonic time of the wipe-out that caused the restart, if one did. With `takes_spares`,
+        spares become ranks as far as there are any; returns how many do.
         """
         self._incarnations[group] += 1
         keys = self.of(group)
@@ -255,13 +227,13 @@ class RankProcesses:
         for child in former:
             self.pipes.pop(child.reports, None)
             self.sentinels.pop(child.process.sentinel, None)
-        if self._spec.config.cluster.device == "gpu":  # which has no room for two
+        if self._spec.config.cluster.device == "gpu":  # a GPU has no room for both
             _end_all(former)
         spares = self._spares.take(len(keys)) if takes_spares else []
         new = [self._spares.new() for _ in keys[len(spares) :]]
         for key, process in zip(keys, [*spares, *new], strict=True):
             self._start(key, process, wiped_out_at_s)
-        _end_all(former)  # a process that is being killed takes as long to end as others to start
+        _end_all(former)  # last: they were killed before, and end while the new ones start
         return len(spares)
 
     def _start(self, key: RankKey, process: RankProcess, wiped_out_at_s: float | None = None) -> None:
@@ -287,44 +259,40 @@ class RankProcesses:
         self.sentinels[process.child.process.sentinel] = key
 
     def ask_to_end(self) -> None:
-        """Has the run end with the step under way. Safe in a signal handler."""
+        """Ends the run after the current step. Safe in a signal handler."""
         self._is_end_asked = True
         for process in self._processes.values():
             process.page.end_asked = True
 
     def adopt(self, member: Member) -> None:
-        """The last life of a foreign group was this one; the next is here."""
+        """Notes the last incarnation of a foreign group; the next one starts here."""
         self.foreign.discard(member.group)
         self._incarnations[member.group] = member.incarnation
 
     def forget_fault(self, fault: Fault) -> None:
-        """It has struck, and no later life of the group meets it."""
+        """Keeps later incarnations from meeting a fault that has struck."""
         self._faults.discard(fault)
 
     def of(self, group: GroupId) -> list[RankKey]:
-        """The node's ranks of a group."""
         return [key for key in self._keys if key[0] == group]
 
     def have_ended(self, group: GroupId) -> bool:
-        """Whether all processes of the group here have been reaped."""
+        """Whether all processes of the group on this node are reaped."""
         return group not in {key[0] for key in self.sentinels.values()}
 
     def member(self, group: GroupId) -> Member:
-        """The group in its present life."""
         return Member(group, self._incarnations[group])
 
     def next_member(self, group: GroupId) -> Member:
-        """The group in the life that would follow."""
         return Member(group, self._incarnations[group] + 1)
 
     @property
     def groups(self) -> frozenset[GroupId]:
-        """The groups that have ranks on the node."""
         return frozenset(self._incarnations)
 
     @property
     def whole_groups(self) -> frozenset[GroupId]:
-        """Of these, those that have no ranks elsewhere."""
+        """The groups with all of their ranks on this node."""
         num_ranks = self._spec.config.parallel.ranks_per_group
         return frozenset(group for group in self.groups if len(self.of(group)) == num_ranks)
 
@@ -333,34 +301,32 @@ class RankProcesses:
         return {key: process.child.pid for key, process in self._processes.items()}
 
     def child(self, key: RankKey) -> Child:
-        """The rank's present process."""
         return self._processes[key].child
 
     def is_there(self, key: RankKey, pid: int) -> bool:
-        """Whether this process is the rank's present one and has not ended."""
+        """Whether `pid` is the rank's present process and alive."""
         child = self._processes[key].child
         return child.pid == pid and child.process.is_alive()
 
     def pulse(self, key: RankKey) -> Pulse:
-        """What the rank shows of itself now."""
         process = self._processes[key]
         return read_page(process.page, process.starvation.seconds(process.page.beats, time.monotonic()))
 
     def page(self, key: RankKey) -> HeartbeatPage | None:
-        """The memory shared with the rank's present process; None if it has had none here."""
+        """The heartbeat page of the rank's present process; None if it has had no process here."""
         return self._processes[key].page if key in self._processes else None
 
     def pending(self, group: GroupId) -> list[dict[str, Any]]:
-        """What each of the group's ranks here is about, as the journal has it."""
+        """The current operation of each of the group's ranks on this node, as the journal records it."""
         started = [key for key in self.of(group) if key in self._processes]
         pulses = {rank: self.pulse((group, rank)) for _, rank in started}
         return [{"rank": rank, "operation": str(pulse.operation), "step": pulse.step} for rank, pulse in pulses.items()]
 
     def reap(self, sentinels: Sequence[int]) -> list[RankKey]:
-        """The ranks whose processes have ended, and whose exits are known from now on: who lost a peer after the peer.
+        """Reaps the processes with these ready sentinels, records their exit codes and drops the sentinels.
 
-        Args:
-            sentinels: That are ready. They are of no use any more.
+        Returns:
+            Their ranks. Those that ended because they lost a peer come last, so that the cause of a loss comes first.
         """
         ended = [self.sentinels.pop(sentinel) for sentinel in sentinels]
         for key in ended:
@@ -371,18 +337,18 @@ class RankProcesses:
         return sorted(ended, key=lambda key: self.exits[key] == ExitCode.GROUP_BROKEN)
 
     def kill(self, group: GroupId) -> None:
-        """Kills what is left of a group here."""
+        """Kills the group's ranks on this node, without reaping them."""
         for key in self.of(group):
             if key in self._processes and (process := self._processes[key].child.process).is_alive():
                 process.kill()
 
     def look_at_keeper(self) -> None:
-        """Sees to it that there is one, where snapshots are taken."""
+        """Starts the snapshot server, if snapshots are taken and it is not alive."""
         if self.keeper is not None:
             self.keeper.look()
 
     def end(self) -> None:
-        """Kills and reaps all that are left. They stand still first: who saw a peer end would have the group fenced."""
+        """Kills and reaps all processes. Suspends the ranks first, so that none sees a peer end and reports it."""
         children = [process.child for process in self._processes.values()]
         for child in children:
             if child.process.is_alive():
@@ -394,7 +360,6 @@ class RankProcesses:
 
 
 def _end_all(children: Sequence[Child]) -> None:
-    """Kills and reaps these, at the same time."""
     for child in children:
         if child.process.is_alive():
             child.process.kill()
@@ -403,7 +368,7 @@ def _end_all(children: Sequence[Child]) -> None:
 
 
 def _choose_device(config: RunConfig, node: int, key: RankKey) -> str:
-    """The rank's device. Nodes that are rehearsed on one machine share its GPUs."""
+    """The rank's device. With the local launcher all nodes share the GPUs of one machine."""
     layout = config.parallel
     first = node * layout.ranks_per_node if config.cluster.launcher == "local" else 0
     index = first + layout.ranks_on(node).index(key)

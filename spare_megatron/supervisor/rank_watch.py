@@ -1,4 +1,4 @@
-"""A supervisor's eye on its ranks: which of them have stopped."""
+"""Finds the ranks of a node that have stopped, by their heartbeats."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -9,15 +9,13 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.supervisor.rank_processes import RankProcesses
 
 _QUIET_INTERVALS = 10.0
-"""Who is not up yet and has made no progress for so many heartbeat intervals does not get on."""
+"""A group that is not up yet and has made no progress for so many heartbeat intervals is stuck."""
 
 
 class RankWatch:
-    """Judges the beacons of the ranks that are being watched.
+    """A failure detector for each watched rank.
 
     Args:
-        ranks: The node's ranks.
-        interval_s: The heartbeat interval.
         group_timeout_s: Longest wait of a rank for others of its group.
         load_timeout_s: Longest time for a rank to read a checkpoint.
     """
@@ -28,41 +26,37 @@ class RankWatch:
         self._group_timeout_s = group_timeout_s
         self._load_timeout_s = load_timeout_s
         self._liveness: dict[RankKey, FailureDetector] = {}
-        self._starved_s: dict[RankKey, float] = {}  # at the last look
-        self._group_starved_s: defaultdict[GroupId, float] = defaultdict(
-            float
-        )  # never less than before, though ranks end
+        self._starved_s: dict[RankKey, float] = {}  # at the last poll
+        self._group_starved_s: defaultdict[GroupId, float] = defaultdict(float)  # never falls, though ranks end
 
     def begin(self, group: GroupId) -> None:
-        """From here on: what comes before has the timeout of the start."""
+        """Watches the group's ranks on this node. Until then `control.startup_timeout_s` limits them."""
         for key in self._ranks.of(group):
             self._liveness[key] = self._new_liveness()
 
     def end(self, *keys: RankKey) -> None:
-        """These are not watched any more."""
         for key in keys:
             self._liveness.pop(key, None)
             self._starved_s.pop(key, None)
 
     def is_watched(self, group: GroupId) -> bool:
-        """Whether some rank of the group is."""
         return any(key in self._liveness for key in self._ranks.of(group))
 
     def is_getting_on(self, group: GroupId, now_s: float) -> bool:
-        """Whether the group is not watched, for it is not up yet, and some rank of it has made progress lately."""
+        """Whether the group is not watched because it is not up yet, but one of its ranks has made progress lately."""
         progress_at_s = max(self._ranks.pulse(key).progress_at_s for key in self._ranks.of(group))
         return not self.is_watched(group) and now_s - progress_at_s < _QUIET_INTERVALS * self._interval_s
 
     def forgive(self) -> None:
-        """What they did up to now does not count."""
+        """Restarts all detectors, so that what happened up to now does not count."""
         self._liveness = {key: self._new_liveness() for key in self._liveness}
 
     def find_lost(self, now_s: float, known: Collection[GroupId]) -> Iterator[tuple[GroupId, int, str]]:
-        """Groups of which a rank has stopped, with the rank that stopped first and what it was about.
+        """Yields groups with a rank that has stopped: group, the rank that stopped first, and the cause.
 
         Args:
             now_s: Monotonic time.
-            known: Groups that are lost already. The caller adds each that it is given.
+            known: Groups that are lost already. The caller adds each group that it receives.
         """
         pulses = {key: self._ranks.pulse(key) for key in self._liveness}
         self._add_starvation(pulses)

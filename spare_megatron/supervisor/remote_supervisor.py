@@ -1,7 +1,6 @@
-"""A process of the driver's machine that stands for a supervisor on another one.
+"""Represents a supervisor on another machine to the driver: launches it, relays messages, and replaces it if lost.
 
-It has that supervisor started, passes on what both sides say, and has another one started where the first is lost, or
-has not come. To the driver it is the supervisor.
+Runs as a process on the driver's machine, one per remote node.
 """
 
 import contextlib
@@ -22,47 +21,47 @@ from spare_megatron.process.specs import NodeSpec
 from spare_megatron.store.open_store import open_store, without_credentials
 
 _RETRY_S, _LONGEST_RETRY_S = 2.0, 60.0
-"""Until it is looked again for a node that is free; twice as long each time, as all stand-ins ask the same server."""
+"""First and longest pause between launches while no node is free. It doubles each time, because all remote supervisors
+of a run ask the same server."""
 _LONG_LIFE_S = 30.0
-"""A supervisor that has been there for so long has shown that it can be."""
+"""A supervisor that has lasted this long is replaced without the longer pause that follows quick losses."""
 _END_S = 5.0
-"""How long a step may take to end after its supervisor."""
+"""How long the process that launched a supervisor may outlast it."""
 _TERMINATE_S = 2.0
-"""How long it may take when it is told to."""
+"""How long that process may take to end after a signal."""
 
 
 class Launcher(Protocol):
-    """How a supervisor comes to be on another machine. It is pickled on its way to the stand-in."""
+    """Starts supervisors on other machines. Instances are pickled on their way to the process that uses them."""
 
     @property
     def replaces(self) -> bool:
-        """Whether a lost supervisor is started again, there or on another node."""
+        """Whether a lost supervisor is started again, on the same node or another one."""
 
     def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
-        """Has `spare supervise` started for this node; None if that is for somebody else to do, or not possible now."""
+        """Starts `spare supervise` for this node; None if a user is to do that, or no node is free now."""
 
     def ended(self, run_dir: Path, node: int) -> None:
-        """The supervisor has ended or is lost: what it ran on is free."""
+        """Frees what the supervisor ran on, after it has ended or is lost."""
 
 
 class ByHand:
-    """Somebody runs `spare supervise` on every other node, and again where a node is back after its loss."""
+    """For users who run `spare supervise` on every other node, and again on a node that is back after its loss."""
 
     replaces = True
 
     def start(self, run_dir: Path, node: int, life: int) -> None:
-        """Waits for somebody."""
+        """Leaves the start to the user."""
 
     def ended(self, run_dir: Path, node: int) -> None:
-        """Is for somebody to see."""
+        """Frees nothing."""
 
 
 class _Over(Exception):
-    """The stand-in has done its part."""
+    """Nothing is left to do: the driver is gone, or ends the node."""
 
 
 def run_remote_supervisor(launcher: Launcher, spec: NodeSpec, driver: Connection) -> None:
-    """The main function of the process."""
     log_to_file(spec.run_dir, f"node-{spec.node}")
     try:
         _StandIn(launcher, spec, driver).run()
@@ -82,11 +81,7 @@ class _StandIn:
         self._step: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        """One life of the supervisor after the other. Ends with the run, or with the first where none may follow.
-
-        Raises:
-            _Over: The driver is gone, or wants the node to end.
-        """
+        """Runs one supervisor after another, until the run ends or the launcher does not replace a lost one."""
         try:
             while True:
                 supervisor, began_s = self._begin(), time.monotonic()
@@ -106,7 +101,7 @@ class _StandIn:
             self._end_step()
 
     def _pause(self, has_lived: bool) -> None:
-        """Before another supervisor: longer and longer while they are lost soon after they have come."""
+        """Waits before the next supervisor, longer each time while supervisors are lost soon after they connect."""
         self._short_lives = 0 if has_lived else self._short_lives + 1
         end_s = time.monotonic() + (restart_delay_s(0, 1, self._short_lives, _RETRY_S) or 0.0)
         while (left_s := end_s - time.monotonic()) > 0:
@@ -114,12 +109,12 @@ class _StandIn:
                 self._obey(None)
 
     def _begin(self) -> Connection | None:
-        """A new supervisor that has been told what to do; None if it did not come."""
+        """Launches a supervisor and sends it its spec. Returns None if it does not connect."""
         spec = self._spec
         door = Listener(spec.run_dir, spec.node, self._host)
         try:
             self._step = self._start()
-            # With the run under way, whenever a node is there again.
+            # A replacement may have to wait until a node is free.
             end_s = math.inf if self._life else time.monotonic() + spec.config.control.startup_timeout_s
             retry_s, retry_at_s = _RETRY_S, time.monotonic() + _RETRY_S
             while time.monotonic() < end_s:
@@ -128,7 +123,7 @@ class _StandIn:
                     self._obey(None)
                 if door.fileno() in ready and (supervisor := door.accept()) is not None:
                     store = without_credentials(spec.store)
-                    with contextlib.suppress(OSError):  # it is lost already, as who listens to it will see
+                    with contextlib.suppress(OSError):  # it is lost already, which `_forward` notices
                         supervisor.send(dataclasses.replace(spec, store=store, life=self._life, is_remote=True))
                     return supervisor
                 if self._step is not None and self._step.poll() is not None:
@@ -155,10 +150,10 @@ class _StandIn:
         return f"node {node}: {reason}; look at logs/node-{node}.log, and at the machine"
 
     def _start(self) -> subprocess.Popen[bytes] | None:
-        """The step of the supervisor; None if there is none yet. With the run under way a failure is not the last word.
+        """Launches a supervisor; None if that is not possible now.
 
         Raises:
-            OSError, ValueError: The first one cannot be started.
+            OSError, ValueError: The first one cannot be started. Later ones are retried.
         """
         spec = self._spec
         try:
@@ -171,7 +166,7 @@ class _StandIn:
             return None
 
     def _forward(self, supervisor: Connection) -> bool:
-        """Passes on reports and orders until the supervisor has ended, or is lost: then False."""
+        """Relays reports and orders. Returns True when the supervisor has ended, False if it is lost."""
         with supervisor:
             while True:
                 ready = wait([supervisor, self._driver])
@@ -190,19 +185,18 @@ class _StandIn:
                         return True
 
     def _tell(self, report: NodeReport) -> None:
-        """Passes on what the supervisor says, or what is to be said in its place."""
         try:
             self._driver.send(report)
         except OSError:
             self._leave()
 
     def _leave(self) -> NoReturn:
-        """The driver is gone. The supervisor goes on without it: its step is not ended."""
+        """The driver is gone: leaves the supervisor, and the process that launched it, running."""
         self._step = None
         raise _Over
 
     def _obey(self, supervisor: Connection | None) -> None:
-        """What the driver says goes on to the supervisor; without a driver it is left to itself."""
+        """Relays an order of the driver, if there is a supervisor."""
         try:
             order = self._driver.recv()
         except (EOFError, OSError):
@@ -214,7 +208,7 @@ class _StandIn:
             raise _Over
 
     def _end_step(self, patience_s: float = 0.0) -> None:
-        """Ends the step that the supervisor was started in, if it has not ended so long after it."""
+        """Ends the process that launched the supervisor, if it is still there after `patience_s`."""
         self._launcher.ended(self._spec.run_dir, self._spec.node)
         step, self._step = self._step, None
         if step is None:

@@ -1,4 +1,4 @@
-"""Which groups of a node are started again, and when: what `core.rejoin` needs to know of their lives."""
+"""Decides which groups of a node are started again and when, by the rules of `core.rejoin`."""
 
 import math
 import time
@@ -11,23 +11,20 @@ from spare_megatron.stacking.layout import GroupId
 
 
 class GroupRestarts:
-    """The lives of a node's groups.
+    """The restarts of a node's groups.
 
     Args:
-        most_restarts: How many a group gets, beside those after wipe-outs.
-        interval_s: The heartbeat interval.
-        whole_groups: Groups that have all of their ranks on the node.
-        agenda: For groups that have to wait.
-        wait_for_parts: Told of each other group that may be started again as far as this node is concerned. Whoever is
-            told calls `start` when all of its nodes are there.
-        start: Starts a group again; told whether it takes spares.
+        most_restarts: Restarts of each group, not counting those after wipe-outs.
+        wait_for_parts: Called with each group on several nodes that this node is ready to start. The caller has to call
+            `start` once all nodes of the group are ready.
+        start: Starts a group; called with the group and whether it takes spares.
 
     Attributes:
         coming_back: Lost groups that are about to be started again.
-        not_admitted: These, and those that are started and have yet to be taken in.
-        wiped_out_at_s: Monotonic time at which the whole run had to start again, while it has not.
+        not_admitted: These, and the groups that are started but not admitted yet.
+        wiped_out_at_s: Monotonic time of a wipe-out that the run has not recovered from; else None.
         has_begun: Some group has been ready, so that losses are masked.
-        is_over: The run has ended for some group, and nobody waits for those that come back.
+        is_over: The run is ending: no group is started again.
     """
 
     def __init__(
@@ -58,38 +55,36 @@ class GroupRestarts:
         self.is_over = False
 
     def up(self, group: GroupId) -> None:
-        """Its ranks are ready."""
         self.has_begun = True
         self._up_since_s[group] = time.monotonic()
 
     def admitted(self, group: GroupId) -> None:
-        """It takes part again."""
         self.not_admitted.discard(group)
         self.wiped_out_at_s = None
 
     def ended(self, group: GroupId) -> None:
-        """Nothing keeps the group from being started again after a wipe-out."""
+        """Notes that the group may be started again after a wipe-out."""
         self._ended.add(group)
 
     def fenced(self, group: GroupId) -> bool:
-        """It is lost for all; False if it might have come back and is given up."""
+        """Schedules the group's restart. Returns False if it is given up because it has used up its restarts."""
         self._ended.add(group)
         is_wanted = self._most_restarts > 0 or self.wiped_out_at_s is not None
         return not is_wanted or self.is_over or self._bring_back(group)
 
     def missed(self, group: GroupId) -> None:
-        """The life that the group waits for here is lost already where it has begun; the next one may follow."""
+        """Schedules the incarnation after one that this node waited for and that is already lost elsewhere."""
         self.coming_back.discard(group)
         self.fenced(group)
 
     def wiped_out(self) -> None:
-        """The whole run starts again: so do all groups here that have ended, and the others as they do."""
+        """Schedules the restart of all ended groups, because the whole run restarts. Called again as others end."""
         self.wiped_out_at_s = self.wiped_out_at_s or time.monotonic()
         for group in sorted(self._ended):
             self._bring_back(group)
 
     def _bring_back(self, group: GroupId) -> bool:
-        """Has the group started again, at once or later; False if it is to stay away."""
+        """Schedules the group's restart. Returns False if it is not to be started again."""
         is_wiped_out = self.wiped_out_at_s is not None
         if self.is_over:
             return False
@@ -98,7 +93,7 @@ class GroupRestarts:
         if time.monotonic() - self._up_since_s.pop(group, math.inf) >= LONG_LIFE_INTERVALS * self._interval_s:
             self._short_lives[group] = 0
         short_lives = self._short_lives[group]
-        # When the whole run starts again no group is given up, and none is charged with a restart.
+        # A restart of the whole run gives up no group, and counts against none.
         num_restarts, most_restarts = (0, 1) if is_wiped_out else (self._num_restarts[group], self._most_restarts)
         delay_s = restart_delay_s(num_restarts, most_restarts, short_lives, self._interval_s)
         if delay_s is None:
@@ -113,7 +108,7 @@ class GroupRestarts:
         return True
 
     def start(self, group: GroupId) -> None:
-        """Nothing keeps the group from being started again."""
+        """Starts the group, unless the run is over."""
         self.coming_back.discard(group)
         if not self.is_over:
             self._ended.discard(group)
@@ -121,5 +116,5 @@ class GroupRestarts:
 
     @property
     def awaits_other_nodes(self) -> bool:
-        """Whether some group cannot come back before other nodes are there."""
+        """Whether some group cannot come back before other nodes are ready."""
         return not self.coming_back <= self._whole_groups

@@ -1,4 +1,4 @@
-"""What becomes of a run whose driver is lost: its supervisors bring it to its end, and tell how it ended."""
+"""Ends a run whose driver is lost: its supervisors determine and journal the outcome."""
 
 import contextlib
 import time
@@ -14,11 +14,11 @@ from spare_megatron.stacking.layout import GroupId
 from spare_megatron.store.interface import ControlStore
 
 _SILENT_INTERVALS = 4.0
-"""A node whose beat stands still for so long is not waited for."""
+"""A node whose heartbeat stands still for so many intervals is not waited for."""
 
 
 def outcome_of(codes: Collection[int]) -> Outcome:
-    """How a run has ended, by how ranks of groups that were not lost have."""
+    """The outcome of a run, by the exit codes of ranks in groups that were not lost."""
     if ExitCode.HALTED in codes:
         return "halted"
     if ExitCode.WIPE_OUT in codes:
@@ -27,12 +27,7 @@ def outcome_of(codes: Collection[int]) -> Outcome:
 
 
 def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> EndRecord | None:
-    """The end of the run as one node has seen it; None if it had no group in it any more, and does not know.
-
-    Args:
-        exits: How the node's ranks have ended.
-        lost: Groups that took no part any more.
-    """
+    """The end of the run as one node has seen it; None if all of its groups were lost."""
     codes = {code for (group, _), code in exits.items() if group not in lost}
     if not codes:
         return None
@@ -41,7 +36,7 @@ def end_without_driver(exits: Mapping[RankKey, int], lost: Collection[GroupId]) 
 
 
 def write_end(spec: NodeSpec, exits: Mapping[RankKey, int], lost: Collection[GroupId]) -> None:
-    """Journals what `end_without_driver` returns, in the node's file, which has been closed. A full disk lacks it."""
+    """Appends the end of the run to the node's journal file, which must be closed. A full disk loses the record."""
     end = end_without_driver(exits, lost)
     if end is None:
         return
@@ -56,7 +51,7 @@ def wait_for_others(store: ControlStore, node: int, num_nodes: int, interval_s: 
     """Returns when every other supervisor has ended or is silent.
 
     Raises:
-        StoreLost: The store does not answer, and nobody can be waited for.
+        StoreLost: The store does not answer.
     """
     others = [other for other in range(num_nodes) if other != node]
     last: dict[int, tuple[str | None, float]] = {}

@@ -1,7 +1,4 @@
-"""A supervisor's record of what its ranks were about around losses and returns of groups, and at the end.
-
-Also where the control store does not answer for a while: then everybody waits, and nobody is lost.
-"""
+"""Writes what ranks did around losses, returns of groups and outages of the control store, and at the end of a run."""
 
 import contextlib
 import time
@@ -25,20 +22,16 @@ STEPS_AFTER = 2
 
 @dataclass(slots=True)
 class _Kept:
-    """What has been written of the spans of a process."""
+    """Position in a process's ring of spans up to which it has been written."""
 
     page: HeartbeatPage
     next: int = 0
 
 
 class Timeline:
-    """Writes the window around each event into the run's directory.
+    """Writes the spans of a window around each event into the run's directory.
 
-    The ranks write into memory alone; this reads it, of the dead as well.
-
-    Args:
-        spec: The node.
-        ranks: Its ranks.
+    Ranks write to shared memory only; this process reads it, also after a rank has died.
     """
 
     def __init__(self, spec: NodeSpec, ranks: RankProcesses) -> None:
@@ -54,12 +47,12 @@ class Timeline:
         self._due_at: int | None = None
 
     def take(self, report: object) -> None:
-        """What happened on the node, before it has consequences."""
+        """Handles a report. Must be called before the report has consequences."""
         match report:
             case StepCommitted(step=step, epoch=epoch):
                 if epoch > self._epoch:  # groups were lost or came back, here or on another node
                     self._open()
-                self._step, self._epoch = step, max(epoch, self._epoch)  # groups tell one after the other
+                self._step, self._epoch = step, max(epoch, self._epoch)  # groups report one after another
                 if self._due_at is not None and step >= self._due_at:
                     self._write_all()
             case GroupLost(group=group):
@@ -70,7 +63,6 @@ class Timeline:
                 self._open()
 
     def close(self) -> None:
-        """Of the last steps, whatever has happened."""
         self._open()
         self._write_all()
         with self._forgiving():
@@ -78,14 +70,14 @@ class Timeline:
 
     @contextlib.contextmanager
     def _forgiving(self) -> Iterator[None]:
-        """What the disk does not take is missing in the timeline, and nowhere else."""
+        """Makes a full disk cost the timeline only."""
         try:
             yield
         except OSError as error:
             say(f"the timeline is incomplete: {error}")
 
     def _open(self) -> None:
-        """A window from some steps before now to some steps from now on."""
+        """Opens a window of some steps before and after now, or extends the open one."""
         if self._due_at is None:
             self._first_step = self._step - STEPS_BEFORE
         self._due_at = self._step + 1 + STEPS_AFTER
@@ -96,7 +88,7 @@ class Timeline:
         self._due_at = None
 
     def _unfinished(self, key: RankKey) -> Span:
-        """What the rank did not come to the end of."""
+        """The operation that the rank did not finish."""
         pulse = self._ranks.pulse(key)
         began_s = pulse.progress_at_s
         return Span(name=f"lost in {pulse.operation}", step=pulse.step, began_s=began_s, ended_s=time.monotonic())
@@ -110,7 +102,7 @@ class Timeline:
         if kept is None or kept.page is not page:
             kept = self._kept[key] = _Kept(page)
         spans, kept.next = read_spans(page.ring, kept.next)
-        # Stages of a recovery are known only later.
+        # The spans of a recovery are written after those that follow them.
         inside = sorted((span for span in spans if span.step >= self._first_step), key=lambda span: span.ended_s)
         if is_lost:
             inside.append(self._unfinished(key))

@@ -1,6 +1,6 @@
-"""A supervisor's connection to the control store, in a thread of its own: fences, and the beats of nodes.
+"""A supervisor's thread for the control store: writes fences and heartbeats, and watches other nodes.
 
-The supervisor's main thread must go on reaping while the store does not answer, so it never asks the store itself.
+The supervisor's main thread has to go on reaping while the store does not answer, so it never calls the store.
 """
 
 import math
@@ -31,26 +31,25 @@ from spare_megatron.voting.fencing import fence
 from spare_megatron.voting.log_follower import LogFollower, Stop
 
 NUM_WATCHED = 3
-"""Nodes that each supervisor watches: the next ones in a ring of all. Few, so that the store serves any number."""
+"""Nodes that each supervisor watches: the next ones in a ring of all. A constant, so that the store's load grows only
+linearly with the nodes."""
 
 
 _GRACE_INTERVALS = 3.0
-"""After the store was slow, nodes have this long to be heard again: they had the same store."""
+"""Heartbeat intervals that other nodes have to be heard again after the store was slow for this one."""
 
 _LEASE_S = 60
-"""How long a store with leases keeps the beat of a node that is gone: it leaves nothing behind."""
+"""Lease of a heartbeat, in stores that have leases: the key of a lost node expires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FenceWanted:
-    """A group to be fenced.
+    """Request to fence a group.
 
     Attributes:
-        group: The group.
-        member: The group in the life that is lost, where this node knows it.
-        rank: The rank that showed the loss; -1 for its whole node.
-        cause: Why, for people.
-        error: The exception behind it, where others may meet it too.
+        member: The lost incarnation, if this node knows it.
+        rank: The rank that showed the loss; -1 for a whole node.
+        error: The exception behind it, if other groups may raise the same one; else empty.
         from_index: An index at or before the head of the log.
     """
 
@@ -64,7 +63,7 @@ class FenceWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FenceWritten:
-    """It is fenced, by this log entry."""
+    """The group is fenced, by this entry of the log."""
 
     wanted: FenceWanted
     member: Member
@@ -76,9 +75,8 @@ class NodeSilent:
     """A watched node has stopped beating.
 
     Attributes:
-        node: The node.
-        cause: Why it is given up, for people.
-        members: Its groups, in the lives that are lost with it: who takes its place may begin the next ones at once.
+        members: Its groups, in the incarnations lost with it: a replacement supervisor may start the next ones at any
+            time.
     """
 
     node: int
@@ -88,21 +86,21 @@ class NodeSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLost:
-    """The store says that it is gone for good, or the link to it broke."""
+    """The store reports that it is lost for good, or the thread failed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogStopped:
-    """The log that was followed ends the run, or would without a restart."""
+    """The followed log ends the run, or does unless a restart follows."""
 
     stop: Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReplaced:
-    """Another supervisor has taken this one's place: it must not start any group again."""
+    """Another supervisor has taken this one's place, so this one must not start a group again."""
 
 
 LinkEvent = FenceWritten | NodeSilent | PartLost | PartsThere | LinkLost | LogStopped | NodeReplaced
@@ -110,21 +108,17 @@ LinkEvent = FenceWritten | NodeSilent | PartLost | PartsThere | LinkLost | LogSt
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """This node's part of a group may begin this life."""
+    """This node is ready to start this incarnation of a group."""
 
     member: Member
 
 
 class StoreLink:
-    """The thread.
+    """The interface of the thread: methods queue requests, `LinkEvent`s go to `outbox`.
 
     Args:
-        node: The supervisor's node.
-        layout: Of the run.
-        interval_s: The heartbeat interval.
-        connect: Opens the connection.
-        outbox: Where events go.
-        life: Which one of the node's supervisors it is, where another may take its place.
+        connect: Opens the store, in the thread.
+        life: Incarnation of this supervisor; None if no other may take its place.
     """
 
     def __init__(
@@ -145,15 +139,15 @@ class StoreLink:
         self._outbox = outbox
         self._wanted: queue.SimpleQueue[FenceWanted | Member | _Ready | ControllerSetup | None] = queue.SimpleQueue()
         self._follower: LogFollower | None = None
-        self._stop: Stop | None = None  # as it has been told of
+        self._stop: Stop | None = None  # as last reported
         self._parts = GroupRendezvous(layout, node, life or 0, interval_s, outbox.send)
         self._silent: set[int] = set()
         self._ring = [(node + offset) % layout.num_nodes for offset in range(1, layout.num_nodes)]
         self._absences = {other: Absence(interval_s) for other in self._ring}
-        # No life counts what another one has: the first beat of a later one could be what the lost one's last was.
+        # Offset by incarnation: a replacement's first beat must not equal the last one of the lost supervisor.
         self._beats = (life or 0) << 32
         self._beat_at_s = time.monotonic()
-        """When the next one is due."""
+        """Due time of the next heartbeat."""
         self._last_beats: dict[int, int] = {}
         self._has_begun = False  # training
         self._since_s = time.monotonic()
@@ -164,32 +158,32 @@ class StoreLink:
         self._thread.start()
 
     def fence(self, wanted: FenceWanted) -> None:
-        """Has the group fenced as soon as the store answers."""
+        """Requests a fence, which is written as soon as the store answers."""
         self._wanted.put(wanted)
 
     def begin(self, member: Member) -> None:
-        """Tells other nodes which life the group is in, should they have to fence it, and follows the log no more."""
+        """Publishes the group's new incarnation, in which other nodes would fence it, and stops following the log."""
         self._wanted.put(member)
 
     def wait_for_parts(self, member: Member) -> None:
-        """Says that this node's part of the group may begin the next life, and tells when all others may."""
+        """Publishes that this node is ready for the incarnation; `PartsThere` follows once all its nodes are."""
         self._wanted.put(_Ready(member))
 
     def follow(self, setup: ControllerSetup) -> None:
-        """Tells when the log ends the run, or would without a restart. For a node without ranks, which would know."""
+        """Follows the log and reports its end as `LogStopped`, for a node without ranks that would notice it."""
         self._wanted.put(setup)
 
     def stop(self, timeout_s: float) -> None:
-        """Says that the node ends by itself, if the store takes it in time."""
+        """Writes the last heartbeat, which says that the node ends by itself, if the store accepts it in time."""
         self._wanted.put(None)
         self._thread.join(timeout_s)
 
     def unanswered_s(self) -> float:
-        """Seconds for which the store has not answered; small while it does."""
+        """Seconds since the store last answered; small while it does."""
         return time.monotonic() - self._since_s
 
     def forgive(self) -> None:
-        """Counts `unanswered_s` anew."""
+        """Restarts the count of `unanswered_s`."""
         self._since_s = time.monotonic()
 
     def _run(self) -> None:
@@ -202,12 +196,12 @@ class StoreLink:
                 self._since_s = time.monotonic()
         except StoreLost as error:
             self._outbox.send(LinkLost(reason=str(error)))
-        except Exception as error:  # noqa: BLE001  (else the ranks would go unwatched, and nobody would know)
+        except Exception as error:  # noqa: BLE001  (if the thread died silently, its node would go unwatched)
             traceback.print_exc()
             self._outbox.send(LinkLost(reason=f"{type(error).__name__}: {error}"))
 
     def _serve(self, store: ControlStore, log: DecisionLog) -> bool:
-        """A beat if one is due, else what is wanted before the next; False after the last."""
+        """Beats if that is due, else handles one request. Returns False after the last one."""
         left_s = self._beat_at_s - time.monotonic()
         if left_s <= 0:
             self._beat(store)
@@ -239,7 +233,7 @@ class StoreLink:
         index = self._parts.find_fence(store, member)
         if index is None:
             keep_beating = partial(self._keep_beating, store)
-            # Before training has begun the driver judges whether others meet the same: whole nodes may be at fault.
+            # Before training the driver judges whether others raise the same error: whole nodes may be at fault.
             error = wanted.error if wanted.error and store.exists(ALL_GROUPS_READY) else ""
             index = fence(log, member, wanted.cause, wanted.from_index, error=error, on_entry=keep_beating)
             self._parts.fenced(store, member, index, wanted.rank, wanted.cause)
@@ -255,7 +249,7 @@ class StoreLink:
         return latest is not None and int(latest) > self._life
 
     def _keep_beating(self, store: ControlStore) -> None:
-        """Between the requests of something that may take long: the store answers, and others hear of this node."""
+        """For use between the requests of a long operation: notes that the store answers, and beats if that is due."""
         self._since_s = time.monotonic()
         if self._since_s >= self._beat_at_s:
             self._beat(store)
@@ -265,8 +259,8 @@ class StoreLink:
         self._beats += 1
         store.beat(f"beat/{self._node}", str(self._beats), _LEASE_S)
         near = [other for other in self._ring if other not in self._silent][:NUM_WATCHED]
-        watched = [*near, *sorted(self._silent)]  # a silent one may come back, with groups that do
-        # With nobody to watch, its own beat: the store has to answer something.
+        watched = [*near, *sorted(self._silent)]  # a silent node may come back, and its groups with it
+        # Without nodes to watch it reads its own beat, to see that the store answers.
         found = store.get([f"beat/{other}" for other in watched or [self._node]])
         if not self._has_begun and watched and None in found:
             self._has_begun = store.exists(ALL_GROUPS_READY)
@@ -290,9 +284,9 @@ class StoreLink:
             return
         if beats is None and other not in self._last_beats:
             if self._has_begun:
-                self._silent.add(other)  # its groups are lost since the start, and the next node in the ring is watched
+                self._silent.add(other)  # it never came, its groups are fenced: watch the next node instead
             return
-        # A beat whose lease has run out does not move any more, either.
+        # An expired lease counts as a beat that does not change.
         before = self._last_beats.get(other)
         self._last_beats[other] = self._last_beats[other] if beats is None else int(beats)
         if now_s - self._slow_at_s < _GRACE_INTERVALS * self._interval_s:
@@ -300,25 +294,18 @@ class StoreLink:
         cause = self._absences[other].look(self._last_beats[other], now_s)
         if cause and other not in self._silent:
             members = present_members(store, self._layout.groups_on(other))
-            # A supervisor beats before it begins a life: while the beat stands still these are not the new one's.
+            # A supervisor beats before it starts a group: if the beat stands still, none of these is a replacement's.
             if store.get([f"beat/{other}"]) == [beats]:
                 self._silent.add(other)
                 self._outbox.send(NodeSilent(node=other, cause=cause, members=tuple(members)))
-        elif self._last_beats[other] != before:  # not for having been forgiven: it was not away for that
+        elif self._last_beats[other] != before:  # `cause` is also empty in the grace period
             self._silent.discard(other)
 
 
 class StoreWatch:
-    """Judges how long the store has not answered.
-
-    Args:
-        node: The supervisor's node.
-        link: Its connection.
-        interval_s: The heartbeat interval, after which the store is away.
-        limit_s: After which it is given up.
+    """Judges for how long the store has not answered: away after `interval_s`, given up after `limit_s`.
 
     Attributes:
-        is_away: It does not answer.
         failure: Why it is given up; empty while it is not.
     """
 
@@ -335,7 +322,7 @@ class StoreWatch:
         return self._away_since_s is not None
 
     def look(self, now_s: float) -> StoreAway | StoreBack | None:
-        """What has changed, if anything, at this monotonic time."""
+        """Whether the store has gone away or come back, at this monotonic time; None if nothing has changed."""
         silent_s = self._link.unanswered_s()
         if silent_s > self._limit_s:
             self.failure = (

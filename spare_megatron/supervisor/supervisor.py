@@ -1,4 +1,4 @@
-"""Looks after the ranks of one node: starts them, reaps them, watches them, and has the group of a lost one fenced."""
+"""Supervises the ranks of one node: starts, watches and reaps them, and fences a group that loses one."""
 
 import time
 from multiprocessing.connection import Connection, Pipe, wait
@@ -54,17 +54,20 @@ from spare_megatron.supervisor.store_link import (
 from spare_megatron.voting.log_follower import controller_setup
 
 _SAVING_S = 60.0
-"""How long ranks may take to save their state once the store is gone."""
+"""Time that ranks have to save their state once the control store is given up."""
 _FAREWELL_S = 5.0
-"""Longest wait for the store to take the node's last word."""
+"""Longest wait for the control store to accept the node's last heartbeat."""
 
 
 class _Failed(Exception):
-    """The node cannot go on."""
+    """The node cannot continue."""
 
 
 class Supervisor:
-    """One node. All of it happens in the main thread, but for what `StoreLink` does."""
+    """One node's event loop: turns reports, exits, timers and store events into fences and restarts.
+
+    Runs in the main thread; only `StoreLink` and the sender of `DriverLink` have threads. Call `run`, then `close`.
+    """
 
     def __init__(self, spec: NodeSpec, driver: Connection) -> None:
         self._spec = spec
@@ -79,8 +82,8 @@ class Supervisor:
         self._rank_watch = RankWatch(self._ranks, self._interval_s, self._control.group_timeout_s, load_timeout_s)
         self._raised = Raised()
         self._lost: set[GroupId] = set()
-        self._num_fences_wanted = 0  # and not written yet
-        self._is_following = False  # the log, for want of ranks that do
+        self._num_fences_wanted = 0  # not written yet
+        self._is_following = False  # whether the link follows the log, as no rank here does
         self._agenda = Timers()
         self._restarts = GroupRestarts(
             most_restarts=spec.config.spare.rejoins,
@@ -107,7 +110,7 @@ class Supervisor:
         self._store_watch = StoreWatch(spec.node, self._link, self._interval_s, self._control.store_timeout_s)
 
     def run(self) -> str:
-        """Looks after the ranks until none is left. Returns why the run cannot go on, where that is so."""
+        """Supervises until no rank is left. Returns why the run cannot continue; empty after a normal end."""
         try:
             if self._spec.life:
                 self._take_over()
@@ -123,11 +126,11 @@ class Supervisor:
         return self._store_failure
 
     def ask_to_end(self) -> None:
-        """Has the run end with the step under way. Safe in a signal handler."""
+        """Ends the run after the current step. Safe in a signal handler."""
         self._ranks.ask_to_end()
 
     def close(self, failure: str) -> bool:
-        """Leaves no process behind. Returns whether the run has come to its end without a driver."""
+        """Ends all processes and connections. Returns whether the run has ended without a driver."""
         self._ranks.end()
         if not failure:
             self._link.stop(_FAREWELL_S)
@@ -143,7 +146,7 @@ class Supervisor:
     # ----------------------------------------------------------------------------------------------------- watch
 
     def _watch(self) -> None:
-        """Serves reports, deaths and silence until no rank is left, or about to come back."""
+        """Handles events until no rank is left and no fence or restart is pending."""
         self._look()
         ranks = self._ranks
         while ranks.sentinels or self._is_awaiting_more():
@@ -162,14 +165,14 @@ class Supervisor:
             self._hear(group)
 
     def _is_awaiting_more(self) -> bool:
-        """Whether a fence is still to be written, or a group to be started again, be it after a wipe-out to come."""
+        """Whether a fence is pending, or a group may be started again, possibly after a later wipe-out."""
         restarts = self._restarts
         if self._store_failure:
             return False
         if restarts.is_over:
             return self._num_fences_wanted > 0
         may_be_wiped_out = restarts.has_begun and self._spec.config.checkpoint.max_restarts > 0
-        # Either may last to the end of the run, which a node without ranks hears of from the log alone.
+        # Both may last to the end of the run, which a node without ranks learns only from the log.
         may_last = restarts.awaits_other_nodes if restarts.coming_back else may_be_wiped_out
         if may_last and not self._is_following:
             self._is_following = True
@@ -177,10 +180,10 @@ class Supervisor:
         return bool(self._num_fences_wanted or restarts.coming_back or may_be_wiped_out)
 
     def _serve(self, pipe: Connection) -> bool:
-        """One report of a rank; False if there will be none any more."""
+        """Handles one report of a rank. Returns False when its pipe has ended."""
         try:
             report: RankReport = pipe.recv()
-        except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report
+        except (EOFError, OSError):  # OSError: the rank was killed in the middle of a report
             return False
         match report:
             case StepCommitted(head=head):
@@ -191,7 +194,7 @@ class Supervisor:
                     self._lose(group, rank, *self._raised.cause_of_end((group, rank), ExitCode.RAISED))
             case RanksReady(group=group):
                 self._restarts.up(group)
-                self._agenda.after(self._interval_s, self._warm_spares)  # the processors are the group's until then
+                self._agenda.after(self._interval_s, self._warm_spares)  # leaves the processors to the group first
                 self._rank_watch.begin(group)
             case GroupRejoined(member=member) | GroupRestarted(member=member):
                 self._restarts.admitted(member.group)
@@ -206,12 +209,11 @@ class Supervisor:
                 return True
         if isinstance(report, StepCommitted | GroupRejoined | GroupRestarted) and self._ranks.pipes[pipe][1] > 0:
             self._timeline.take(report)
-            return True  # its leader tells, perhaps on another node
+            return True  # only the report of the leader, rank 0, is forwarded
         self._driver.tell(report)
         return True
 
     def _obey(self) -> None:
-        """What the driver says: go on after a fault, or end."""
         match self._driver.hear():
             case GoOn(wanted=wanted):
                 self._faults.let_go_on(wanted)
@@ -232,11 +234,11 @@ class Supervisor:
         if code in LOSSLESS_EXITS or group in self._lost or self._store_failure:
             return
         if code == ExitCode.STORE_LOST:
-            # Perhaps the store is gone for everybody. The link will know by then.
+            # The store may be lost for all nodes; by then the link knows.
             member = self._ranks.member(group)
             self._agenda.after(self._interval_s, lambda: self._lose_without_store(member, rank))
             return
-        self._hear(group)  # a traceback comes before the end of its rank, and that before those of its peers
+        self._hear(group)  # a rank sends its traceback before it ends, and its peers end after it
         rank = self._raised.first_rank(group, rank)
         self._lose(group, rank, *self._raised.cause_of_end((group, rank), code))
 
@@ -246,13 +248,13 @@ class Supervisor:
             self._lose(member.group, rank, *cause_of_end(ExitCode.STORE_LOST))
 
     def _hear(self, group: GroupId) -> None:
-        """All that the group's ranks have reported so far."""
+        """Handles all reports that the group's ranks have sent so far."""
         for pipe in [pipe for pipe, key in self._ranks.pipes.items() if key[0] == group]:
             while pipe.poll() and self._serve(pipe):
                 pass
 
     def _end_with_the_run(self) -> None:
-        """Nobody waits for groups that have yet to be taken in."""
+        """Gives up the groups that have yet to be admitted again, because the run has ended."""
         self._restarts.is_over = True
         for group in sorted(self._restarts.not_admitted):
             self._hear(group)
@@ -261,12 +263,12 @@ class Supervisor:
             self._ranks.kill(group)
 
     def _look(self) -> None:
-        """At all beacons, and at whether the store answers; from now on ever again."""
+        """Polls heartbeats, the snapshot server and the store, then reschedules itself."""
         self._agenda.after(self._interval_s / BEATS_PER_INTERVAL, self._look)
         self._ranks.look_at_keeper()
         now_s = time.monotonic()
         if now_s - self._looked_at_s > self._interval_s:
-            self._link.forgive()  # this process was stopped, and the link's thread with it
+            self._link.forgive()  # this process was suspended, and the link's thread with it
         self._looked_at_s = now_s
         change = self._store_watch.look(now_s)
         if change is not None:
@@ -274,14 +276,14 @@ class Supervisor:
         if self._store_watch.failure:
             self._give_store_up(self._store_watch.failure)
         if self._store_watch.is_away:
-            # Ranks wait for the store wherever they ask it. That is nobody's fault.
+            # Ranks block wherever they use the store, so a lack of progress proves nothing.
             self._rank_watch.forgive()
             return
         for group, rank, cause in self._rank_watch.find_lost(now_s, self._lost):
             self._lose(group, rank, cause)
 
     def _give_store_up(self, reason: str) -> None:
-        """Ranks find out for themselves, save their state and end; who has not in time is ended."""
+        """Gives the store up. Ranks notice by themselves, save their state and end; `_SAVING_S` limits that."""
         if self._store_failure:
             return
         self._store_failure, self._restarts.is_over = reason, True
@@ -294,13 +296,13 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------ loss
 
     def _take_over(self) -> None:
-        """The node's former supervisor is lost, and its groups with it: they start again here."""
+        """Fences the groups of the node's lost former supervisor, so that they start again under this one."""
         self._restarts.has_begun = True
         for group in sorted(self._ranks.foreign):
             self._want_fence(group, -1, f"node {self._spec.node}: its supervisor is lost")
 
     def _lose(self, group: GroupId, rank: int, cause: str, error: str = "") -> None:
-        """Fences the group, and ends what is left of it here: it is of no use and must not linger."""
+        """Fences the group and kills its ranks on this node, which must not linger."""
         self._lost.add(group)
         self._want_fence(group, rank, cause, error)
         self._ranks.kill(group)
@@ -348,12 +350,12 @@ class Supervisor:
                 self._want_fence(member.group, -1, cause, member=member)
 
     def _lose_part(self, group: GroupId, rank: int, cause: str) -> None:
-        """Of a group that is lost elsewhere, what is still running here."""
+        """Loses a group that is lost on another node, if ranks of it still run here."""
         if group not in self._lost | self._ranks.foreign and not self._ranks.have_ended(group):
             self._lose(group, rank, cause)
 
     def _fenced(self, wanted: FenceWanted, member: Member, index: int) -> None:
-        """The loss is in the log: it is told, and the group may come back."""
+        """Journals and reports a loss that is now in the log, and schedules the group's restart."""
         self._num_fences_wanted -= 1
         self._head_hint = max(self._head_hint, index)
         group = wanted.group
@@ -377,7 +379,7 @@ class Supervisor:
     def _start_again(self, group: GroupId, takes_spares: bool) -> None:
         self._hear(group)
         num_spares = self._ranks.start_again(group, self._restarts.wiped_out_at_s, takes_spares=takes_spares)
-        self._raised.forget(group)  # what its former life may have reported after it was lost
+        self._raised.forget(group)  # reports of the lost incarnation
         self._rank_watch.end(*self._ranks.of(group))
         self._lost.discard(group)
         member = self._ranks.member(group)
@@ -390,7 +392,7 @@ class Supervisor:
 
     def _give_up_if_not_ready(self, member: Member) -> None:
         is_present = member == self._ranks.member(member.group) and member.group not in self._lost
-        if is_present and self._rank_watch.is_getting_on(member.group, time.monotonic()):  # perhaps with a long log
+        if is_present and self._rank_watch.is_getting_on(member.group, time.monotonic()):  # may read a long log
             self._agenda.after(self._interval_s, lambda: self._give_up_if_not_ready(member))
         elif is_present and not self._rank_watch.is_watched(member.group):
             self._lose(member.group, 0, f"not up again: control.startup_timeout_s={self._control.startup_timeout_s:g}")

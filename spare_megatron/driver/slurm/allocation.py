@@ -1,4 +1,4 @@
-"""The nodes of a job, and which of them a supervisor goes to."""
+"""The nodes of a job, and which supervisor runs on which of them."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -10,11 +10,7 @@ from spare_megatron.driver.slurm.racks import nodes_per_domain, order_by_rack
 
 
 def this_job() -> JobId:
-    """The job that this process belongs to.
-
-    Raises:
-        ValueError: It belongs to none.
-    """
+    """The job that this process belongs to. Raises ValueError if it belongs to none."""
     job_id = own_job()
     if job_id is None:
         raise ValueError(
@@ -25,7 +21,7 @@ def this_job() -> JobId:
 
 
 def nodes_of(job_id: JobId) -> tuple[str, ...]:
-    """The names of the nodes that the job has now. Lost ones leave it; the environment does not know of that.
+    """Names of the job's present nodes. Lost nodes leave the job, but not its environment variables.
 
     Raises:
         ValueError: Slurm cannot be asked, or the job has no nodes.
@@ -37,12 +33,7 @@ def nodes_of(job_id: JobId) -> tuple[str, ...]:
 
 
 def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the job's nodes in the order of the run's, those to spare last.
-
-    Args:
-        job_id: The job.
-        config: Of the run.
-        racks: Node -> its rack, as far as that is known.
+    """Names of the job's nodes in the order of the run, spare nodes last. `racks` maps nodes to racks, if known.
 
     Raises:
         ValueError: They are too few for the run.
@@ -57,7 +48,7 @@ def nodes_for_run(job_id: JobId, config: RunConfig, racks: Mapping[str, str]) ->
 
 
 def address_of(name: str) -> str:
-    """Where the node is reached, as slurmctld has it."""
+    """The node's address, according to slurmctld."""
     fields = dict(item.partition("=")[::2] for item in call("scontrol", "--oneliner", "show", "node", name).split())
     return fields.get("NodeAddr", name)
 
@@ -65,7 +56,7 @@ def address_of(name: str) -> str:
 def choose_node(present: Sequence[str], taken: Collection[str], last: str) -> str | None:
     """The node for a supervisor that is started again; None while there is none.
 
-    A spare one first: the last one may be ill, or be gone without anybody having noticed.
+    Prefers another node than the last one, which may be faulty or lost without anyone having noticed yet.
 
     >>> choose_node(["n1", "n2", "n3"], taken={"n1"}, last="n2")
     'n3'
@@ -79,17 +70,13 @@ def choose_node(present: Sequence[str], taken: Collection[str], last: str) -> st
 
 
 class Claims:
-    """Which supervisor has which node, in files that the stand-ins of a run share.
-
-    Args:
-        run_dir: The run's directory.
-    """
+    """Records which supervisor uses which Slurm node, in files that the run's launchers share."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "nodes"
 
     def take(self, name: str, node: int) -> bool:
-        """The node of Slurm is this supervisor's now; False if another has been faster."""
+        """Claims a Slurm node for this node's supervisor. Returns False if it is taken."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             fd = os.open(self._path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -100,11 +87,9 @@ class Claims:
         return True
 
     def leave(self, name: str) -> None:
-        """Gives up a node of Slurm that this supervisor has."""
         self._path(name).unlink(missing_ok=True)
 
     def taken(self) -> tuple[str, ...]:
-        """All that are somebody's."""
         return tuple(sorted(path.name.removeprefix("on-") for path in self._folder.glob("on-*")))
 
     def _path(self, name: str) -> Path:

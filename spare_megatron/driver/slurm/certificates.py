@@ -1,4 +1,4 @@
-"""Certificates of a job's own etcd: who is one of its members, and who may ask them."""
+"""Certificates that identify the members and clients of a job's etcd."""
 
 import datetime
 import ipaddress
@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _LIFE = datetime.timedelta(days=3650)
-"""Longer than any job. They are of no use after it, as their etcd is gone."""
+"""Longer than any job. They are of no use after it, because their etcd is gone."""
 _SKEW = datetime.timedelta(days=1)
-"""By which nodes' clocks may be behind."""
+"""Tolerance for nodes whose clocks are behind."""
 _SIGNS_ONLY = x509.KeyUsage(
     key_cert_sign=True,
     digital_signature=False,
@@ -31,14 +31,12 @@ _SIGNS_ONLY = x509.KeyUsage(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificates:
-    """Files that all nodes read, and nobody but their owner: certificates, and the keys to them.
+    """Files with certificates and keys, readable by their owner only, on all nodes.
 
     Attributes:
-        authority: Whoever it has signed belongs to the job. Its key is nowhere.
-        member: Of every member of etcd. It is good for clients, too: a member's gateway shows it to the member.
-        member_key: Its key.
-        client: Of whoever may read and write.
-        client_key: Its key.
+        authority: Its signature proves that a certificate belongs to the job. Its key is not stored.
+        member: Shared by the members of etcd. Valid for clients, too: a member's gateway presents it to the member.
+        client: Of all clients, which may read and write.
     """
 
     authority: Path
@@ -49,14 +47,10 @@ class Certificates:
 
 
 def issue(folder: Path, addresses: Iterable[str]) -> Certificates:
-    """New certificates that an authority of their own has signed.
-
-    Args:
-        folder: Where they go; must not exist.
-        addresses: IP addresses or names by which the members are reached.
+    """Issues new certificates for members at these IP addresses or names, signed by an authority of their own.
 
     Raises:
-        ValueError: The folder cannot be made or written.
+        ValueError: The folder exists, or cannot be created or written.
     """
     files = Certificates(
         authority=folder / "ca.pem",
@@ -127,7 +121,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _write(path: Path, what: x509.Certificate | ec.EllipticCurvePrivateKey) -> None:
-    """As PEM that only the owner can read, from the file's first moment on."""
+    """Writes PEM that only the owner can read, from the moment the file exists."""
     pem = serialization.Encoding.PEM
     if isinstance(what, x509.Certificate):
         blob = what.public_bytes(pem)

@@ -1,4 +1,4 @@
-"""Slurm's own commands, and what they answer."""
+"""Runs Slurm's commands and parses their output."""
 
 import json
 import os
@@ -11,71 +11,60 @@ from pathlib import Path
 from typing import Any
 
 JOB_FILE = "job.json"
-"""In a job's folder: which job it is."""
+"""File in a job's folder that names the job."""
 
 UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STOPPED")
-"""States of a job that has yet to end."""
+"""States of a job that has not ended."""
 
 JobId = int | str
-"""A job's number, or ARRAY_TASK of a job of an array."""
+"""A job's number, or ARRAY_TASK for a job of an array."""
 
 _TIMEOUT_S = 60.0
 _POLL_S = 2.0
 _SILENCE_S = 300.0
-"""How long a job that is waited for may go on without an answer of Slurm's."""
+"""How long `wait_for` bears that Slurm does not answer."""
 _FIELD = re.compile(r"(\w[\w/:]*)=(\S*)")
 _NUMBER = re.compile(r"(\d+)(;.*)?")  # NUMBER[;CLUSTER]
 _UNHEARD = ("timed out", "unable to contact")
-"""What commands say, and end with 1, where slurmctld may have done what they asked and its answer got lost."""
+"""Messages of commands that fail although slurmctld may have done what they asked: its answer was lost."""
 
 
 class Unanswered(ValueError):
-    """Slurm's own answer to a command is not known: what it was to do may be done or not."""
+    """Slurm's answer to a command is not known: the request may have been carried out or not."""
 
 
 def submit(script: Path) -> int:
-    """Hands the script to sbatch. Returns the job's number, or that of the array.
+    """Submits the script with sbatch. Returns the number of the job, or of the array.
 
     Raises:
-        ValueError: sbatch is missing or refuses the script; the text has what it says.
-        Unanswered: It may have taken it.
+        ValueError: sbatch is missing or rejects the script.
+        Unanswered: The script may have been accepted.
     """
     printed = call("sbatch", "--parsable", str(script))
     numbers = [match[1] for line in printed.splitlines() if (match := _NUMBER.fullmatch(line.strip()))]
     if not numbers:
         raise Unanswered(f"sbatch has printed no job's number: {printed or 'nothing'}")
-    return int(numbers[-1])  # a site's own sbatch may greet before that
+    return int(numbers[-1])  # a site's sbatch may print a greeting first
 
 
 def note_job(folder: Path, job_id: JobId, tasks: Mapping[str, str] | None = None) -> None:
-    """Has the folder say which job is its own.
+    """Records in a job's folder which job it belongs to.
 
-    Args:
-        folder: The job's folder.
-        job_id: The job.
-        tasks: Of an array: folder of each task in it -> the setting that makes it another one.
+    Of an array, `tasks` maps the folder of each task to the setting that distinguishes it.
     """
     text = {"job_id": job_id} if tasks is None else {"job_id": job_id, "tasks": tasks}
     (folder / JOB_FILE).write_text(json.dumps(text) + "\n")
 
 
 def job_of(folder: Path) -> JobId:
-    """The job whose folder this is.
-
-    Raises:
-        ValueError: It is no job's folder.
-    """
+    """The job that the folder belongs to. Raises ValueError if it is no job's folder."""
     job_id = _noted(folder)["job_id"]
     assert isinstance(job_id, int | str), "as it was noted"
     return job_id
 
 
 def tasks_of(folder: Path) -> Mapping[str, str]:
-    """Of an array's folder, its tasks' folders and what makes each another one; empty for a single job's.
-
-    Raises:
-        ValueError: It is no job's folder.
-    """
+    """The task folders of an array with the setting that distinguishes each; empty for a single job."""
     return dict(_noted(folder).get("tasks", {}))
 
 
@@ -88,8 +77,9 @@ def _noted(folder: Path) -> Mapping[str, Any]:
 
 
 def own_job() -> JobId | None:
-    """The job that this process belongs to, if any. A job of an array has a number, too, which one of them shares with
-    the whole array: it is not to be used.
+    """The job that this process belongs to, if any.
+
+    A job of an array is named ARRAY_TASK, because one of them has the number of the whole array.
     """
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID", ""), os.environ.get("SLURM_ARRAY_TASK_ID", "")
     if array.isdigit() and task.isdigit():
@@ -99,11 +89,7 @@ def own_job() -> JobId | None:
 
 
 def job_fields(job_id: JobId) -> Mapping[str, str]:
-    """What slurmctld says of a job: `JobState`, `NodeList` ... Empty if it has forgotten the job.
-
-    Raises:
-        ValueError: Slurm cannot be asked.
-    """
+    """Fields of a job from slurmctld: `JobState`, `NodeList`, ... Empty if slurmctld has forgotten the job."""
     try:
         return dict(_FIELD.findall(call("scontrol", "--oneliner", "show", "job", str(job_id))))
     except ValueError as error:
@@ -113,18 +99,13 @@ def job_fields(job_id: JobId) -> Mapping[str, str]:
 
 
 def cancel(job_id: JobId) -> None:
-    """Ends the job.
-
-    Raises:
-        ValueError: Slurm refuses.
-    """
     call("scancel", str(job_id))
 
 
 def wait_for(job_ids: Collection[JobId]) -> int:
-    """The highest exit code of the jobs' scripts, once all have ended. They may go through the queue several times.
+    """Waits until all jobs have ended, requeues included. Returns the highest exit code of their scripts.
 
-    All are looked at in turn: Slurm soon forgets a job that has ended, while another goes on for days.
+    Polls all jobs in turn, because Slurm soon forgets one that has ended.
 
     Raises:
         ValueError: Slurm has not answered for minutes, or has forgotten how a job ended.
@@ -150,17 +131,17 @@ def wait_for(job_ids: Collection[JobId]) -> int:
 
 
 def require(command: str, advice: str = "run this on a login node of a Slurm cluster, or load its module") -> None:
-    """Raises ValueError, with the advice, if there is no such command here."""
+    """Raises ValueError, with the advice, if the command is not in PATH."""
     if shutil.which(command) is None:
         raise ValueError(f"{command} is not in PATH: {advice}")
 
 
 def call(command: str, *arguments: str) -> str:
-    """What the command prints.
+    """Runs a command and returns its output.
 
     Raises:
-        ValueError: It is missing or fails.
-        Unanswered: It does not come back, or fails for no reason of slurmctld's.
+        ValueError: The command is missing or fails.
+        Unanswered: It does not return in time, or fails without an answer of slurmctld.
     """
     require(command)
     try:
@@ -184,7 +165,7 @@ _ADVICE = {
     "Requested node configuration is not available": "no node is like that: see slurm.gpus_per_node, slurm.options",
     "Invalid generic resource": "the partition has no such GPUs: see slurm.gpus_per_node, or cluster.device=cpu",
 }
-"""What Slurm's errors mean in terms of the settings."""
+"""Text in Slurm's errors -> what to change."""
 
 
 def _advice(said: str) -> str:

@@ -1,6 +1,6 @@
-"""An etcd on the nodes of the job, for a run without one of its own: it stands the loss of one of three members.
+"""Runs an etcd on the job's nodes, for a run without one of its own. Three members tolerate the loss of one.
 
-Members and clients know each other by certificates of the job; nobody else is answered.
+Members and clients authenticate by certificates of the job; all others are refused.
 """
 
 import dataclasses
@@ -28,11 +28,12 @@ _END_S = 5.0
 _POLL_S = 0.2
 _ANSWER_S = 2.0
 _QUOTA_BYTES = 8 << 30
-"""Of the database, the most that etcd advises. Its own default, 2 GiB, may end a run of months."""
+"""Quota of the database, the most that etcd advises. Its default, 2 GiB, may end a run of months."""
 _RETENTION = "10m"
-"""For how long old versions of keys are kept: votes and beats have a new one all the time."""
+"""How long old versions of keys are kept: votes and heartbeats write new ones all the time."""
 _ALL_INTERFACES = "0.0.0.0"
-"""Where a member listens whose node is known by a name: etcd takes addresses alone. Certificates keep others out."""
+"""Listen address of a member on a node known by name, because etcd only takes addresses. Certificates keep others out.
+"""
 
 _RUN_AND_CLEAN_UP = """
 data=$(mktemp -d) || exit
@@ -44,22 +45,23 @@ pid=$!
 while kill -0 "$pid"; do wait; done 2>/dev/null # is interrupted by a signal
 rm -rf "$data"
 """
-"""Its data are of no use after the job. USR1, which ends training early, is not for etcd; srun passes USR2 on, and
-Slurm itself sends TERM where the job is cancelled or its time is over.
-"""
+"""Runs etcd and removes its data, which are of no use after the job.
+
+Ignores USR1, which ends training early. srun passes USR2 on, and Slurm itself sends TERM when the job is cancelled or
+out of time."""
 
 
 def member_commands(
     names: Sequence[str], addresses: Sequence[str], first_port: int, token: str, certificates: Certificates
 ) -> list[tuple[str, ...]]:
-    """The srun of each member.
+    """The srun command of each member.
 
     Args:
-        names: The nodes of Slurm that members go to.
-        addresses: Where each of them is reached.
-        first_port: Member i listens on this port + 2 i, and on the next one to the other members.
-        token: Tells the members of this cluster from those of another one that may have been there before.
-        certificates: Of the members, and of the authority without whose signature none answers.
+        names: Slurm nodes that run the members.
+        addresses: Their addresses.
+        first_port: Member i serves clients on this port + 2 i, and the other members on the next one.
+        token: Distinguishes this cluster from an earlier one on the same nodes.
+        certificates: Certificates of the members, and of the authority that must have signed a client's.
     """
     peers = [f"https://{address}:{first_port + 2 * i + 1}" for i, address in enumerate(addresses)]
     cluster = ",".join(f"member-{i}={peer}" for i, peer in enumerate(peers))
@@ -93,7 +95,6 @@ def _tls_options(certificates: Certificates) -> Iterator[str]:
 
 
 def endpoints_of(addresses: Sequence[str], first_port: int) -> tuple[str, ...]:
-    """The members' client URLs."""
     return tuple(f"https://{address}:{first_port + 2 * i}" for i, address in enumerate(addresses))
 
 
@@ -101,17 +102,10 @@ def endpoints_of(addresses: Sequence[str], first_port: int) -> tuple[str, ...]:
 def etcd_of_the_job(
     nodes: Sequence[str], control: ControlConfig, first_port: int, token: str, folder: Path
 ) -> Iterator[ControlConfig]:
-    """An etcd that answers, on the first of these nodes: three members, or one on fewer nodes.
+    """Runs an etcd on the first of these nodes within the block: three members, or one on fewer nodes.
 
-    Args:
-        nodes: The nodes of the job, in the order in which members go to them.
-        control: Settings without endpoints.
-        first_port: As for `member_commands`.
-        token: As for `member_commands`.
-        folder: For certificates and all that the members print; must not exist, and all nodes share it.
-
-    Yields:
-        The settings with which it is reached.
+    Yields `control`, which has no endpoints, with the settings that reach it. `first_port` and `token` are as for
+    `member_commands`; `folder` takes certificates and output, must not exist, and all nodes share it.
 
     Raises:
         ValueError: It did not come up.
@@ -139,7 +133,7 @@ def etcd_of_the_job(
     finally:
         for number in (signal.SIGUSR2, signal.SIGKILL):
             for step in steps:
-                step.send_signal(number)  # not to one that has ended
+                step.send_signal(number)  # no effect on one that has ended
             for step in steps:
                 with suppress(subprocess.TimeoutExpired):
                     step.wait(_END_S)
@@ -157,7 +151,7 @@ def _wait_until_healthy(control: ControlConfig, log: Path) -> None:
 
 
 def _is_healthy(control: ControlConfig, endpoint: str) -> bool:
-    """Whether this member answers, and has a quorum with it."""
+    """Whether this member answers and has a quorum."""
     spec = EtcdStoreSpec(
         endpoints=(endpoint,),
         prefix="/",

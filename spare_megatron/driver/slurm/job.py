@@ -1,4 +1,4 @@
-"""The batch script of a run: pure, from the configuration to text."""
+"""Renders the batch script of a run from its configuration; pure."""
 
 import re
 from importlib.resources import files
@@ -9,26 +9,22 @@ import jinja2
 from spare_megatron.config.schema import RunConfig
 
 SCRIPT, CONFIG, LOG, CHECKPOINTS = "job.sh", "config.toml", "slurm.log", "checkpoints"
-"""In a job's folder, beside a directory for each run, `attempt-NNN`. That of an array has its script alone, and a job's
-folder for each task, `task-N`."""
+"""Names in a job's folder, beside a directory `attempt-NNN` for each run. An array's folder holds the script and, for
+each task, a job's folder `task-N`."""
 
 _SHELL_SAFE = re.compile(r"[A-Za-z0-9_./@:+,=-]+")
 
 
 def task_folders(num_tasks: int) -> list[str]:
-    """Where the tasks of an array are, in the array's folder; sbatch and the script spell it as this does."""
+    """Names of the task folders of an array; sbatch and the script use the same."""
     return [f"task-{index}" for index in range(num_tasks)]
 
 
 def job_script(config: RunConfig, *, folder: Path, working_folder: Path, python: Path, num_tasks: int = 0) -> str:
-    """The script for sbatch, readable and complete.
+    """The script for sbatch, readable and complete. Requires `cluster.launcher` to be srun.
 
-    Args:
-        config: A configuration without problems; `cluster.launcher` is srun.
-        folder: Absolute path of the job's folder, which all nodes share.
-        working_folder: Absolute path of the directory that relative paths of the configuration start from.
-        python: The Python that has spare_megatron, on every node.
-        num_tasks: Jobs of an array; 0 for a single job.
+    All nodes share `folder`, the job's own, and have `python`; relative paths of the configuration start from
+    `working_folder`. Both folders are absolute. `num_tasks` is the size of an array; 0 for a single job.
 
     Raises:
         ValueError: A path has characters that neither sbatch nor a shell takes literally.

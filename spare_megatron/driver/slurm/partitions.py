@@ -1,4 +1,4 @@
-"""Whether a partition can ever hold a job: Slurm queues those that it cannot hold, and they wait for ever."""
+"""Finds jobs that no partition can ever hold: Slurm queues them, and they wait forever."""
 
 import os
 import re
@@ -13,11 +13,7 @@ _CHOSEN_ELSEWHERE = ("-p", "--partition", "-M", "--cluster")
 
 
 def partitions_of(slurm: SlurmConfig) -> list[Mapping[str, str]]:
-    """What slurmctld says of the partitions that the job may run in; none where something else chooses them.
-
-    Raises:
-        ValueError: Slurm cannot be asked.
-    """
+    """Partitions that the job may run in, from slurmctld; empty if something else chooses them."""
     by_option = any(option.startswith(_CHOSEN_ELSEWHERE) for option in slurm.options)
     if by_option or {"SBATCH_PARTITION", "SBATCH_CLUSTERS"} & os.environ.keys():
         return []
@@ -29,7 +25,7 @@ def partitions_of(slurm: SlurmConfig) -> list[Mapping[str, str]]:
 
 
 def never_fits(num_nodes: int, partitions: Sequence[Mapping[str, str]]) -> str:
-    """Why none of the partitions can hold so many nodes, whatever else is allowed; empty if one can, or is not known.
+    """Why no partition can hold so many nodes, whatever the other limits; empty if one can or its size is unknown.
 
     >>> never_fits(5, [{"PartitionName": "a", "TotalNodes": "4"}, {"PartitionName": "b", "TotalNodes": "5"}])
     ''
@@ -45,7 +41,7 @@ def never_fits(num_nodes: int, partitions: Sequence[Mapping[str, str]]) -> str:
 
 
 def may_not_fit(slurm: SlurmConfig, num_nodes: int, partitions: Sequence[Mapping[str, str]]) -> list[str]:
-    """Limits of a partition that the job is beyond, which some QOS lifts. Only where there is one partition."""
+    """Limits of the partition that the job exceeds, unless its QOS lifts them. Only judges a single partition."""
     if len(partitions) != 1:
         return []
     (partition,) = partitions
@@ -64,7 +60,7 @@ def may_not_fit(slurm: SlurmConfig, num_nodes: int, partitions: Sequence[Mapping
 
 
 def _minutes(text: str) -> float | None:
-    """Of a time as Slurm prints it; None of one without limit.
+    """Minutes of a time as Slurm prints it; None if it is unlimited.
 
     >>> [_minutes(text) for text in ("1-00:30:00", "04:00:30", "UNLIMITED")]
     [1470.0, 240.5, None]

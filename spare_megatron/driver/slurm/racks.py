@@ -1,7 +1,7 @@
-"""Which nodes stand in one rack, as Slurm's topology has it, and in which order a run takes them.
+"""Orders a job's nodes by rack, according to Slurm's topology.
 
-What a rack or a block of the topology takes along when it is lost is a domain of `spare.groups_per_domain` groups, no
-two of which host the same shard. Groups have consecutive nodes, so the nodes of a domain are to be those of one rack.
+Groups that are lost together with a rack or block form a domain of `spare.groups_per_domain` groups, no two of which
+host the same shard. Groups use consecutive nodes, so the nodes of a domain should be those of one rack.
 """
 
 import itertools
@@ -17,34 +17,28 @@ _RACK = re.compile(r"^(?:SwitchName=(\S+) Level=0\b|BlockName=(\S+)).*?\bNodes=(
 
 
 def find_racks() -> Mapping[str, str]:
-    """Node -> the lowest switch or the block that it stands at; empty where Slurm knows of none, or does not tell."""
+    """Node -> its lowest switch or block; empty if Slurm knows or reports no topology."""
     racks: dict[str, str] = {}
     try:
         for switch, block, names in _RACK.findall(call("scontrol", "show", "topology")):
             racks |= dict.fromkeys(call("scontrol", "show", "hostnames", names).split(), switch or block)
-    except ValueError as error:  # a job can do without
+    except ValueError as error:  # a job works without racks
         print(f"warning: nodes are taken in Slurm's order, whatever racks they stand in: {error}", file=sys.stderr)
         return {}
     return racks
 
 
 def nodes_per_domain(config: RunConfig) -> int:
-    """Nodes that the groups of a domain stand on, the last one maybe in part."""
+    """Nodes that the groups of a domain use; the last one possibly in part."""
     layout = config.parallel
     return -(-config.spare.groups_per_domain * layout.ranks_per_group // layout.ranks_per_node)
 
 
 def order_by_rack(names: Sequence[str], racks: Mapping[str, str], num_nodes: int, domain_nodes: int) -> tuple[str, ...]:
-    """The nodes of a job in the order in which a run takes them, those to spare last.
+    """Orders the nodes of a job for a run, spare nodes last. A node that is not in `racks` has a rack of its own.
 
-    Each domain stands in one rack, and in one where no other does, as far as there are such racks. Domains that share
-    one are neighbours. What no rack has room for as a whole is dealt out to what is left.
-
-    Args:
-        names: The nodes, at least as many as the run has.
-        racks: Node -> its rack. Nodes that are not in it stand alone.
-        num_nodes: Nodes of the run.
-        domain_nodes: Nodes of a domain.
+    Each domain gets nodes of one rack, and of one without another domain while there are such racks. Domains in one
+    rack are adjacent. Domains that fit into no rack take the remaining nodes, first those of racks with the most.
 
     >>> names = ["a1", "b1", "a2", "b2", "b3"]
     >>> order_by_rack(names, {name: name[0] for name in names}, 4, 2)
@@ -66,7 +60,7 @@ def order_by_rack(names: Sequence[str], racks: Mapping[str, str], num_nodes: int
 
 
 def spread(names: Sequence[str], racks: Mapping[str, str]) -> tuple[str, ...]:
-    """The same nodes, those first that stand in racks of their own: what takes the first few is not lost at once.
+    """Reorders nodes so that the first ones are in different racks: whatever uses them is not lost at once.
 
     >>> spread(["a1", "a2", "b1", "c1"], {"a1": "a", "a2": "a", "b1": "b", "c1": "c"})
     ('a1', 'b1', 'c1', 'a2')
@@ -79,13 +73,7 @@ def spread(names: Sequence[str], racks: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def shared_racks(config: RunConfig, nodes: Sequence[str], racks: Mapping[str, str]) -> str:
-    """A warning of racks with groups that the placement of shards takes to be lost independently; empty if none has.
-
-    Args:
-        config: Of the run.
-        nodes: The nodes of the run, in its order.
-        racks: Node -> its rack.
-    """
+    """A warning of racks with groups that the placement takes to be independent; empty if there are none."""
     spare, layout = config.spare, config.parallel
     groups: dict[str, set[int]] = defaultdict(set)
     for node, name in enumerate(nodes):

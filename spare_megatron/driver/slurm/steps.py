@@ -1,4 +1,4 @@
-"""A job whose batch script is lost with its node: nobody ends it but the steps that are left."""
+"""The steps of a job: srun commands, the launcher of supervisors, and the end of a job without its batch script."""
 
 import contextlib
 import os
@@ -14,12 +14,10 @@ from spare_megatron.driver.slurm.commands import JobId, call, cancel, own_job
 
 
 def end_orphaned_job(*, wants_more: bool) -> None:
-    """Ends the job that this process is a step of, or sends it back into the queue. Any other job is left alone.
+    """Ends the job of this step, whose batch script was lost with its node. Leaves all other jobs alone.
 
-    Every node that is left does this, and only the first is heard.
-
-    Args:
-        wants_more: There are steps left that another attempt may commit.
+    Requeues it if steps are left that another attempt may commit (`wants_more`) and requeues are left, else cancels it.
+    Every remaining node calls this; only the first call has an effect.
     """
     job_id, requeues = own_job(), os.environ.get("SPARE_REQUEUES", "")
     if job_id is None or not requeues.isdigit():  # only the script of `spare submit` says how often
@@ -30,9 +28,9 @@ def end_orphaned_job(*, wants_more: bool) -> None:
 
 
 def step_command(name: str, on: str, command: Sequence[str]) -> tuple[str, ...]:
-    """The srun that runs a command once, on this node of the job.
+    """The srun command that runs once, on this node of the job.
 
-    The step shares the node with others of the job, has all of it, and survives the loss of other nodes.
+    The step shares the node with others of the job, may use all of it, and survives the loss of other nodes.
     """
     options = (
         "--nodes=1",
@@ -49,14 +47,7 @@ def step_command(name: str, on: str, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str]) -> tuple[str, ...]:
-    """The srun of a `spare` command on this node of the job, in the container if there is one.
-
-    Args:
-        slurm: What runs it there.
-        name: Of the step.
-        on: The node.
-        words: The command and its arguments.
-    """
+    """The srun command of a step `name` that runs a `spare` command on this node, in the container if there is one."""
     command = (*slurm.container, slurm.python or sys.executable, "-P", "-m", "spare_megatron.cli.main", *words)
     srun, *rest = step_command(name, on, command)
     return (srun, *slurm.step_options, *rest)
@@ -64,12 +55,11 @@ def node_step(slurm: SlurmConfig, name: str, on: str, words: Sequence[str]) -> t
 
 @dataclass(slots=True)
 class SrunLauncher:
-    """Starts the supervisors of one run.
+    """Starts the supervisors of one run as steps of its job.
 
     Attributes:
         job_id: The job that the driver belongs to.
-        slurm: What runs them on their nodes.
-        nodes: The nodes of Slurm that the run begins on, in the order of its own.
+        nodes: The Slurm nodes that the run begins on, in the order of its own.
     """
 
     job_id: JobId
@@ -80,7 +70,7 @@ class SrunLauncher:
     _last: str = field(default="", init=False)
 
     def start(self, run_dir: Path, node: int, life: int) -> subprocess.Popen[bytes] | None:
-        """The srun of the supervisor; None if no node is free for it now."""
+        """Starts the supervisor with srun. Returns None if no node is free now."""
         name = self._choose(run_dir, node, life)
         if name is None:
             return None
@@ -90,7 +80,6 @@ class SrunLauncher:
         return subprocess.Popen(step, start_new_session=True)
 
     def ended(self, run_dir: Path, node: int) -> None:  # noqa: ARG002  (it knows what it has taken)
-        """The node of Slurm is free for others."""
         if self._held:
             Claims(run_dir).leave(self._held)
             self._last, self._held = self._held, ""

@@ -1,8 +1,8 @@
-"""SIGUSR1, which asks a run to end with the step under way.
+"""SIGUSR1, the request to end a run after the current step.
 
-It may be sent to all processes of a run at any time. All of them are born with it blocked: there it stays pending, and
-does no harm. Supervisors let it through once they can act on it. What came before there were any is the driver's to
-pass on.
+It may be sent to any process of a run at any time. Every process starts with it blocked, so an early request stays
+pending and does no harm. Supervisors unblock it once they can act on it; the driver forwards a request that came
+before there were supervisors.
 """
 
 import signal
@@ -14,7 +14,7 @@ _SIGNALS = {signal.SIGUSR1}
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """It stays pending in this thread, and in what is started by it, also once this is over."""
+    """Blocks the signal in this thread; processes and threads started in the block keep it blocked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -23,16 +23,16 @@ def blocked() -> Iterator[None]:
 
 
 def block() -> None:
-    """It stays pending in this process from now on, until `listen`, and is then obeyed."""
+    """Blocks the signal in this process until `listen`, which delivers a pending one."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def listen(on_asked: Callable[[], None]) -> None:
-    """Calls back when the process is asked to end, and at once where it has been already; in the main thread."""
+    """Calls back on each request, at once if one is pending. Main thread only."""
     signal.signal(signal.SIGUSR1, lambda *_: on_asked())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def is_pending() -> bool:
-    """Whether this process has been asked since it was blocked."""
+    """Whether a request has arrived while the signal was blocked."""
     return signal.SIGUSR1 in signal.sigpending()

@@ -1,6 +1,6 @@
-"""Imported in the fork server alone, before all else: from then on it is gone when the process that started it is.
+"""Preloaded first in the fork server: the kernel kills the server when the process that started it ends.
 
-A fork server that runs sees that by itself. One that is stopped does not, and what it has forked dies with it only.
+A running server notices that by itself. A stopped one does not, and its children only die with it.
 """
 
 import ctypes

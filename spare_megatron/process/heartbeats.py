@@ -1,4 +1,4 @@
-"""A rank's beacon: a page of memory that it shares with its supervisor, and a thread that beats in it.
+"""A rank's heartbeat page: memory shared with its supervisor, and the thread that counts beats in it.
 
 Each field has one writer and is aligned, so that it is read whole without a lock.
 """
@@ -14,11 +14,11 @@ from spare_megatron.core.failure_detector import BEATS_PER_INTERVAL, OPERATIONS,
 from spare_megatron.process.span_ring import PassTimes, Ring, SpanRecorder
 
 _DECAY = 0.98
-"""What is left of a slowest time after another operation of its kind: slow ones are forgotten in some hundred."""
+"""Factor on a slowest time for each later operation of its kind, so that outliers fade in some hundred operations."""
 
 
 class HeartbeatPage(ctypes.Structure):
-    """The shared memory. Written by the rank alone, but for `end_asked`, which is its supervisor's."""
+    """The shared memory. The rank writes all fields except `end_asked`, which its supervisor writes."""
 
     _fields_ = (
         ("beats", ctypes.c_uint64),
@@ -33,19 +33,14 @@ class HeartbeatPage(ctypes.Structure):
 
 
 def new_page(context: BaseContext) -> HeartbeatPage:
-    """A page in memory that processes started from this context share."""
+    """A page in memory shared with the processes that are started from this context."""
     page: HeartbeatPage = context.RawValue(HeartbeatPage)
     page.step = -1
     return page
 
 
 def read_page(page: HeartbeatPage, starved_s: float) -> Pulse:
-    """What the rank shows now. Fields may be some microseconds apart.
-
-    Args:
-        page: Its page.
-        starved_s: What `starvation` says of it.
-    """
+    """What the page shows now, fields up to microseconds apart; `starved_s` is what `Starvation` reports."""
     index = page.operation
     return Pulse(
         beats=page.beats,
@@ -59,7 +54,7 @@ def read_page(page: HeartbeatPage, starved_s: float) -> Pulse:
 
 
 class HeartbeatWriter:
-    """The writing end."""
+    """The rank's end of the page, and its recorder of spans."""
 
     def __init__(self, page: HeartbeatPage, passes: PassTimes) -> None:
         self._page = page
@@ -71,29 +66,28 @@ class HeartbeatWriter:
         self._spent_s = [0.0] * len(OPERATIONS)
 
     def start_beating(self, interval_s: float) -> None:
-        """Beats from a thread of its own until the process ends."""
+        """Counts beats from a daemon thread until the process ends."""
         threading.Thread(target=self._beat, args=(interval_s / BEATS_PER_INTERVAL,), daemon=True).start()
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to this step. The first step warms everything up, and is no measure of the others."""
+        """Attributes what follows to this step. The first step warms up and does not count among the slowest times."""
         self._page.step = self.spans.step = step
         self.spans.passes.begin_step()
         self._num_steps += 1
 
     def progress(self) -> None:
-        """The main thread has got on with the pending operation."""
         self._note(self._index)
 
     def leave(self) -> None:
-        """From here on the process ends, and its silence means nothing."""
+        """Marks the process as ending: it may be silent for the time of a first operation before it counts as lost."""
         self._note(OPERATIONS.index(Operation.END))
 
     @contextlib.contextmanager
     def during(self, operation: Operation) -> Iterator[None]:
-        """The operation is pending inside the block; what was pending before is so again after it."""
+        """Marks the operation as pending inside the block; restores the previous one after it."""
         before = self._index
         self._note(OPERATIONS.index(operation))
-        # What has no name of its own is what lies between the spans.
+        # COMPUTE is what lies between the spans.
         span = contextlib.nullcontext() if operation is Operation.COMPUTE else self.spans.during(operation)
         try:
             with span:
@@ -102,12 +96,12 @@ class HeartbeatWriter:
             self._note(before)
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Storage is pending inside the block, if it is the main thread that writes there."""
+        """Marks storage as pending inside the block, if the calling thread is the main one."""
         is_main = threading.get_ident() == self._thread
         return self.during(Operation.STORAGE) if is_main else contextlib.nullcontext()
 
     def take_split(self) -> dict[Operation, float]:
-        """Seconds that the main thread has spent in each operation since this was last asked, without those inside."""
+        """Seconds that the main thread has spent in each operation since the last call, nested operations excluded."""
         self._note(self._index)
         split = {operation: spent_s for operation, spent_s in zip(OPERATIONS, self._spent_s, strict=True) if spent_s}
         self._spent_s = [0.0] * len(OPERATIONS)

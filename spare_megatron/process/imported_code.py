@@ -1,4 +1,4 @@
-"""Imported in the fork server alone, after all else: what it forks has the digest of the code that it has imported."""
+"""Preloaded last in the fork server: computes the digest of the imported code, which all its children inherit."""
 
 from spare_megatron.config.own_code import code_digest
 

@@ -1,12 +1,11 @@
-"""What SIGINT and SIGTERM do, from the first import of a command to the end of its process.
+"""SIGINT and SIGTERM handling, from the first import of a command to the end of its process.
 
-Three ways, each for one kind of code:
-- `exit_at_once`: there is nothing to clean up, as while modules are imported. One line, exit code 130, no exception.
-- `raising`: the block cleans up after a KeyboardInterrupt, wherever that is raised.
-- `deferred`: a block that must not be left half done, such as the start of a process. A signal takes effect where the
+- `exit_at_once`: nothing to clean up, as during imports. One line, exit code 130, no exception.
+- `raising`: the block cleans up after a KeyboardInterrupt, wherever it is raised.
+- `deferred`: the block must not be left half done, such as the start of a process. A signal takes effect where the
   block waits, and at its end.
 
-Imports little: commands import it before all else.
+Imports little, as commands import it before all else.
 """
 
 import contextlib
@@ -19,18 +18,18 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
-"""Exit code of a command that was ended by a signal."""
+"""Exit code of a command ended by a signal."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def exit_at_once(command: str = "spare") -> None:
-    """From here on SIGINT prints one line and ends this process."""
+    """From here on SIGINT prints one line and ends this process with exit code 130."""
     signal.signal(signal.SIGINT, partial(_exit, command))
 
 
 def name_command(command: str) -> None:
-    """Which command that line is to name, where SIGINT ends this process at once."""
+    """Sets the command that this line names, if SIGINT still ends the process at once."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, partial) and handler.func is _exit:
         exit_at_once(f"spare {command}")
@@ -38,10 +37,7 @@ def name_command(command: str) -> None:
 
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
-    """Within the block the first SIGINT or SIGTERM raises KeyboardInterrupt.
-
-    Further ones are ignored, so that they do not break off the cleaning up.
-    """
+    """The first SIGINT or SIGTERM in the block raises KeyboardInterrupt; later ones are ignored during the cleanup."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number in _SIGNALS:
         signal.signal(number, _raise)
@@ -54,11 +50,7 @@ def raising() -> Iterator[None]:
 
 
 class Deferral:
-    """The signals that came in a `deferred` block.
-
-    Args:
-        act: Called in the handler of each signal, and again when it takes effect in the block; it must not raise.
-    """
+    """The signals that came in a `deferred` block, where `act` is described."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -68,9 +60,8 @@ class Deferral:
         os.set_blocking(self._writing_fd, False)
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if a signal has come."""
         if self._first is not None:
-            self._act()  # on what has been started since, too
+            self._act()  # also on what was started after the signal
             raise KeyboardInterrupt
 
     def wait(self, objects: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
@@ -83,7 +74,7 @@ class Deferral:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Within the block, signals do what they did before: for long calls that may be broken off anywhere."""
+        """Restores the previous handlers inside the block: for long calls that may be interrupted anywhere."""
         try:
             self._uninstall()
             self.check()
@@ -92,11 +83,11 @@ class Deferral:
             self._install()
 
     def _install(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # which alone receives signals
+        if threading.current_thread() is threading.main_thread():  # only this thread handles signals
             found = {number: signal.getsignal(number) for number in _SIGNALS}
             self._outer |= {number: handler for number, handler in found.items() if handler != self._come}
             for number, handler in self._outer.items():
-                if handler not in (signal.SIG_DFL, None):  # else it ends this process
+                if handler not in (signal.SIG_DFL, None):  # else its default action ends this process
                     signal.signal(number, self._come)
 
     def _uninstall(self) -> None:
@@ -121,12 +112,10 @@ class Deferral:
 
 @contextlib.contextmanager
 def deferred(act: Callable[[], None] = lambda: None) -> Iterator[Deferral]:
-    """Within the block SIGINT and SIGTERM are only noted. The first one does at the end what it would have done before.
+    """Defers SIGINT and SIGTERM: the first one has its previous effect at the end of the block.
 
-    Whatever the block raises then gives way to that: what fails after a signal may fail because of it.
-
-    Args:
-        act: Called in the handler of each signal, and again when it takes effect in the block; it must not raise.
+    An exception of the block then gives way to that effect: what fails after a signal may fail because of it. `act` is
+    called in the handler of each signal, and again when it takes effect in the block; it must not raise.
     """
     deferral = Deferral(act)
     deferral._install()
@@ -138,10 +127,10 @@ def deferred(act: Callable[[], None] = lambda: None) -> Iterator[Deferral]:
 
 @contextlib.contextmanager
 def never_in_children() -> Iterator[None]:
-    """Processes that are started in the block never see SIGINT, which Ctrl-C sends to all processes of a terminal."""
+    """Processes started in the block never receive SIGINT, which Ctrl-C sends to all processes of a terminal."""
     from multiprocessing import resource_tracker
 
-    resource_tracker.ensure_running()  # Python unblocks SIGINT when it starts this one
+    resource_tracker.ensure_running()  # Python unblocks SIGINT when it starts the tracker
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,4 +1,4 @@
-"""One job at a time in a directory."""
+"""A lock that admits one job at a time to a directory."""
 
 import fcntl
 import json
@@ -12,18 +12,15 @@ LOCK = "lock"
 
 
 class Locked(ValueError):
-    """Another job has the directory; the text says which."""
+    """Another job holds the directory; the message names it."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the directory, which is made if it is not there, against every other job on this or another machine.
+    """Holds the directory, creating it if absent, against every other job on this or another machine.
 
-    The operating system lets go of it when the process ends, however it ends: a file that is left means nothing.
-
-    Raises:
-        Locked: Another process holds it.
-        OSError: It cannot be made or written.
+    The lock ends with the process, however it ends; a file that is left over means nothing. Raises Locked if another
+    process holds it, and OSError if it cannot be created or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -40,9 +37,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process holds the directory; None where that cannot be told from here.
+    """Whether a process holds the directory; None if that cannot be determined here.
 
-    For a directory whose run has begun: one that is about to begin might find it held by who asks.
+    Only for the directory of a run that has begun: one that is starting could find the lock taken by this check.
     """
     try:
         fd = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)

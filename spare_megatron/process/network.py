@@ -1,8 +1,8 @@
-"""A network for each node of a run on one machine, so that a fault can cut a node off. Needs root and iproute2.
+"""Network namespaces for the nodes of a run on one machine, so that a fault can cut a node off.
 
-Every supervisor and its ranks live in a network namespace of their own; a cable leads from there to a bridge in the
-hub's namespace, where the control store is. All of it is gone with the processes. No name server can be reached from
-there, so that none is named there: every lookup of an address would wait for it.
+Each supervisor and its ranks live in a namespace with a veth pair to a bridge in the hub's namespace, which holds the
+control store. All of it disappears with the processes. resolv.conf is empty there: no name server is reachable, and
+every lookup would wait for one. Needs root and iproute2.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _CLONE_NEWNET = 0x40000000
 
 
 def serve_hub(driver: Connection) -> None:
-    """The main function of the hub's process: it holds the bridge until the driver is gone; says when it is there."""
+    """Main function of the hub's process: sets up the bridge, reports that, and holds it until the driver is gone."""
     _unshare_network()
     _ip("link", "set", "lo", "up")
-    # Left to itself a bridge takes the lowest address of its cables, and changes it under who knows the one before.
+    # By default a bridge has the lowest MAC of its ports, which changes while peers have the former one cached.
     _ip("link", "add", _BRIDGE, "address", _BRIDGE_MAC, "type", "bridge")
     _ip("addr", "add", f"{HUB_ADDRESS}/16", "dev", _BRIDGE)
     _ip("link", "set", _BRIDGE, "up")
@@ -35,7 +35,7 @@ def serve_hub(driver: Connection) -> None:
 
 
 def run_in_network_of(pid: int, target: Callable[..., None], *args: Any) -> None:
-    """Runs the target where this process is at home; for the start of a process."""
+    """Runs the target in the network and mount namespaces of a process; for the start of a process."""
     for kind in ("net", "mnt"):
         _enter(f"/proc/{pid}/ns/{kind}")
     target(*args)
@@ -43,8 +43,8 @@ def run_in_network_of(pid: int, target: Callable[..., None], *args: Any) -> None
 
 @contextlib.contextmanager
 def network_of(pid: int) -> Iterator[None]:
-    """Sockets that this thread opens inside the block are opened where the process is at home."""
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # here a name server is still named
+    """Sockets that this thread opens inside the block are opened in the network namespace of the process."""
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # resolv.conf is still this process's own
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     _enter(f"/proc/{pid}/ns/net")
     try:
@@ -55,10 +55,10 @@ def network_of(pid: int) -> Iterator[None]:
 
 
 class NodeNetwork:
-    """A node's namespace and its cable. To be built in the node's first process, before it has threads."""
+    """A node's namespace and its link to the hub. Created in the node's first process, before it has threads."""
 
     def __init__(self, node: int, hub_pid: int) -> None:
-        self._plug = f"node{node}"  # the cable's end at the bridge
+        self._plug = f"node{node}"  # the link's end at the bridge
         self._in_hub = ("nsenter", f"--net=/proc/{hub_pid}/ns/net")
         _unshare_network()
         _ip("link", "set", "lo", "up")
@@ -72,11 +72,10 @@ class NodeNetwork:
         os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
 
     def cut(self) -> None:
-        """Pulls the plug: nothing comes through any more, and nobody is told."""
+        """Takes the link down: packets are lost silently."""
         _run(*self._in_hub, "ip", "link", "set", self._plug, "down")
 
     def mend(self) -> None:
-        """Puts it in again."""
         _run(*self._in_hub, "ip", "link", "set", self._plug, "up")
 
 
@@ -98,7 +97,7 @@ def _unshare_network() -> None:
 
 def _enter(path: str) -> None:
     fd = os.open(path, os.O_RDONLY)
-    _check(_libc().setns(fd, 0))  # 0: of whatever kind it is
+    _check(_libc().setns(fd, 0))  # 0: a namespace of any kind
     os.close(fd)
 
 

@@ -1,7 +1,7 @@
 """The connection between the driver and a supervisor on another machine.
 
-Where the driver listens, and the key without which nobody is served, stand in a file of the run's directory that its
-owner alone can read. Both sides prove that they have the key (HMAC); what follows is neither signed nor encrypted.
+The driver's address and a secret key are in a file of the run's directory that only its owner can read. Both sides
+prove by HMAC that they have the key; what follows is neither signed nor encrypted.
 """
 
 import contextlib
@@ -16,19 +16,16 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 
 _STRANGER_S = 10
-"""How long somebody who connects may take to prove that he has the key."""
+"""Longest time for a peer to prove that it has the key."""
 _SILENT_S = 10
 """A side that acknowledges nothing for so long is gone: a machine without power closes no connection."""
 _POLL_S = 0.5
 
 
 class Listener:
-    """Where one supervisor is awaited.
+    """Listens for the supervisor of one node, and publishes its address in the run's directory, which both share.
 
-    Args:
-        run_dir: The run's directory, which the supervisor's machine shares.
-        node: The supervisor's node.
-        host: The address of this machine that the other one reaches.
+    `host` is this machine's address as the other one reaches it.
     """
 
     def __init__(self, run_dir: Path, node: int, host: str) -> None:
@@ -47,14 +44,14 @@ class Listener:
         self._socket.setblocking(False)
 
     def fileno(self) -> int:
-        """Ready when somebody knocks."""
+        """Readable when a peer connects."""
         return self._socket.fileno()
 
     def accept(self) -> Connection | None:
-        """The connection to whoever has knocked; None if he has not the key."""
+        """The authenticated connection of a peer; None if it lacks the key or has left."""
         try:
             knocking, _ = self._socket.accept()
-        except OSError:  # he is gone again
+        except OSError:  # it has left
             return None
         connection = _connection(knocking)
         try:
@@ -67,17 +64,13 @@ class Listener:
         return connection
 
     def close(self) -> None:
-        """Nobody is awaited any more."""
+        """Stops listening and removes the file."""
         self._socket.close()
         self._file.unlink(missing_ok=True)
 
 
 def connect(run_dir: Path, node: int, timeout_s: float) -> Connection:
-    """A supervisor's connection to the driver of the run.
-
-    Raises:
-        ValueError: Nobody awaits this node, or not within the time.
-    """
+    """A supervisor's connection to the driver; raises ValueError if no driver listens for this node within the time."""
     file = _file(run_dir, node)
     end_s = time.monotonic() + timeout_s
     reason = "no driver has written it"
@@ -86,7 +79,7 @@ def connect(run_dir: Path, node: int, timeout_s: float) -> Connection:
             place = json.loads(file.read_text())
         except FileNotFoundError:
             place = None
-        except OSError as error:  # shared storage may know a file that is replaced meanwhile no more
+        except OSError as error:  # shared storage may lose a file that is being replaced
             place, reason = None, f"it cannot be read: {error}"
         if place is not None:
             try:
@@ -111,7 +104,7 @@ def _file(run_dir: Path, node: int) -> Path:
 
 
 def _connection(connected: socket.socket) -> Connection:
-    """With limits: on how long it is waited for the other side's proof, and on its silence."""
+    """Limits how long the proof of the other side is waited for, and its silence."""
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STRANGER_S, 0))
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,9 +1,9 @@
-"""What goes over the wire between a client that asks for pieces of a state and a server that has it.
+"""The wire format between a client that asks for pieces of a state and the server that has it.
 
-The server greets with a nonce. Each request names a state, a step and a range of bytes; each answer is those bytes, or
-why there are none. Both carry an HMAC-SHA-256 under the server's token, which stands in the control store beside
-its address: so nobody is served, or believed, who does not read the run's store, and no damaged byte is taken for a
-good one. Nothing that comes in is more than numbers, a name and bytes.
+The server greets with a nonce. A request names a state, a step and a range of bytes; the answer is those bytes, or why
+there are none. Both carry an HMAC-SHA-256 under the server's token, which the control store holds beside its address.
+So only readers of the run's store are served and believed, and damaged bytes are detected. Messages hold nothing but
+numbers, a name and bytes.
 """
 
 import hashlib
@@ -22,15 +22,11 @@ _MAC_BYTES = 32
 _REQUEST = struct.Struct("!32sqQQ")
 _ANSWER = struct.Struct("!BqQ")
 LOOK_S = 0.05
-"""How often who waits for the other side looks whether that is of any use: a machine without power says nothing."""
+"""Interval at which a waiting side checks whether it still needs to wait: a machine without power says nothing."""
 
 
 class WrongStep(Exception):
-    """The server's state is not of the step that was asked for.
-
-    Attributes:
-        present: The step that it is of.
-    """
+    """The server's state is of step `present`, not of the requested one."""
 
     def __init__(self, present: int) -> None:
         super().__init__(f"the state there is of step {present}")
@@ -42,16 +38,14 @@ class NotOffered(Exception):
 
 
 class TransferBroken(Exception):
-    """The other side is gone, silent, a stranger, or what came is damaged."""
+    """The other side is gone, silent or not authenticated, or the data is damaged."""
 
 
 class TurnedAway(TransferBroken):
-    """The server is there, and serves as many others as it may."""
+    """The server already serves as many clients as it may."""
 
 
 class Status(IntEnum):
-    """What an answer is."""
-
     PIECE = 0
     WRONG_STEP = 1
     NOT_OFFERED = 2
@@ -59,13 +53,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server listens, and what it takes to be served.
-
-    Attributes:
-        host: IP address.
-        port: TCP port.
-        token: Secret of this server, in hex.
-    """
+    """IP address and TCP port of a server, and the secret token (hex) that its clients need."""
 
     host: str
     port: int
@@ -76,7 +64,6 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """What `str` wrote."""
         host, port, token = text.split(" ")
         return cls(host=host, port=int(port), token=token)
 
@@ -91,14 +78,10 @@ class Request:
 
 
 class Channel:
-    """One end of a connection, after the greeting.
+    """One end of a connection, after the server's greeting, the nonce. Every wait sets the connection's timeout anew.
 
-    Args:
-        connection: The connection; its timeout is set anew with every wait.
-        token: The server's token.
-        nonce: The server's greeting.
-        timeout_s: Longest wait for a whole request or answer that has begun, and for the other side to take one.
-        is_over: As in `receive`, while an answer is awaited.
+    `timeout_s` is the longest wait for a whole request or answer that has begun, and for the other side to take one.
+    `is_over` is as in `receive`, while an answer is awaited.
     """
 
     def __init__(
@@ -120,8 +103,8 @@ class Channel:
 
         Raises:
             WrongStep: The state there is of another step.
-            NotOffered: It is not to be had there.
-            TransferBroken: No good answer has come.
+            NotOffered: The server does not offer the piece.
+            TransferBroken: No valid answer has come.
         """
         head = _REQUEST.pack(request.name.encode("ascii"), request.step, *request.piece)
         self._send(head + self._mac(head))
@@ -139,10 +122,10 @@ class Channel:
         return content
 
     def next_request(self, idle_s: float) -> tuple[Request, bytes] | None:
-        """Server: what is asked for next, and the bytes to sign the answer with; None if the client has left.
+        """Server: the next request, and the bytes to sign the answer with; None if the client has left.
 
         Raises:
-            TransferBroken: The client has been silent for `idle_s` seconds, or is a stranger.
+            TransferBroken: The client was silent for `idle_s` seconds, or its request is not authentic or no piece.
         """
         head = receive(self._connection, _REQUEST.size + _MAC_BYTES, idle_s, may_end=True)
         if not head:
@@ -156,11 +139,7 @@ class Channel:
         return Request(name=name.rstrip(b"\0").decode("ascii"), step=step, piece=Piece(start, stop)), signed
 
     def answer(self, signed: bytes, status: Status, step: int, content: bytes = b"") -> None:
-        """Server: answers the request.
-
-        Raises:
-            TransferBroken: The client does not take it.
-        """
+        """Server: answers the request. Raises TransferBroken if the client does not take the answer."""
         head = _ANSWER.pack(status, step, len(content))
         self._send(head + self._mac(signed, head, content))
         self._send(content)
@@ -187,17 +166,12 @@ def receive(
     may_end: bool = False,
     is_over: Callable[[], bool] | None = None,
 ) -> memoryview:
-    """So many bytes, or none where the other side may leave and has.
+    """Receives num_bytes within timeout_s, or none where the other side may end the connection (`may_end`) and has.
 
-    Args:
-        connection: Where they come from.
-        num_bytes: How many.
-        timeout_s: Longest wait for all of them.
-        may_end: Whether the other side may close the connection instead.
-        is_over: Whether nobody needs them any more, looked at every LOOK_S while nothing comes.
+    While nothing comes, `is_over` is asked every LOOK_S whether the bytes are no longer needed.
 
     Raises:
-        TransferBroken: They have not come in time, or never will, or it is over.
+        TransferBroken: They have not come in time, never will, or are no longer needed.
     """
     data = memoryview(bytearray(num_bytes))
     end_s = time.monotonic() + timeout_s
@@ -205,7 +179,7 @@ def receive(
     while num_received < num_bytes:
         left_s = end_s - time.monotonic()
         try:
-            # 0 would not be a short wait but another way of working.
+            # 0 would make the socket non-blocking.
             connection.settimeout(max(left_s if is_over is None else min(left_s, LOOK_S), 1e-6))
             some = connection.recv_into(data[num_received:])
         except TimeoutError as error:

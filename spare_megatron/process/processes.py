@@ -1,7 +1,7 @@
-"""The processes of a run on this machine: control store, data preparation, supervisors. All are forked from one server.
+"""Starts and ends the processes of a run on this machine: control store, network hub, supervisors.
 
-The fork server imports torch and Megatron once; a rank starts in milliseconds after that. It has no threads and
-has not touched a GPU, which is what makes forking it safe.
+All are forked from a server that imports torch and Megatron once, so that a process starts in milliseconds. It has no
+threads and has not touched a GPU, which makes forking it safe.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ _IMPORTED: tuple[str, ...] = (
     "spare_megatron.rank.rank",
     "spare_megatron.process.imported_code",
 )
-"""What the fork server imports, so that what it forks has it."""
+"""Modules that the fork server imports for its children."""
 
 NO_MAIN_GUARD = 96
-"""Exit code of a process that would start a run while it imports the script of the process that started it."""
+"""Exit code of a process that would start a run while it imports its parent's script, which has no `__main__` guard."""
 
 Wait = Callable[[list[Any], float], list[Any]]
 """As `multiprocessing.connection.wait`."""
@@ -53,11 +53,11 @@ _STORE_START_TIMEOUT_S = 120.0
 
 
 def fork_server() -> ForkServerContext:
-    """The context that all processes of a run are started from; it has what they import, and no GPU.
+    """The context from which all processes of a run are started, as children of the fork server.
 
-    For the main thread: the kernel ends the server when the thread that started it has ended.
+    Main thread only: the kernel ends the server with the thread that started it.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # it imports the main module of its parent
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # it is importing its parent's main module
         leave(NO_MAIN_GUARD)
     set_environment_of_ranks()
     context = multiprocessing.get_context("forkserver")
@@ -69,41 +69,38 @@ def fork_server() -> ForkServerContext:
 
 
 def set_environment_of_ranks() -> None:
-    """Sets what has to be in the environment before Megatron is imported and before a process is started.
+    """Sets the environment that Megatron's import and new processes need; variables that the user has set stay.
 
-    c10d warns in every process that host names are unknown, because `without_name_lookups` makes the lookup fail; what
-    concerns a run is raised as an exception or logged as an error. A level that the user has set stays.
+    c10d's warnings are off: `without_name_lookups` makes it warn of unknown host names in every process. What concerns
+    a run is raised as an exception or logged as an error.
     """
     start_in_safe_path_mode()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Megatron asks for GPUs when it is imported, and CUDA cannot be used in a fork of a process that has used it:
-    # torch.cuda.is_available then asks the driver only.
+    # Megatron looks for GPUs when it is imported, and CUDA cannot be used in a fork of a process that has used it:
+    # with this torch.cuda.is_available only queries the driver.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def end_fork_server() -> None:
-    """Kills the fork server, if there is one, and what it has forked. The next process is forked from a new one."""
+    """Kills the fork server, if there is one, and its children. The next process is forked from a new one."""
     if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def rank_context(device: str) -> ForkContext | SpawnContext:
-    """What a supervisor's ranks are started from, so that they are its children and die with it.
+    """The context from which a supervisor starts its ranks, so that they are its children and die with it.
 
-    Forked they have what their supervisor has imported. On GPUs they import it themselves: transformer-engine's modules
-    begin to use a GPU as soon as they are imported, and what is forked then cannot.
-
-    Args:
-        device: cpu or gpu.
+    Forked ranks have the supervisor's imports. On device "gpu" they are spawned and import for themselves: importing
+    transformer-engine uses a GPU, after which a fork cannot use it.
     """
     return multiprocessing.get_context("spawn") if device == "gpu" else multiprocessing.get_context("fork")
 
 
 @dataclass(slots=True)
 class Child:
-    """A started process and the pipe it reports through."""
+    """A started process, and this end of the pipe to it."""
 
     process: BaseProcess
     reports: Connection
@@ -115,7 +112,7 @@ class Child:
 
 
 def start_child(context: BaseContext, name: str, target: Callable[..., None], *args: Any) -> Child:
-    """Starts `target(*args, pipe)` in a process of its own. One that the fork server forks is gone when we are."""
+    """Starts `target(*args, pipe)` in a new process. A child of the fork server ends with this process."""
     ours, theirs = context.Pipe(duplex=True)
     if isinstance(context, ForkServerContext):
         args = (forkserver._forkserver._forkserver_pid, target, *args)  # type: ignore[attr-defined]
@@ -128,10 +125,10 @@ def start_child(context: BaseContext, name: str, target: Callable[..., None], *a
 
 
 def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) -> None:
-    """Runs the target in a child of the fork server, which ends when nobody holds the other end of a pipe to it.
+    """Runs the target in a child of the fork server, which dies with the server, and the server with the driver.
 
-    Every child of it is given that end. If the driver alone keeps it, the driver's death is the fork server's, and that
-    is the death of all others, also of those that are stopped and cannot see that the driver is gone.
+    The server ends when no process holds the other end of its pipe, which every child inherits. Each child closes it
+    here, so that only the driver holds it: its death ends the server and all children, even stopped ones.
     """
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     die_with(server_pid)
@@ -139,11 +136,7 @@ def _with_fork_server(server_pid: int, target: Callable[..., None], *args: Any) 
 
 
 def start_hub(context: ForkServerContext, wait: Wait) -> Child:
-    """The process that holds the bridge between the nodes' networks.
-
-    Raises:
-        RuntimeError: It did not come up.
-    """
+    """The process that holds the bridge between the nodes' networks. Raises RuntimeError if it does not come up."""
     child = start_child(context, "network-hub", serve_hub)
     with contextlib.suppress(EOFError, TimeoutError):
         _first_report(child, wait)
@@ -154,11 +147,9 @@ def start_hub(context: ForkServerContext, wait: Wait) -> Child:
 def start_store(
     context: ForkServerContext, config: RunConfig, hub: Child | None, wait: Wait
 ) -> tuple[Child | None, StoreSpec]:
-    """The control store of a new run, and its process where it is the embedded one.
+    """The control store of a new run, with its process if it is the embedded one.
 
-    Raises:
-        RuntimeError: It did not come up.
-        ValueError: The credentials for etcd cannot be used.
+    Raises RuntimeError if it does not come up, and ValueError for credentials for etcd that cannot be used.
     """
     if config.control.store == "etcd":
         return None, etcd_spec(config.control, config.name, os.environ)
@@ -168,11 +159,7 @@ def start_store(
 def start_embedded_store(
     context: ForkServerContext, address: str, hub: Child | None = None, wait: Wait = connection.wait
 ) -> tuple[Child, TcpStoreSpec]:
-    """A server process that listens on this address of this machine, or on the hub's in its network.
-
-    Raises:
-        RuntimeError: It did not come up.
-    """
+    """A server on this address, or on the hub's in its network. Raises RuntimeError if it does not come up."""
     if hub is not None:
         address = HUB_ADDRESS
         child = start_child(context, "control-store", run_in_network_of, hub.pid, serve, address)
@@ -187,10 +174,10 @@ def start_embedded_store(
 
 
 def _first_report(child: Child, wait: Wait) -> Any:
-    """What the process reports when it is up; without that it is ended.
+    """The first report of a process, which says that it is up; ends the process if none comes.
 
     Raises:
-        TimeoutError: It reports nothing in time.
+        TimeoutError: It has reported nothing within _STORE_START_TIMEOUT_S.
         EOFError: It has died.
         KeyboardInterrupt: A signal came; see `Deferral.wait`.
     """
@@ -204,7 +191,7 @@ def _first_report(child: Child, wait: Wait) -> Any:
 
 
 def end_child(child: Child) -> None:
-    """Kills the process if it is there, and reaps it."""
+    """Kills the process if it is alive, and reaps it."""
     if child.process.is_alive():
         child.process.kill()
     child.process.join(_REAP_TIMEOUT_S)
@@ -212,9 +199,9 @@ def end_child(child: Child) -> None:
 
 
 def stop_children(children: Collection[Child]) -> None:
-    """Asks the processes to end what they have started and themselves; kills those that do not in time. Reaps them.
+    """Asks all processes to stop, then kills those that are late, and reaps all.
 
-    All at once: each may take seconds, and there may be a thousand.
+    They end in parallel: each may take seconds, and there may be a thousand.
     """
     for child in children:
         with contextlib.suppress(OSError):
@@ -230,7 +217,6 @@ def stop_children(children: Collection[Child]) -> None:
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended, for people."""
     if code is None:
         return "still running"
     if code >= 0:
@@ -239,14 +225,14 @@ def describe_exit(code: int | None) -> str:
 
 
 def die_with(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent is gone."""
+    """Has the kernel kill this process when its parent dies."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before it was asked for
+    if os.getppid() != parent_pid:  # the parent died before this call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def log_to_file(run_dir: Path, name: str) -> None:
-    """Everything that this process prints from here on goes to RUN_DIR/logs/NAME.log, also from C++."""
+    """Redirects all output of this process, also from C++, to RUN_DIR/logs/NAME.log."""
     log = run_dir / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -258,7 +244,7 @@ def log_to_file(run_dir: Path, name: str) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process without running destructors. A full disk does not keep it."""
+    """Ends this process without running destructors; a full disk does not prevent it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -266,7 +252,7 @@ def leave(code: int) -> NoReturn:
 
 
 def say(text: object) -> None:
-    """Prints what people may want to read in a log, one that a full disk keeps from growing any more, too."""
+    """Prints to the log; does nothing if a full disk does not take it."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 
@@ -277,12 +263,12 @@ class _Closable(Protocol):
 
 
 def report_held(report: Callable[[RecordsHeld], None]) -> OnHeld:
-    """What an `AppendingFile` calls when the storage stops taking it, and when it takes it again."""
+    """The callback of an `AppendingFile`, for storage that stops taking it or takes it again."""
     return lambda path, reason: report(RecordsHeld(path=str(path), reason=reason))
 
 
 def close_or_tell(records: _Closable, tell: Callable[[RecordsLost], None]) -> None:
-    """Closes them. What a full disk does not take is missing in the verdict, and is no lost group or run."""
+    """Closes the records; reports bytes that a full disk did not take, which affect the verdict but cost no group."""
     try:
         records.close()
     except BytesLost as error:

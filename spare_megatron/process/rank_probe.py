@@ -1,4 +1,4 @@
-"""What a rank tells of itself while it works: faults may strike there, and its beacon shows it."""
+"""A rank's probe: at the instrumented points of a step it injects faults and updates the heartbeat page."""
 
 from contextlib import AbstractContextManager
 
@@ -25,12 +25,11 @@ class RankProbe:
         self._injector(phase)
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to this step."""
         self._injector.step = step
         self._beacon.begin_step(step)
 
     def between_steps(self, step: int, phase: FaultPoint) -> None:
-        """A moment between two steps, of which this is the next."""
+        """Injects faults at a point between two steps, of which `step` is the next."""
         self._injector.step = step
         self._injector(phase)
 
@@ -47,11 +46,11 @@ class RankProbe:
         self._beacon.spans.backward(microbatch)
 
     def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
-        """The group's recovery from a loss has spent this time on a stage, by the monotonic clock."""
+        """Records a stage of the group's recovery from a loss, in seconds of the monotonic clock."""
         self._beacon.spans.recovered(stage, began_s, ended_s)
 
     def compute_s(self) -> float:
-        """Seconds of the forward and backward passes of the step so far; of a rank with a GPU, waits for them."""
+        """Seconds of forward and backward passes in the step so far; on a GPU it waits for them."""
         return self._beacon.spans.passes.total_s()
 
     def take_split(self) -> dict[Operation, float]:

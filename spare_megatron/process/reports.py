@@ -1,4 +1,4 @@
-"""What the processes of a run tell: ranks their supervisor, supervisors the driver, the driver whoever watches."""
+"""The messages of a run's processes: from ranks to supervisors, from these to the driver, and on to its observers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from spare_megatron.journal.records import CheckpointRecord, LossRecord, Recover
 from spare_megatron.stacking.layout import GroupId, Member
 
 RankKey = tuple[GroupId, int]
-"""A group, and a rank in it."""
+"""A group, and the index of a rank in it."""
 
 
 class ExitCode(IntEnum):
-    """How a rank's process ends by itself."""
+    """Exit codes that a rank's process chooses itself."""
 
     FINISHED = 0
     RAISED = 1
-    """An exception that nobody handles: the rank's group is lost."""
+    """An unhandled exception: the rank's group is lost."""
     GROUP_BROKEN = 3
     """Another rank of the same group is gone."""
     FENCED = 4
@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
     HALTED = 6
     STORE_LOST = 7
     JOIN_FAILED = 8
-    """The group was admitted after a loss, or started again after a wipe-out, and could not take the state over."""
+    """The group, admitted after a loss or restarted after a wipe-out, could not take the state over."""
     RESTART = 9
     """Only a restart from a checkpoint helps: the group is to be started again."""
 
@@ -39,17 +39,14 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReady:
-    """The group is up and about to train, or waits to be admitted; sent by its first rank on every node."""
+    """The group is ready to train, or waits to be admitted; sent by its first rank on every node."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRejoined:
-    """A group that was lost takes part again from this step on.
-
-    Sent by each of its ranks, told on by the node of its leader.
-    """
+    """A lost group takes part again from this step on; sent by each rank, forwarded by the node of its leader."""
 
     member: Member
     step: int
@@ -57,20 +54,18 @@ class GroupRejoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartAwaited:
-    """The group waits for training to start again after a wipe-out; sent by its first rank on every node."""
+    """The group waits for the restart after a wipe-out; sent by its first rank on every node."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRestarted:
-    """The group takes part again after a wipe-out; sent by each of its ranks, told on by the node of its leader.
+    """The group takes part again after a wipe-out; sent by each rank, forwarded by the node of its leader.
 
     Attributes:
-        member: The group in its new life.
         step: Committed steps that it has loaded.
-        source: Where from.
-        rejected: Checkpoints and snapshots that could not be used, and why.
+        rejected: Checkpoints and snapshots that could not be used, with the reasons.
     """
 
     member: Member
@@ -81,10 +76,7 @@ class GroupRestarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted:
-    """A step is committed and applied.
-
-    Sent by a group's first rank on every node, told on by the node of its leader.
-    """
+    """A step is committed and applied; sent by a group's first rank on every node, forwarded by its leader's node."""
 
     group: GroupId
     step: int
@@ -95,27 +87,20 @@ class StepCommitted:
     makespan: int
     step_s: float
     split_s: Mapping[Operation, float]
-    """What the rank's main thread spent its time on since it last told."""
+    """Seconds of the rank's main thread by operation, since its last report."""
     head: int
     """Log entries the group has folded."""
     epoch: int
     """Number of the set of groups that took part."""
     num_recomputed: int
-    """Microbatches that were computed anew in it, by all groups."""
+    """Microbatches recomputed in the step, by all groups."""
     recoveries: tuple[RecoveryRecord, ...]
-    """Those of the group that have ended since it last told."""
+    """Recoveries of the group that ended since its last report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRaised:
-    """An exception ended the rank.
-
-    Attributes:
-        group: The group.
-        rank: The rank inside it.
-        traceback: Of the exception.
-        concerns_all: It was raised for what holds for all groups: a setting, or groups that do not come up.
-    """
+    """An exception ended the rank; `concerns_all` if its cause holds for all groups: a setting, or missing groups."""
 
     group: GroupId
     rank: int
@@ -125,12 +110,10 @@ class RankRaised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The log told the group to stop before the last step: a wipe-out or a halt. Sent by every leader.
+    """The log ends training before the last step, by a wipe-out or a halt; sent by every leader.
 
     Attributes:
-        group: The group.
         step: Committed steps.
-        reason: Why.
         is_final: The run ends; otherwise it is to restart.
     """
 
@@ -142,12 +125,7 @@ class RunStopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultWanted:
-    """A fault of the trace that others have to inflict. The rank waits until it is told to go on.
-
-    Attributes:
-        fault: The fault.
-        pid: The rank's process.
-    """
+    """A fault of the trace that other processes must inflict on the rank, which waits until they have."""
 
     fault: Fault
     pid: int
@@ -155,26 +133,21 @@ class FaultWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultStruck:
-    """A fault of the trace is about to strike: the group's next life must not meet it again."""
+    """A fault of the trace is about to strike: the group's next incarnation must not meet it again."""
 
     fault: Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTold:
-    """A save has ended; sent by the leader of the group that was to save."""
+    """A save has ended; sent by the leader of the saving group."""
 
     record: CheckpointRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsHeld:
-    """The storage does not take a file of the run: what is appended to it stays in memory.
-
-    Attributes:
-        path: The file.
-        reason: The error; empty when the storage has taken everything again.
-    """
+    """Storage does not take a file of the run; what is appended stays in memory. An empty `reason` ends that."""
 
     path: str
     reason: str
@@ -182,13 +155,7 @@ class RecordsHeld:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsLost:
-    """Files of the run were closed before the storage had taken all of them.
-
-    Attributes:
-        paths: The files.
-        num_bytes: What is missing at their ends.
-        reason: The error.
-    """
+    """Files of the run were closed before storage had taken all of them; `num_bytes` are missing at their ends."""
 
     paths: tuple[str, ...]
     num_bytes: int
@@ -215,19 +182,15 @@ RankReport = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksStarted:
-    """The ranks of a node are started."""
-
     node: int
     pids: Mapping[RankKey, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMissing:
-    """No supervisor looks after a node before its ranks were ready; told by what stands for it.
+    """A node's supervisor did not come, or was lost before the node's ranks were ready; sent by its remote supervisor.
 
-    Attributes:
-        node: The node.
-        cause: Why, and what to look at.
+    `cause` says why, and what to look at.
     """
 
     node: int
@@ -239,14 +202,13 @@ class GroupLost:
     """A group has been found lost and is fenced.
 
     Attributes:
-        group: The group.
-        rank: The rank that showed it; -1 if its whole node is lost.
-        cause: Why, in a line.
-        traceback: Of the exception that ended the rank, where there was one.
-        incarnation: Which life of the group it was.
+        rank: The rank that showed the loss; -1 if its whole node is lost.
+        cause: The reason, in a line.
+        traceback: Traceback of the exception that ended the rank, if there was one.
+        incarnation: The lost incarnation of the group.
         is_given_up: The group has used up its restarts.
-        error: The exception behind it, where other groups may meet the same; else empty.
-        concerns_all: It was raised for what holds for all groups.
+        error: The exception behind it if other groups may meet the same, else empty.
+        concerns_all: As in `RankRaised`.
     """
 
     group: GroupId
@@ -260,7 +222,7 @@ class GroupLost:
 
     @classmethod
     def of(cls, record: LossRecord, error: str, raised: RankRaised | None) -> "GroupLost":
-        """The loss as it is journaled, with what the rank that showed it has told, and what of that may hit others."""
+        """Combines the journaled loss, the report of the rank that showed it, and the error that others may meet."""
         return cls(
             group=GroupId(record.group),
             rank=record.rank,
@@ -275,7 +237,7 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAway:
-    """The control store does not answer: training pauses until it does, or the limit is reached."""
+    """The control store does not answer: training pauses until it does, for `limit_s` at most."""
 
     node: int
     limit_s: float
@@ -283,7 +245,7 @@ class StoreAway:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreGone:
-    """It is given up: the run ends when the ranks have saved their state."""
+    """The control store is given up: the run ends when the ranks have saved their state."""
 
     node: int
     reason: str
@@ -291,21 +253,13 @@ class StoreGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreBack:
-    """It answers again."""
-
     node: int
     away_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEnded:
-    """No rank of the node is left, and its supervisor is about to end.
-
-    Attributes:
-        node: The node.
-        exits: How each rank ended.
-        failure: Why the run cannot go on, where that is so.
-    """
+    """No rank of the node is left and its supervisor is about to end; `failure` says why if the run cannot go on."""
 
     node: int
     exits: Mapping[RankKey, int]
@@ -314,19 +268,19 @@ class NodeEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoOn:
-    """To a supervisor from the driver: the fault that this rank wanted has struck."""
+    """From the driver to a supervisor: the fault that this rank wanted has struck."""
 
     wanted: FaultWanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEarly:
-    """To a supervisor from the driver: the run is to end with the step under way."""
+    """From the driver to a supervisor: the run is to end with the current step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastWordTaken:
-    """To a supervisor from what stands for it: the driver has its last word."""
+    """From a remote supervisor to the supervisor it stands for: the driver has its last message."""
 
 
 Order = GoOn | EndEarly
@@ -345,21 +299,21 @@ class Starting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRejected:
-    """A checkpoint that the run would have begun with is damaged, and an earlier one takes its place."""
+    """The checkpoint that the run would have started from is damaged; an earlier one takes its place."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsLost:
-    """Something that takes metrics takes no more, or has not taken all."""
+    """A metrics sink has stopped, or has not taken everything."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeasured:
-    """How large etcd is; `shortage` is why it may not do for the steps that are left, and empty if it does."""
+    """The size of etcd; `shortage` says why it may not suffice for the remaining steps, and is empty if it does."""
 
     space: StoreSpace
     shortage: str
@@ -367,13 +321,7 @@ class StoreMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAwaited:
-    """etcd does not answer before the run has begun, and is waited for when all else is ready.
-
-    Attributes:
-        endpoints: Where it should.
-        reason: What comes instead of an answer.
-        limit_s: How long it is waited for.
-    """
+    """etcd does not answer before the start; the run waits for it, `limit_s` at most, when all else is ready."""
 
     endpoints: tuple[str, ...]
     reason: str
@@ -384,7 +332,7 @@ RunEvent = NodeReport | Starting | CheckpointRejected | MetricsLost | StoreMeasu
 
 
 def next_report(pipe: Connection) -> NodeReport | None:
-    """What a supervisor has sent; None if nothing more will come."""
+    """The next message of a supervisor; None if none will come."""
     try:
         report: NodeReport = pipe.recv()
     except (EOFError, OSError):  # OSError: its writer was killed in the middle of a report

@@ -1,6 +1,6 @@
-"""What a rank and the keeper of its node say to each other, over a socket that never leaves the node.
+"""The messages between a rank and its node's snapshot server, over a socket that never leaves the node.
 
-The listener's name stands in no folder, so that nothing is left behind; whoever connects has to know the key.
+The socket has an abstract name instead of a file, so nothing is left behind; the key authenticates both sides.
 """
 
 from dataclasses import dataclass, field
@@ -11,11 +11,9 @@ from spare_megatron.stacking.layout import SliceId
 
 
 class Part(NamedTuple):
-    """What is copied by itself of a rank position's state.
+    """A part of a rank position's state that is copied by itself: a state partition, or (`slice` is None) the rest.
 
-    Attributes:
-        position: The rank inside its group.
-        slice: A slice of the optimizer's state; None: all but slices.
+    `position` is the index of the rank inside its group.
     """
 
     position: int
@@ -23,18 +21,13 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """By which a `piece_client.PieceClient` asks for it."""
+        """The name under which a `piece_client.PieceClient` asks for it."""
         return f"{self.position}" if self.slice is None else f"{self.position}/{self.slice}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotServerAddress:
-    """Where a node's keeper listens, in every one of its lives.
-
-    Attributes:
-        name: Of its socket, abstract.
-        key: For both sides to know each other by.
-    """
+    """Abstract socket name and key of a node's snapshot server; a restarted server has the same."""
 
     name: str
     key: bytes = field(repr=False)
@@ -42,16 +35,11 @@ class SnapshotServerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyWanted:
-    """Memory is wanted for a snapshot, and all earlier ones of this rank position but one may go.
+    """Asks for memory for the snapshot of an attempt; of earlier ones of the position only `previous` must stay.
 
-    The answer is an empty text, or why there is none; then a descriptor of memory for each part. When the rank has sent
-    `COPIED` the keeper answers with the SHA-256 of what is in each. Whoever leaves before has made no snapshot.
-
-    Attributes:
-        position: The rank inside its group.
-        attempt: The snapshot.
-        previous: The one that stays.
-        num_bytes: Of each part of this position that is to be kept here.
+    The server answers with an empty text, or why it refuses; then with a memory descriptor for each part. When the rank
+    has sent `COPIED`, it answers with the SHA-256 of each. A rank that leaves before that has made no snapshot.
+    `num_bytes` has the parts of this position that are to be kept here.
     """
 
     position: int
@@ -62,9 +50,9 @@ class CopyWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOver:
-    """A snapshot is taken, and not here: all earlier ones of this rank position but one may go.
+    """The snapshot of an attempt is kept on other nodes; of earlier ones of the position only `previous` must stay.
 
-    The answer, an empty text, says that they have.
+    The answer, an empty text, says that the others are gone.
     """
 
     position: int
@@ -74,7 +62,7 @@ class PassOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWanted:
-    """The snapshots of this rank position are wanted, to be served on this IP address of the machine."""
+    """Asks for the snapshots of a rank position, to be served on the IP address `host` of this machine."""
 
     position: int
     host: str
@@ -82,13 +70,13 @@ class HeldWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTold:
-    """The answer.
+    """The answer to `HeldWanted`.
 
     Attributes:
-        held: Those whose bytes are still what they were.
-        slices: The same of slices.
-        damaged: The attempts of the others, which are gone now.
-        server: Where a `piece_client.PieceClient` gets them, by the name of a part, step the attempt.
+        held: Copies of all but state partitions whose bytes are intact.
+        slices: Copies of state partitions whose bytes are intact.
+        damaged: Attempts of the other copies, which the server has dropped.
+        server: Address for a `piece_client.PieceClient`, which asks by the name of a part, with the attempt as step.
     """
 
     held: tuple[Held, ...]
@@ -99,9 +87,9 @@ class HeldTold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryWanted:
-    """A snapshot of this part is wanted on this node.
+    """Asks for a part of a snapshot on this node.
 
-    The answer is an empty text, or why it is not to be had; then a descriptor of its memory.
+    The answer is an empty text, or why it is refused; then a descriptor of its memory.
     """
 
     part: Part

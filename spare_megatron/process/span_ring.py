@@ -1,4 +1,7 @@
-"""What the forward and backward passes of a step take a rank by itself: how a slow one is told from one that waits."""
+"""A rank's spans, in memory shared with its supervisor, and the compute time of its steps.
+
+The time of forward and backward passes alone tells a slow rank from one that waits for it.
+"""
 
 import contextlib
 import ctypes
@@ -15,11 +18,9 @@ Mark = TypeVar("Mark")
 
 
 class PassTimes(Generic[Mark]):
-    """Adds up the passes of a step. What a pass waits for its tensor-parallel neighbours is in it.
+    """Adds up the forward and backward passes of a step, waits for tensor-parallel neighbours included.
 
-    Args:
-        mark: A moment in what the device computes.
-        between_s: Seconds between two of them, once both are past.
+    `mark` returns a mark in what the device computes, `between_s` the seconds between two marks that are both past.
     """
 
     def __init__(self, mark: Callable[[], Mark], between_s: Callable[[Mark, Mark], float]) -> None:
@@ -29,27 +30,24 @@ class PassTimes(Generic[Mark]):
         self._passes: list[tuple[Mark, Mark]] = []
 
     def begin_step(self) -> None:
-        """Nothing is computed yet."""
         self._began = None
         self._passes.clear()
 
     def begin(self) -> None:
-        """A pass begins."""
         self._began = self._mark()
 
     def end(self) -> None:
-        """It has ended, or raised."""
+        """Ends the pass, also one that raised."""
         if self._began is not None:
             self._passes.append((self._began, self._mark()))
             self._began = None
 
     def total_s(self) -> float:
-        """Of the step so far."""
         return sum(self._between_s(began, ended) for began, ended in self._passes)
 
 
 NUM_SPANS = 4096
-"""Spans that a rank keeps: some dozens of steps."""
+"""Capacity of a rank's ring, some dozens of steps."""
 
 
 FORWARD = "forward"
@@ -81,13 +79,13 @@ assert _SLOT.size == ctypes.sizeof(_Slot)
 
 
 class Ring(ctypes.Structure):
-    """The shared memory. Written by the rank alone."""
+    """The shared memory, written by the rank alone."""
 
     _fields_ = (("num_spans", ctypes.c_uint64), ("slots", _Slot * NUM_SPANS))
 
 
 def read_spans(ring: Ring, first: int) -> tuple[list[Span], int]:
-    """The spans from number `first` on that are still there, and the number of the next one."""
+    """The spans from number `first` on that are not overwritten, and the number of the next span."""
     end = ring.num_spans
     numbers = range(max(first, end - NUM_SPANS), end)
     found = []
@@ -102,11 +100,10 @@ def read_spans(ring: Ring, first: int) -> tuple[list[Span], int]:
 
 
 class SpanRecorder:
-    """The writing end, for the rank's main thread.
+    """The rank's end of the ring, for its main thread.
 
-    A span may lie inside another one; that of a recovery's stage overlaps with others. The backward pass of a
-    microbatch runs inside Megatron's schedule, where only its beginning shows: it ends when the main thread turns to
-    something else.
+    Spans may nest; those of recovery stages overlap with others. The backward pass of a microbatch runs inside
+    Megatron's schedule, which only shows its start: its span ends when the main thread turns to something else.
     """
 
     def __init__(self, ring: Ring, passes: PassTimes) -> None:
@@ -118,7 +115,6 @@ class SpanRecorder:
 
     @contextlib.contextmanager
     def during(self, operation: Operation) -> Iterator[None]:
-        """A span of the block."""
         began_s = self._turn()
         try:
             yield
@@ -127,7 +123,6 @@ class SpanRecorder:
 
     @contextlib.contextmanager
     def forward(self, microbatch: Microbatch) -> Iterator[None]:
-        """A span of the block, which is the forward pass of a microbatch."""
         began_s = self._turn()
         self.passes.begin()
         try:
@@ -137,16 +132,15 @@ class SpanRecorder:
             self._add(_CODES[FORWARD], began_s, self._turn(), microbatch)
 
     def backward(self, microbatch: Microbatch) -> None:
-        """The backward pass of a microbatch begins."""
         self._backward = (microbatch, self._turn())
         self.passes.begin()
 
     def recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
-        """A span of a stage of a recovery, by the monotonic clock."""
+        """Records a span of a recovery stage, in seconds of the monotonic clock."""
         self._add(_CODES[RECOVERY_NAMES[stage]], began_s, ended_s, None)
 
     def _turn(self) -> float:
-        """The main thread turns to something else: the time."""
+        """Ends the backward pass that is under way, if any; returns the time."""
         now_s = time.monotonic()
         if self._backward is not None:
             microbatch, began_s = self._backward
@@ -158,7 +152,7 @@ class SpanRecorder:
     def _add(self, code: int, began_s: float, ended_s: float, microbatch: Microbatch | None) -> None:
         number = self._ring.num_spans
         shard, index = (-1, -1) if microbatch is None else microbatch
-        # At once: field by field it takes several times as long.
+        # In one call: field by field it takes several times as long.
         at = number % NUM_SPANS * _SLOT.size
         _SLOT.pack_into(self._slots, at, code, shard, index, self.step, began_s, ended_s)
         self._ring.num_spans = number + 1

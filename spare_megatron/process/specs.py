@@ -1,4 +1,4 @@
-"""What the processes of a run are told. Loads without torch, as the driver must start at once."""
+"""Specs of ranks and supervisors. Loads without torch, as the driver must start at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,21 +16,15 @@ from spare_megatron.store.spec import StoreSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """All that a rank's process is told.
+    """All that a rank's process needs to know at its start.
 
     Attributes:
-        config: The resolved configuration.
-        run_dir: The run's directory.
-        group: The rank's group.
-        incarnation: Which life of the group it is; 0 with the start of the run.
-        rank: Its index inside the group.
-        device: Its device.
-        store: Where the control store is.
-        faults: The faults to inject into this rank.
-        page: Memory shared with the supervisor, for the rank's beacon. Its process has it, and is not told.
-        seconds_left: Until the run ends with the step under way; None if all steps are to be trained.
-        wiped_out_at_s: Monotonic time at which the supervisor knew of the wipe-out after which the rank starts again.
-        keeper: Where the keeper of its node listens; None where no snapshots are taken.
+        incarnation: Incarnation of the group; 0 with the start of the run.
+        rank: Index inside the group.
+        page: Heartbeat page, shared with the supervisor. The process inherits it; a spec that is sent has none.
+        seconds_left: Time until the run ends with the current step; None if all steps are to be trained.
+        wiped_out_at_s: Monotonic time at which the supervisor learned of the wipe-out that caused this start, if any.
+        keeper: Address of the node's snapshot server; None if no snapshots are taken.
         code: Digest of the driver's code.
     """
 
@@ -62,17 +56,12 @@ RankMain = Callable[[RankSpec, Connection], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """All that a supervisor's process is told.
+    """All that a supervisor's process needs to know at its start.
 
     Attributes:
-        config: The resolved configuration.
-        run_dir: The run's directory.
-        node: The node it is to look after.
-        store: Where the control store is.
-        faults: The faults to inject into the node's ranks.
-        rank_main: What a rank's process runs.
-        hub_pid: The process that holds the bridge between the nodes' networks, where each has one of its own.
-        life: 0 for the supervisor with which the run began; whoever takes its place later has a higher number.
+        rank_main: Main function of a rank's process.
+        hub_pid: Process that holds the bridge between the nodes' networks, if each has one of its own.
+        life: Incarnation of the node's supervisor; 0 for the first, higher for each that replaces it.
         is_remote: The driver is on another machine, and may be lost without the node.
         code: Digest of the driver's code.
     """

@@ -1,8 +1,8 @@
-"""For how long the threads of a rank have been ready to run and had no processor, by the kernel.
+"""CPU starvation of a rank: how long its threads were ready to run without a processor, as the kernel counts it.
 
-All of them: who waits for a processor with the interpreter's lock in hand keeps the others waiting, and so does who
-carries out their collectives, which does not show of those that wait. Added up: what one lacks has to show, however
-much another has lacked before.
+All threads count: one that waits for a processor while it holds the interpreter lock, or while it carries out a
+collective, delays others whose own counters do not show it. The waits are summed, so that each thread's shows,
+however long another has waited before.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Thread:
-    """What was seen of a thread.
+    """The last observation of a thread.
 
     Attributes:
-        times: Nanoseconds that it has run, and that it has waited for a processor before it did.
-        ready_since_s: Since when it is known to be waiting for one now.
-        ahead_s: Of its present wait, what has been counted already.
+        times: Nanoseconds that it has run, and that it has waited for a processor.
+        ready_since_s: Monotonic time since which it is known to wait for one; None if it is not.
+        ahead_s: Seconds of its present wait that have been counted already.
     """
 
     times: tuple[int, int]
@@ -26,11 +26,7 @@ class _Thread:
 
 
 class Starvation:
-    """Watches one rank.
-
-    Args:
-        pid: Its process.
-    """
+    """Watches the threads of one rank's process."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -39,14 +35,10 @@ class Starvation:
         self._total_s = 0.0
 
     def seconds(self, beats: int, now_s: float) -> float:
-        """Up to now. Never falls, though threads end.
+        """Total starvation in seconds up to the monotonic time `now_s`. Never falls, though threads end.
 
-        The kernel counts a wait when it is over. One under way, which may last seconds on an overloaded machine, is
-        looked for where the rank does not beat.
-
-        Args:
-            beats: How often the rank has beaten.
-            now_s: Monotonic time.
+        The kernel counts a wait when it is over. A wait under way, which may last seconds on an overloaded machine, is
+        looked for while the rank's beat counter, `beats`, stands still.
         """
         is_silent, self._beats = beats == self._beats, beats
         seen: dict[str, _Thread] = {}
@@ -56,7 +48,7 @@ class Starvation:
                 lacked_s = (times[1] - thread.times[1]) * 1e-9
                 self._total_s += max(0.0, lacked_s - thread.ahead_s)
                 thread = _Thread(times)
-            elif thread.ready_since_s is not None:  # it has not run, so that it is still ready to
+            elif thread.ready_since_s is not None:  # it has not run since, so it is still waiting
                 waited_s = now_s - thread.ready_since_s
                 self._total_s += waited_s
                 thread = _Thread(times, now_s, thread.ahead_s + waited_s)
@@ -68,9 +60,9 @@ class Starvation:
 
 
 def _times(pid: int) -> dict[str, tuple[int, int]]:
-    """Of each thread the nanoseconds that it ran and that it waited to; of none where the kernel does not tell.
+    """Nanoseconds that each thread has run and waited; empty if the kernel has no such counters.
 
-    The first numbers of the file (Linux, Documentation/scheduler/sched-stats).
+    They are the first fields of the file (Linux, Documentation/scheduler/sched-stats).
     """
     times: dict[str, tuple[int, int]] = {}
     with contextlib.suppress(OSError):  # the process has ended
@@ -82,7 +74,7 @@ def _times(pid: int) -> dict[str, tuple[int, int]]:
 
 
 def _is_ready(pid: int, thread: str) -> bool:
-    """Whether the thread could run: neither asleep nor stopped (proc(5), /proc/pid/stat)."""
+    """Whether the thread is runnable: neither asleep nor stopped (proc(5), /proc/pid/stat)."""
     try:
         return _read(pid, thread, "stat").rpartition(b")")[2].split()[0] == b"R"
     except OSError:

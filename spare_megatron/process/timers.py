@@ -1,27 +1,27 @@
-"""Things to be done later, by a loop that waits for other things meanwhile."""
+"""Timers for an event loop: actions to run later."""
 
 import time
 from collections.abc import Callable
 
 
 class Timers:
-    """Actions with the monotonic times from which on they are due."""
+    """Actions, and the monotonic times at which they are due."""
 
     def __init__(self) -> None:
         self._items: list[tuple[float, Callable[[], None]]] = []
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """The action is due in this many seconds."""
+        """Schedules the action in this many seconds."""
         self._items.append((time.monotonic() + seconds, action))
 
     def pause_s(self) -> float | None:
-        """Seconds until something is due; None if nothing ever is."""
+        """Seconds until an action is due; None if there is none."""
         if not self._items:
             return None
         return max(0.0, min(due_s for due_s, _ in self._items) - time.monotonic())
 
     def run_due(self) -> None:
-        """Does what is due, the oldest first. What it puts on the agenda has its turn next time."""
+        """Runs the due actions, the oldest first. Actions that they schedule wait for the next call."""
         now_s = time.monotonic()
         due = sorted((item for item in self._items if item[0] <= now_s), key=lambda item: item[0])
         self._items = [item for item in self._items if item[0] > now_s]

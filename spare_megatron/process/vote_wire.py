@@ -1,8 +1,8 @@
-"""What goes over the wire between a leader and the relay of its block.
+"""The wire format between a leader and the relay of its block.
 
-A message is a head, a text and an HMAC-SHA-256 of both under the relay's token, which stands in the control store
-beside its address: so nobody is heard who does not read the run's store, and no damaged byte is taken for a good one.
-No greeting comes first, for a message that is told again says nothing new: votes and entries are written once.
+A message is a head, a text and an HMAC-SHA-256 of both under the relay's token, which the control store holds beside
+its address. So only readers of the run's store are believed, and damaged bytes are detected. There is no nonce: votes
+and entries are written once, so a replayed message says nothing new.
 """
 
 import hashlib
@@ -20,26 +20,22 @@ _READ_BYTES = 2**16
 
 
 class RelayBroken(Exception):
-    """The other side is gone, takes nothing, is a stranger, or what came is damaged."""
+    """The other side is gone, takes nothing or is not authenticated, or the data is damaged."""
 
 
 class Kind(IntEnum):
-    """What a message is."""
-
     VOTE = 0
-    """To the relay: a vote on the attempt of this number, of the group and the incarnation."""
+    """To the relay: the vote of the group and the incarnation on the attempt of this number."""
     CLOSED = 1
-    """From it: votes on the attempt of this number are not taken any more, or never were."""
+    """From the relay: votes on the attempt of this number are not taken any more, or never were."""
     ENTRY = 2
-    """From it: the log entry of this number."""
+    """From the relay: the log entry of this number."""
 
 
 _KINDS = {int(kind): kind for kind in Kind}
 
 
 class Message(NamedTuple):
-    """One message."""
-
     kind: Kind
     number: int
     text: str = ""
@@ -48,33 +44,28 @@ class Message(NamedTuple):
 
 
 def pack(message: Message, token: str) -> bytes:
-    """The message as it goes over the wire."""
     text = message.text.encode()
     signed = _HEAD.pack(message.kind, message.number, message.group, message.incarnation, len(text)) + text
     return signed + hmac.digest(bytes.fromhex(token), signed, hashlib.sha256)
 
 
 class Inbox:
-    """Puts the bytes that come over one connection together.
-
-    Args:
-        token: The relay's.
-    """
+    """Assembles the messages that come over one connection to or from the relay with this token."""
 
     def __init__(self, token: str) -> None:
         self._key = bytes.fromhex(token)
         self._bytes = b""
 
     def receive(self, connection: socket.socket) -> Iterator[Message]:
-        """The messages that are whole by now, after one read that does not wait on a connection that never waits.
+        """Reads once from a non-blocking connection; yields the messages that are complete by now.
 
         Raises:
-            RelayBroken: Nothing will come any more, or what has come is not to be believed.
+            RelayBroken: The connection has ended, or a message is invalid.
         """
         try:
             some = connection.recv(_READ_BYTES)
         except BlockingIOError:
-            return  # all that was whole has been taken
+            return  # all complete messages have been taken
         except OSError as error:
             raise RelayBroken(str(error)) from error
         if not some:
@@ -100,11 +91,7 @@ class Inbox:
 
 
 def send(connection: socket.socket, data: bytes) -> None:
-    """Sends without waiting, over a connection that never waits.
-
-    Raises:
-        RelayBroken: The other side is gone, or has taken nothing for long.
-    """
+    """Sends over a non-blocking connection. Raises RelayBroken if the peer is gone or has taken nothing for long."""
     try:
         num_sent = connection.send(data)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""By which address this machine is reached from others."""
+"""Finds the address at which other machines reach this one."""
 
 import ipaddress
 import socket
@@ -7,13 +7,10 @@ from urllib.parse import urlsplit
 
 
 def address_towards(hosts: Iterable[str]) -> str:
-    """The address of this machine by which it reaches the first host that is elsewhere; a loopback one if none is.
+    """This machine's address on the route to the first host that is not itself; a loopback address if all of them are.
 
-    The machine's own name often stands for a loopback address on itself, by which nobody else reaches it. The next host
-    is asked for only after that.
-
-    Raises:
-        ValueError: It knows no way to any of them.
+    A machine's own name often resolves to a loopback address, which no other machine can use; the next host is tried
+    then. Raises ValueError if there is no route to any host.
     """
     own, failures = "", []
     for host in hosts:
@@ -31,16 +28,9 @@ def address_towards(hosts: Iterable[str]) -> str:
 
 
 def refuse_loopback(address: str, hosts: Iterable[str]) -> None:
-    """For a run of several machines: they have to reach this one by the address.
+    """Raises ValueError if this machine's address is a loopback one and a host it was derived from is given by name.
 
-    Nodes that are rehearsed on one machine have loopback addresses on purpose: then no host goes by a name.
-
-    Args:
-        address: Of this machine.
-        hosts: Those that it was found by.
-
-    Raises:
-        ValueError: None of the others would.
+    The other machines of the run could not reach it. Nodes rehearsed on one machine have loopback addresses on purpose.
     """
     names = [host for host in hosts if _is_name(host)]
     if names and is_loopback(address):
@@ -51,17 +41,14 @@ def refuse_loopback(address: str, hosts: Iterable[str]) -> None:
 
 
 def hosts_of(endpoints: Iterable[str]) -> list[str]:
-    """The names or addresses in URLs."""
     return [urlsplit(endpoint).hostname or "" for endpoint in endpoints]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address is reached from its own machine alone."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def is_address(host: str) -> bool:
-    """Whether the host is an IP address, and no name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -76,5 +63,5 @@ def _is_name(host: str) -> bool:
 def _address_on_the_way_to(host: str) -> str:
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as route:
-        route.connect(address)  # sends nothing
+        route.connect(address)  # sends nothing: a datagram socket
         return str(route.getsockname()[0])

@@ -1,11 +1,10 @@
-"""The append-only log of decisions, and the votes that lead to one.
+"""Client of the decision log, the append-only entries that every process folds, and of the votes that lead to them.
 
-Keys: `log/{index}` holds entry `index`, with as many zeros before it that the order of their texts is theirs. It is
-written once, by compare-and-set. `broken/{index}` says that what all groups do together before it is broken.
-`vote/{attempt}/{group}/{incarnation}` holds the votes on an attempt that this group has written: its own, and as a
-relay those of others. `votes/{attempt}` counts votes, one that several have written as often as that. Nobody asks for
-the vote of an incarnation that is no member, so it cannot stand for that of another. Entries and votes are text here;
-their meaning belongs to `core.entries` and `core.votes`.
+Keys: `log/{index}` holds entry `index`, zero-padded so that lexicographic order is log order, and is written once, by
+compare-and-set. `broken/{index}` marks the collective preceding entry `index` as failed.
+`vote/{attempt}/{group}/{incarnation}` holds the votes that this member has cast on an attempt: its own and, as a relay,
+those of others. `votes/{attempt}` counts casts, repeated ones included. Votes of incarnations that are not members are
+never read. Entries and votes are opaque text here; `core.entries` and `core.votes` define them.
 """
 
 import json
@@ -21,52 +20,46 @@ _Voter = TypeVar("_Voter", bound=Voter)
 
 _ASK_INTERVAL_S = 0.010
 _MOST_ASKS_PER_S = 20_000
-"""Of all ranks of a run: a quarter of what the embedded store's server answers with one processor."""
+"""Over all ranks of a run: a quarter of what the embedded store's server answers with one processor."""
 
 LOG = "log/"
-"""The directory of the entries and of nothing else, which are written in the order of their names."""
+"""The directory that holds the entries and nothing else; they are written in lexicographic order."""
 
 
 class DecisionLog:
-    """One connection's view of the log."""
+    """The decision log over one store connection."""
 
     def __init__(self, store: ControlStore) -> None:
         self._store = store
 
     def append(self, index: int, entry: str) -> str:
-        """Writes the entry at the index unless another stands there; returns the one that stands."""
+        """Writes the entry if the index is free; returns the entry stored there."""
         return self._store.put_if_absent(entry_key(index), entry)
 
     def has(self, index: int) -> bool:
-        """Whether the entry is written. Cheap: this is what a rank in a reduction polls."""
+        """Whether the entry is written; the cheap poll of a rank in a reduction."""
         return self._store.exists(entry_key(index))
 
     def tell_broken(self, index: int) -> None:
-        """Says that what all groups do together before this entry is broken."""
+        """Marks the collective preceding entry `index` as failed."""
         self._store.put(_broken_key(index), "broken")
 
     def is_broken(self, index: int) -> bool:
-        """Whether somebody has said so. As cheap as `has`."""
+        """Whether a rank has marked that collective as failed; as cheap as `has`."""
         return self._store.exists(_broken_key(index))
 
     def wait(self, index: int, timeout_s: float) -> str:
-        """The entry, as soon as it is written.
-
-        Raises:
-            StoreTimeout: It was not written within timeout_s seconds.
-        """
+        """Blocks until the entry is written and returns it; raises `StoreTimeout` after timeout_s seconds."""
         return self._store.wait(entry_key(index), timeout_s)
 
     def entries(self, indices: Sequence[int]) -> list[str | None]:
-        """Those of a few entries in a row that are written, None for each other."""
+        """A few consecutive entries, None for those that are not written."""
         return self._store.get([entry_key(index) for index in indices])
 
     def read(self, index: int, most: int) -> list[str]:
-        """The entries that are written from the index on, in a few requests; half as many as there are, at least.
+        """Written entries from the index on: at least half of those that exist, at most `most`.
 
-        Args:
-            index: An index at or before the head.
-            most: So many at most.
+        Cost: some log2(most) small reads. The index must be at or before the head.
         """
         number = most if self._is_written(index) else 0
         while number and not self._is_written(index + number - 1):  # if it is, all before it are
@@ -75,12 +68,9 @@ class DecisionLog:
         return [entry for entry in found if entry is not None]
 
     def find_head(self, from_index: int) -> int:
-        """The first index without an entry: every one before it has one. It may have one, too, by now.
+        """The first index without an entry, as of the read; all earlier indices have one.
 
-        Cost: some 2 log2(d) small reads if it is d entries away.
-
-        Args:
-            from_index: An index at or before it.
+        Cost: some 2 log2(d) small reads for a head d entries away. `from_index` must be at or before the head.
         """
         step = 1
         while self._is_written(from_index + step - 1):
@@ -90,21 +80,21 @@ class DecisionLog:
         )
 
     def _is_written(self, index: int) -> bool:
-        # Not by `has`, which may begin to follow the log, and is told of all of it first.
+        # Not `has`: it may start a watch, which first reads all entries from this index on.
         return self.entries([index]) != [None]
 
     def cast(self, attempt: int, writer: Voter, votes: Mapping[_Voter, str], forget: Sequence[int] = ()) -> int:
-        """Casts some votes at once.
+        """Casts votes with one write. A vote that several writers cast is the same vote.
 
         Args:
-            attempt: What they are about.
-            writer: Who casts them, only once in an attempt.
-            votes: By voter. One that is cast again, by whomever, is the same.
-            forget: Attempts of which nobody needs any more what this writer has written.
+            attempt: The attempt.
+            writer: The casting member; it casts once per attempt.
+            votes: Encoded votes by voter.
+            forget: Attempts whose votes by this writer are no longer read.
 
         Returns:
-            How many votes have been cast on the attempt so far. It is never less than that, but more where some have
-            been cast again, so that whoever casts the last one finds that it may be the last.
+            Votes cast on the attempt so far, repeated casts included: never too few, so the caster of the last vote
+            always learns that it may be the last.
         """
         voters: dict[str, list[_Voter]] = {}
         for voter, vote in votes.items():
@@ -117,50 +107,47 @@ class DecisionLog:
             forget=[_vote_key(past, writer) for past in forget],
         )
         if num_votes == len(votes):
-            # The first. Everybody voted on the attempt before this one, so nobody counts those before that.
+            # The first cast on this attempt: all groups voted on the one before, so no count before that is read again.
             self._store.delete([_count_key(attempt - 2)])
         return num_votes
 
     def num_votes(self, attempt: int) -> int:
-        """How many votes have been cast on the attempt so far, for whoever has had one cast, in one small read."""
+        """Votes cast so far, repeated casts included, in one small read; for groups whose own vote has been cast."""
         return self._store.counted(_count_key(attempt))
 
     def announce(self, member: Voter) -> None:
-        """Says that the member is up and waits to be admitted."""
+        """Announces that the member is up and waits to be admitted."""
         group, incarnation = member
         self._store.put(f"waiting/{group}", str(incarnation))
 
     def waiting(self, groups: Sequence[int]) -> list[Voter]:
-        """Those of these groups that have ever waited to be admitted, as the last incarnation that did."""
+        """Latest announced incarnation of each of these groups that has ever announced itself."""
         found = self._store.get([f"waiting/{group}" for group in groups]) if groups else []
         return [(group, int(text)) for group, text in zip(groups, found, strict=True) if text is not None]
 
     def announce_restart(self, member: Voter, text: str) -> None:
-        """Says that the member was started again after a wipe-out, and what it has."""
+        """Announces that the member has restarted after a wipe-out, with the encoded state that it can offer."""
         group, incarnation = member
         self._store.put(f"restart/{group}", f"{incarnation} {text}")
 
     def waiting_to_restart(self, groups: Sequence[int]) -> list[tuple[Voter, str]]:
-        """Those of these groups that have ever said so, as the last incarnation that did, each with what it has."""
+        """Latest restart announcement of each of these groups that has ever made one: member and text."""
         found = self._store.get([f"restart/{group}" for group in groups])
         parts = [(group, text.partition(" ")) for group, text in zip(groups, found, strict=True) if text is not None]
         return [((group, int(incarnation)), text) for group, (incarnation, _, text) in parts]
 
     def publish_digest(self, index: int, group: int, digest: str) -> None:
-        """Tells newcomers which parameters the group holds as of the entry that admits them."""
+        """Publishes the digest of the group's parameters as of entry `index`, for the groups that the entry admits."""
         self._store.put(f"digest/{index}/{group}", digest)
 
     def digests(self, index: int, groups: Sequence[int]) -> list[str | None]:
-        """What these groups have told so far."""
+        """The digests that these groups have published so far, None for the others."""
         return self._store.get([f"digest/{index}/{group}" for group in groups])
 
     def votes(self, attempt: int, voters: Sequence[Voter], relays: Sequence[Voter] = ()) -> dict[int, str]:
         """The votes that these voters have cast on the attempt so far, by group.
 
-        Args:
-            attempt: The attempt.
-            voters: Whose votes are asked for.
-            relays: Who may have cast those of others. Who is not found there is looked for by itself.
+        Reads the casts of the relays first, then the keys of those voters that are not found there.
         """
         found = self._written_by(attempt, relays)
         found |= self._written_by(attempt, [voter for voter in voters if voter not in found])
@@ -177,16 +164,15 @@ class DecisionLog:
         }
 
     def publish_relay(self, member: Voter, address: str) -> None:
-        """Says where the member takes votes of others."""
         self._store.put(_relay_key(member), address)
 
     def relay(self, member: Voter) -> str | None:
-        """Where the member takes votes of others, if it does."""
+        """Address of the member's relay, None if it has published none."""
         return self._store.get([_relay_key(member)])[0]
 
 
 def ask_interval_s(num_ranks: int) -> float:
-    """How often each of a run's ranks looks at the log while it waits for something else, in seconds.
+    """Seconds between looks at the log of a rank that waits for something else.
 
     A loss is usually seen on a socket first.
 
@@ -197,7 +183,6 @@ def ask_interval_s(num_ranks: int) -> float:
 
 
 def entry_key(index: int) -> str:
-    """Where an entry stands."""
     return f"{LOG}{index:010}"
 
 

@@ -1,8 +1,7 @@
-"""One client's connection to an etcd cluster: JSON over HTTP, as etcd's own gRPC gateway serves it (etcd 3.4 on).
+"""One client's connection to an etcd cluster: JSON over HTTP, as served by etcd's own gRPC gateway (etcd 3.4 on).
 
-The gateway needs no generated stubs, no protobuf of a certain age, and no threads of its own, which a process that
-forks could not have. Whoever calls must send what may be sent twice: a request whose answer is lost is sent again to
-the next endpoint.
+The gateway needs no generated stubs, no particular protobuf version and no background threads, which a process that
+forks cannot have. Requests must be idempotent: one whose answer is lost is repeated at the next endpoint.
 """
 
 import base64
@@ -25,45 +24,47 @@ from spare_megatron.store.interface import StoreLost
 from spare_megatron.store.spec import EtcdStoreSpec
 
 _FIRST_TRY_S = 0.5
-"""A try ends early at first: a write that a dead leader was to take is never answered; the next leader takes it."""
+"""First tries are short: a write sent to a dead leader is never answered, and the next leader takes the repetition."""
 
 _NUM_SHORT_TRIES, _NUM_DOUBLINGS = 3, 4
-"""An election takes no more than so many. Then each try that timed out doubles the next: a cluster that is merely slow
-must not be flooded with repetitions."""
+"""An election takes at most this many short tries. Further tries that time out double the next, up to _NUM_DOUBLINGS
+times, so that repetitions do not flood a cluster that is merely slow.
+"""
 
 _PAUSE_S = 0.02
 
 _SILENCE_S = 600.0
-"""A stream that says nothing for so long is opened again."""
+"""A stream without messages for this long is reopened."""
 
 
 _INVALID, _MISSING, _DENIED, _EXHAUSTED, _FAILED, _UNAUTHENTICATED = 3, 5, 7, 8, 9, 16
-"""gRPC's codes that say something about the request. All others may be a member that stops, or a cluster without a
-leader: etcd has no code of its own for much of that."""
+"""gRPC codes that concern the request itself. Any other may come from a stopping member or a cluster without a leader,
+for much of which etcd has no code of its own.
+"""
 
 
 _NO_SPACE, _NO_SPACE_ALARM = "database space exceeded", "NOSPACE"
-"""What a write is answered when the database has reached its quota, and a member's status has from then on."""
+"""Error text of a write to a database over its quota, and the alarm in a member's status until it is disarmed."""
 
 
 Message = dict[str, Any]
 
 
 class StoreRefused(StoreLost):
-    """etcd answers, and does not let this user do what was asked, or not at all."""
+    """etcd answers but rejects the request, the certificate or the credentials."""
 
 
 class StoreLacks(StoreLost):
-    """etcd answers that it does not have what the request names: a lease that has run out."""
+    """etcd does not have the lease that the request names; it has expired."""
 
 
 class StoreFull(StoreLost):
-    """etcd's database has reached its quota: nothing can be written until somebody sees to it."""
+    """etcd's database has reached its quota and takes no writes until an operator makes room."""
 
 
 @dataclass(slots=True)
 class Session:
-    """What the connections of one client share. etcd takes some 100 ms to check a password, on purpose."""
+    """TLS context and token shared by a client's connections: etcd takes some 100 ms to check a password."""
 
     tls: ssl.SSLContext | None
     token: str = ""
@@ -79,20 +80,20 @@ class EtcdGateway:
         self._turn = os.getpid() % len(self._endpoints)  # clients spread over the members
         self._connection: http.client.HTTPConnection | None = None
         self._host = ""
-        """The address of this machine's end of the last connection."""
+        """Local address of the last connection."""
         self._num_timeouts = 0
-        """Tries that timed out, less the answers since: a cluster that was slow a moment ago still is."""
+        """Tries that timed out, minus answers since: a cluster that was slow recently is still assumed to be."""
 
     def another(self) -> "EtcdGateway":
-        """A connection of its own in the same session, for another thread. May be called from that thread."""
+        """A separate connection in the same session, for another thread; callable from that thread."""
         return EtcdGateway(self._spec, self._session)
 
     def call(self, path: str, body: Mapping[str, Any]) -> Message:
-        """The answer to a request, from whichever member gives one.
+        """Sends a request; returns the answer of the first member that gives one.
 
         Raises:
-            StoreRefused: The credentials or the permissions do not suffice.
-            StoreLacks: The request names a lease that is not there.
+            StoreRefused: The credentials or permissions do not suffice.
+            StoreLacks: The request names a lease that does not exist.
             StoreFull: etcd takes no writes any more.
             StoreLost: No member answered within `timeout_s` of the spec.
         """
@@ -119,14 +120,10 @@ class EtcdGateway:
     def stream(
         self, path: str, body: Mapping[str, Any], try_s: float
     ) -> Iterator[tuple[socket.socket, Iterator[Message]]]:
-        """The messages that one member answers with, one after another, and the socket they come through.
+        """Opens a stream to one member; yields its socket and an iterator over its messages.
 
-        Shutting the socket down ends them from another thread.
-
-        Args:
-            path: Where to ask.
-            body: What to ask.
-            try_s: Longest wait for the stream to begin.
+        Shutting the socket down from another thread ends the iteration. `try_s` is the longest wait for the stream to
+        begin.
 
         Raises:
             OSError, http.client.HTTPException: The member does not answer; the next stream asks another.
@@ -151,25 +148,20 @@ class EtcdGateway:
             self.close()
 
     def local_host(self) -> str:
-        """The address of this machine by which it reaches etcd, and is reached by whoever reaches etcd, too."""
+        """This machine's address on the route to etcd, at which other clients of etcd reach it."""
         self.call("/v3/maintenance/status", {})
-        if is_loopback(self._host):  # as this machine's own name may have it
+        if is_loopback(self._host):  # e.g. the endpoint is this machine's own name
             return address_towards([self._host, *hosts_of(self._spec.endpoints)])
         return self._host
 
     def check_space(self) -> None:
-        """Returns if writes are taken, as far as a member knows: whoever only reads would wait for one in vain.
-
-        Raises:
-            StoreFull: They are not.
-            StoreLost: No member answers.
-        """
+        """Raises StoreFull if one member knows that etcd takes no writes: a pure reader would wait for one in vain."""
         status = self.call("/v3/maintenance/status", {})
         if is_full(status):
             raise _full(status)
 
     def metrics(self) -> str:
-        """What the member of the last answer tells whoever watches it; empty where it does not tell it here."""
+        """Metrics of the connected member, in Prometheus text format; empty if this endpoint does not serve them."""
         try:
             connection = self._connect(_FIRST_TRY_S)
             connection.request("GET", "/metrics", headers=self._headers())
@@ -181,7 +173,7 @@ class EtcdGateway:
             return ""
 
     def close(self) -> None:
-        """Drops the connection; the next one is to the next member."""
+        """Closes the connection; the next one goes to the next member."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -191,13 +183,13 @@ class EtcdGateway:
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if self._connection is not None and self._connection.sock is None:
-            self._connection = None  # the member, or a proxy, ended it with its last answer
+            self._connection = None  # the member, or a proxy, closed it after its last answer
         if self._connection is None:
             url = self._endpoints[self._turn % len(self._endpoints)]
             self._connection = _connection_to(url, self._session.tls)
             self._connection.timeout = timeout_s
             self._connection.connect()
-            # Small messages go back and forth: waiting to fill a packet would cost 40 ms each.
+            # Waiting to fill a packet would cost 40 ms for each of the small messages.
             self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._host = str(self._connection.sock.getsockname()[0])
         self._connection.sock.settimeout(timeout_s)
@@ -223,7 +215,7 @@ class EtcdGateway:
 
     def _refused(self, code: int, text: str, timeout_s: float) -> Message:
         if code == _UNAUTHENTICATED or (code == _INVALID and "revision in header" in text):
-            self._session.token = ""  # it has expired, or the users have changed since
+            self._session.token = ""  # the token has expired, or the users have changed
         elif code == _EXHAUSTED and _NO_SPACE in text:
             raise _full(self._send("/v3/maintenance/status", {}, timeout_s))
         elif code == _MISSING:
@@ -246,26 +238,25 @@ class EtcdGateway:
 
 
 class _Again(Exception):
-    """This try did not succeed; another may."""
+    """This try failed; another may succeed."""
 
 
 def try_timeout_s(num_timeouts: int) -> float:
-    """How long the next try may last after so many that timed out."""
+    """Timeout in seconds of the next try after so many that timed out."""
     return float(_FIRST_TRY_S * 2 ** min(max(num_timeouts - _NUM_SHORT_TRIES, 0), _NUM_DOUBLINGS))
 
 
 def is_full(status: Message) -> bool:
-    """Whether a member's status says that no writes are taken."""
+    """Whether a member's status says that etcd takes no writes."""
     return any(_NO_SPACE_ALARM in error for error in status.get("errors", ()))
 
 
 def _full(status: Message) -> StoreFull:
-    """With the size of the database, which is its limit."""
     return StoreFull(f"{FULL}: its database has {gib(int(status['dbSize']))}, its quota; {REMEDY}")
 
 
 def _error_in(answer: Message) -> tuple[int, str]:
-    """Code, -1 without one, and text of gRPC. A stream wraps them once more, and gateways name them differently."""
+    """The gRPC code (-1 if absent) and text. A stream wraps them once more, and gateways name fields differently."""
     error = answer.get("error")
     found = error if isinstance(error, dict) else answer
     code = found["grpc_code"] if "grpc_code" in found else found.get("code", -1)
@@ -273,7 +264,7 @@ def _error_in(answer: Message) -> tuple[int, str]:
 
 
 def _result(message: Message) -> Message:
-    """What a stream tells; it ends with an error."""
+    """Payload of a stream's message; raises HTTPException for the error that ends a stream."""
     if "result" not in message:
         raise http.client.HTTPException(f"etcd ended a stream: {message}")
     return dict(message["result"])
@@ -287,11 +278,7 @@ def _connection_to(url: SplitResult, tls: ssl.SSLContext | None) -> http.client.
 
 
 def tls_context(spec: EtcdStoreSpec) -> ssl.SSLContext | None:
-    """What vouches for etcd and is shown to it; None over http.
-
-    Raises:
-        StoreRefused: A file cannot be used.
-    """
+    """The TLS context for the members; None over http. Raises StoreRefused if a file cannot be used."""
     if urlsplit(spec.endpoints[0]).scheme != "https":
         return None
     try:
@@ -305,25 +292,24 @@ def tls_context(spec: EtcdStoreSpec) -> ssl.SSLContext | None:
 
 
 def encoded(text: str) -> str:
-    """Text as keys and values have it in JSON."""
+    """Base64 of the text, as etcd's JSON has keys and values."""
     return base64.b64encode(text.encode()).decode()
 
 
 def decoded(text: str) -> str:
-    """The inverse of `encoded`."""
     return base64.b64decode(text).decode()
 
 
 ANSWER_S = 5.0
-"""An election takes less."""
+"""Longest wait of `silence_of`; an election takes less."""
 
 
 def silence_of(spec: EtcdStoreSpec) -> str:
-    """Why no member with a quorum answers within some seconds; empty if one does, and be it that it refuses."""
+    """Why no member with a quorum answers within ANSWER_S seconds; empty if one answers, even with a refusal."""
     with contextlib.closing(EtcdGateway(replace(spec, timeout_s=ANSWER_S))) as gateway:
         try:
             gateway.call("/v3/kv/range", {"key": encoded(spec.prefix)})
-        except StoreRefused:  # told where that which is refused is wanted
+        except StoreRefused:  # reported where the refused request is needed
             return ""
         except StoreLost as lost:
             return str(lost.__cause__)
@@ -334,11 +320,7 @@ _QUOTA = re.compile(r"^etcd_server_quota_backend_bytes (\S+)$", re.MULTILINE)
 
 
 def etcd_space(spec: EtcdStoreSpec) -> StoreSpace:
-    """How large the database of one of the members is, as it tells; those of the others are much the same.
-
-    Raises:
-        StoreLost: None answers.
-    """
+    """Size and quota of one member's database; those of the others are nearly the same. Raises StoreLost."""
     with contextlib.closing(EtcdGateway(spec)) as gateway:
         status = gateway.call("/v3/maintenance/status", {})
         return StoreSpace(
@@ -349,7 +331,7 @@ def etcd_space(spec: EtcdStoreSpec) -> StoreSpace:
 
 
 def _quota(status: Message, gateway: EtcdGateway) -> int | None:
-    """From etcd 3.6 on a member's status has it, before that only its metrics."""
+    """The quota from the status (etcd 3.6 and later), else from the metrics; None if neither has it."""
     if "dbSizeQuota" in status:
         return int(status["dbSizeQuota"])
     found = _QUOTA.search(gateway.metrics())

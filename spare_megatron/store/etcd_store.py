@@ -1,9 +1,9 @@
 """The production control store: etcd v3, replicated by raft.
 
-Every write can be sent twice without harm, which is what makes a lost answer harmless: a compare-and-set that was
-applied finds its own value standing, and a key that has been counted is there and is not counted again. A counter is
-made of etcd's own versions of keys, which rise by one with every write, so that counting needs no read before it: one
-key for each power of two, for a transaction may write a key only once.
+Every write is idempotent, so a write whose answer is lost is simply repeated: a compare-and-set that was applied finds
+its own value, and a key that has been counted exists and is not counted again. Counters use etcd's versions of keys,
+which rise by one with every write, so that counting needs no prior read. A counter has one key per power of two, as a
+transaction may write a key only once.
 """
 
 import time
@@ -19,19 +19,19 @@ from spare_megatron.store.spec import EtcdStoreSpec
 from spare_megatron.store.tcp_store import listen, without_name_lookups
 
 _OPERATIONS = 128
-"""What etcd takes in one transaction unless told otherwise."""
+"""etcd's default limit of operations per transaction."""
 _MOST_DIRECTORIES = 3
-"""What a connection asks about in turn, at most: the log, what all say of one save or gathering, and one thing more."""
+"""Directories that a connection asks about in turn, at most: the log, the keys of one save or gathering, one more."""
 
 
 class EtcdControlStore:
-    """A client of etcd; a `ControlStore`. All keys of a run stand under the prefix of its spec."""
+    """A client of etcd; a `ControlStore`. All keys of a run lie under the prefix of its spec."""
 
     def __init__(self, spec: EtcdStoreSpec, gateway: EtcdGateway | None = None) -> None:
         self._spec = spec
         self._gateway = gateway or EtcdGateway(spec)
         self._followed: dict[tuple[str, str], EtcdDirectory] = {}
-        """By their keys; last the one that was asked about last."""
+        """Watched directories by key range, least recently used first."""
         self._leases: dict[str, str] = {}
 
     def put_if_absent(self, key: str, value: str) -> str:
@@ -49,7 +49,7 @@ class EtcdControlStore:
         start, end = self._directory(f"{counter}/")
         count = {"request_range": {"key": encoded(start), "range_end": encoded(end)}}
         answer = self._transact(_is_absent(self._key(key)), [self._put(key, value), *digits, *gone, count], [count])
-        # No digits: asked again after the counter was removed.
+        # The sum of no digits is 0: a request that is repeated after the counter was removed.
         return _sum_of(answer["responses"][-1]["response_range"], start)
 
     def counted(self, counter: str) -> int:
@@ -66,13 +66,13 @@ class EtcdControlStore:
         if lease is not None:
             answer = self._gateway.call("/v3/lease/keepalive", {"ID": lease})
             if not int(answer["result"].get("TTL", 0)):
-                lease = None  # it ran out
+                lease = None  # it has expired
         if lease is None:
             lease = str(self._gateway.call("/v3/lease/grant", {"TTL": str(ttl_s)})["ID"])
         pair = {"key": encoded(self._key(key)), "value": encoded(value), "lease": lease}
         try:
             self._gateway.call("/v3/kv/put", pair)
-        except StoreLacks:  # it has run out since: this process was stopped in between, or etcd was away
+        except StoreLacks:  # it has expired since: this process was stopped in between, or etcd was away
             self.beat(key, value, ttl_s)
         else:
             self._leases[key] = lease
@@ -81,7 +81,7 @@ class EtcdControlStore:
         names = [self._key(key) for key in keys]
         if not names:
             return []
-        # One request whatever their number, and all of one moment.
+        # One request for any number of keys, and a consistent snapshot.
         found = values_of(self._read(min(names), max(names) + "\0"))
         return [found.get(name) for name in names]
 
@@ -103,14 +103,14 @@ class EtcdControlStore:
         prefix: str,
         rank: int,
         timeout_s: float,
-        former: tuple[str, int] | None = None,  # noqa: ARG002  (it was served by a process that has let go of it)
+        former: tuple[str, int] | None = None,  # noqa: ARG002  (its server process has dropped it)
     ) -> Any:
-        """Rank 0 serves a TCPStore of its own and writes its address here; the others connect to that.
+        """Rank 0 serves a TCPStore of its own and publishes its address here; the others connect to that.
 
-        A communicator's members exchange some N^2 small values, which is nothing for a consensus to replicate, and
-        a member's death ends its communicator in any case.
+        A communicator's members exchange some N^2 small values, too many to replicate by consensus, and the loss of a
+        member ends the communicator in any case.
         """
-        # This may be called while another thread uses the present connection.
+        # Another thread may be using this object's connection.
         store = EtcdControlStore(self._spec, self._gateway.another())
         try:
             return store._meet(f"{prefix}/address", rank, timeout_s)
@@ -125,7 +125,6 @@ class EtcdControlStore:
         self._gateway.call("/v3/kv/deleterange", {"key": encoded(start), "range_end": encoded(end)})
 
     def close(self) -> None:
-        """Drops the connections."""
         self._gateway.close()
         for directory in self._followed.values():
             directory.close()
@@ -155,7 +154,7 @@ class EtcdControlStore:
         return self._gateway.call("/v3/kv/range", {"key": encoded(start), "range_end": encoded(end)})
 
     def _directory(self, key: str) -> tuple[str, str]:
-        """The range of keys beside this one; that of the key alone where it stands in no directory."""
+        """The key range of the directory that holds this key; of the key alone if it lies in none."""
         folder, slash, _ = self._key(key).rpartition("/")
         if folder == self._spec.prefix and key:
             return self._key(key), self._key(key) + "\0"
@@ -164,7 +163,7 @@ class EtcdControlStore:
     # ---------------------------------------------------------------------------------------------------- waiting
 
     def _find(self, key: str, timeout_s: float) -> str | None:
-        """The key's value, if there is one within this time, or before a read has to confirm that there is none."""
+        """The key's value if it appears within this time; returns None earlier if a read has to confirm its absence."""
         keys = self._directory(key)
         directory = self._followed.pop(keys, None)
         if directory is None:
@@ -189,7 +188,7 @@ class EtcdControlStore:
 
 
 def _sum_of(digits: Message, directory: str) -> int:
-    """What a counter in this directory holds: of each power of two, as often as it was added."""
+    """Value of the counter in this directory: the sum of each power of two times the number of its writes."""
     pairs = digits.get("kvs", [])
     return sum(int(pair["version"]) << int(decoded(pair["key"]).removeprefix(directory)) for pair in pairs)
 

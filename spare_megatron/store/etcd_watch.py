@@ -1,7 +1,7 @@
-"""A directory of etcd, followed in a thread: all its values, and whoever waits for one.
+"""A thread that follows one directory of etcd: it caches all values and wakes those that wait for one.
 
-It begins with a read of the directory and is told of every revision after that of the read, so no write is missed.
-When its connection breaks it goes on with the next member, at the revision after the last one seen.
+It begins with a read of the directory and then receives every revision after that of the read, so no write is missed.
+When its connection breaks, it resumes at the next member with the revision after the last one seen.
 """
 
 import contextlib
@@ -17,13 +17,9 @@ _PAUSE_S = 0.05
 
 
 class EtcdWatch:
-    """A range of keys that is being followed.
+    """A range of keys (the first one, and the one after the last) that is followed on a connection of its own.
 
-    Args:
-        gateway: A connection of its own.
-        keys: First key of the range, and the key after it.
-        values: What the range held at the revision before the first one to be told of.
-        revision: That first revision.
+    `values` are the contents of the range at the revision before `revision`, the first one to receive.
     """
 
     def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], values: dict[str, str], revision: int) -> None:
@@ -35,23 +31,22 @@ class EtcdWatch:
         self._socket: socket.socket | None = None
         self._is_closed = False
         self._num_failures = 0
-        """Streams in a row that told of nothing."""
+        """Consecutive streams that delivered nothing."""
         threading.Thread(target=self._follow, name="etcd-watch", daemon=True).start()
 
     def value(self, key: str, timeout_s: float) -> str | None:
-        """The key's value, if it has one within this time."""
+        """The key's value if it has one within this time."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values, timeout_s)
             return self._values.get(key)
 
     def let_go_before(self, key: str) -> None:
-        """Forgets the values of keys before this one in the order of their texts: nobody will ask for them."""
+        """Drops the values of keys lexicographically before this one: they will not be asked for."""
         with self._changed:
             for past in [past for past in self._values if past < key]:
                 del self._values[past]
 
     def close(self) -> None:
-        """Ends the watch."""
         with self._changed:
             self._is_closed = True
             if self._socket is not None:
@@ -63,7 +58,7 @@ class EtcdWatch:
     def _follow(self) -> None:
         while not self._is_closed:
             revision = self._next_revision
-            # Whoever waits asks with a read of its own every second, and hears there if the store is lost.
+            # A waiting reader confirms with a read of its own every few seconds, and that raises if the store is lost.
             with contextlib.suppress(OSError, http.client.HTTPException, ValueError, StoreLost):
                 self._follow_one_stream(try_timeout_s(self._num_failures))
             self._num_failures = 0 if self._next_revision > revision else self._num_failures + 1
@@ -83,7 +78,7 @@ class EtcdWatch:
                     return
             for message in messages:
                 if message.get("canceled"):
-                    # Compacted away: whoever waits finds out what was missed, and begins anew.
+                    # Compacted: a waiting reader's next check finds what was missed and opens a new watch.
                     self._next_revision = max(self._next_revision, int(message.get("compact_revision", 0)))
                     return
                 self._take(message)
@@ -101,20 +96,19 @@ class EtcdWatch:
 
 
 _RECHECK_S = 1.0
-"""A watch that says nothing is checked by a read: a member cut off from the others says nothing, either."""
+"""A silent watch is checked by a read after this time: a member cut off from the others is silent, too."""
 
 _RECHECK_READS, _LONGEST_RECHECK_S = 20.0, 5.0
-"""Where reads are slow, later, by so many times what the last one took: waiting must not keep a slow cluster busy."""
+"""After slow reads the check comes later, by this multiple of the last read's duration, so that waiting does not keep a
+slow cluster busy; but no later than _LONGEST_RECHECK_S.
+"""
 
 
 class EtcdDirectory:
-    """A directory that is being followed.
+    """A followed directory (its first key, and the one after the last) whose watch is checked by reads.
 
-    Args:
-        gateway: The connection of whoever asks.
-        keys: First key of the directory, and the key after it.
-        is_ordered: Its keys are written in the order of their texts. Who has been told the value of one asks for later
-            ones, so only from there on are values kept; earlier ones are read when they are asked for.
+    `is_ordered`: keys are written in lexicographic order, and a reader that found one asks for later ones. So values
+    are kept only from there on; earlier keys are read on demand.
     """
 
     def __init__(self, gateway: EtcdGateway, keys: tuple[str, str], *, is_ordered: bool) -> None:
@@ -122,50 +116,46 @@ class EtcdDirectory:
         self._keys = keys
         self._is_ordered = is_ordered
         self._first = keys[0]
-        """The watch tells of every key from this one on."""
+        """The watch knows every key from this one on."""
         self._check_at_s = 0.0
-        """When a read is to confirm what the watch says."""
+        """Monotonic time at which a read is to confirm what the watch says."""
         self._watch: EtcdWatch | None = None
 
     def find(self, key: str, timeout_s: float) -> str | None:
-        """The key's value, if the watch has it or is told of it within this time, or before the next check of it."""
+        """The key's value if the watch has or receives it within this time, or before the watch's next check."""
         watch = self._watch or self._open(key)
         if key < self._first:
             value = values_of(self._read_one(key)).get(key)
             if value is not None:
                 return value
-            self._first = key  # not written when the watch began, so neither was any after it
+            self._first = key  # not written yet, so neither is any later key
         value = watch.value(key, min(timeout_s, max(0.0, self._check_at_s - time.monotonic())))
         began_s = time.monotonic()
         if value is None and began_s >= self._check_at_s:
             value = self._confirmed(key)
             self._checked(began_s)
             if value is not None:
-                self.close()  # it should have said so: its member may be cut off
+                self.close()  # the watch has missed it: its member may be cut off
         elif value is not None and self._is_ordered and key > self._first:
             watch.let_go_before(key)
             self._first = key
         return value
 
     def _confirmed(self, key: str) -> str | None:
-        """The key's value by reads.
-
-        Raises:
-            StoreFull: There is none, and none can be written any more.
-        """
+        """The key's value by direct reads. Raises StoreFull if it has none and etcd takes no writes any more."""
         value = values_of(self._read_one(key)).get(key)
         if value is None:
             try:
                 self._gateway.check_space()
             except StoreFull:
-                # It may be the last that was written: all have to see the same end of what they follow.
+                # It may be the last key that was written: all followers have to see the same end of the directory.
                 value = values_of(self._read_one(key)).get(key)
                 if value is None:
                     raise
         return value
 
     def close(self) -> None:
-        """Ends the watch. The next question begins another."""
+        """Ends the watch; the next `find` opens another."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -186,11 +176,10 @@ class EtcdDirectory:
         return self._gateway.call("/v3/kv/range", {"key": encoded(start), "range_end": encoded(end)})
 
     def _checked(self, began_s: float) -> None:
-        """Notes that the watch need not be checked for a while, after a read that began at this time."""
+        """Schedules the next check of the watch, after a read that began at this time."""
         now_s = time.monotonic()
         self._check_at_s = now_s + min(max(_RECHECK_S, _RECHECK_READS * (now_s - began_s)), _LONGEST_RECHECK_S)
 
 
 def values_of(answer: Message) -> dict[str, str]:
-    """Value by key of a range."""
     return {decoded(pair["key"]): decoded(pair.get("value", "")) for pair in answer.get("kvs", [])}

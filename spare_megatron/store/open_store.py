@@ -1,4 +1,4 @@
-"""The control store that a configuration or a spec describes."""
+"""Opens the control store that a configuration or a spec describes."""
 
 import secrets
 import stat
@@ -17,22 +17,14 @@ USER_VARIABLE, PASSWORD_VARIABLE = "SPARE_ETCD_USER", "SPARE_ETCD_PASSWORD"
 
 
 def open_store(spec: StoreSpec) -> ControlStore:
-    """A connection to the store.
-
-    Raises:
-        StoreLost: The embedded store does not answer. etcd is asked with the first request.
-    """
+    """A new connection. Raises StoreLost for the embedded store; etcd is only contacted by the first request."""
     if isinstance(spec, TcpStoreSpec):
         return TcpControlStore(spec.host, spec.port)
     return EtcdControlStore(spec)
 
 
 def etcd_spec(control: ControlConfig, run_name: str, environment: Mapping[str, str]) -> EtcdStoreSpec:
-    """A new run's keys in the etcd of the configuration, under a prefix that no other run has.
-
-    Raises:
-        ValueError: The credentials cannot be used.
-    """
+    """A new run's keys in the configured etcd, under a unique prefix. Raises ValueError for unusable credentials."""
     return EtcdStoreSpec(
         endpoints=control.endpoints,
         prefix=f"/spare/{run_name}-{secrets.token_hex(8)}",
@@ -45,11 +37,7 @@ def etcd_spec(control: ControlConfig, run_name: str, environment: Mapping[str, s
 
 
 def check_files_for_etcd(control: ControlConfig, environment: Mapping[str, str]) -> None:
-    """Refuses certificates and credentials that cannot be used, before anything is started.
-
-    Raises:
-        ValueError: They cannot.
-    """
+    """Raises ValueError for certificates or credentials that cannot be used, before anything is started."""
     try:
         tls_context(etcd_spec(control, "unused", environment))
     except StoreRefused as error:
@@ -57,23 +45,19 @@ def check_files_for_etcd(control: ControlConfig, environment: Mapping[str, str])
 
 
 def without_credentials(spec: StoreSpec) -> StoreSpec:
-    """The store as it may be told over an open network."""
+    """The spec without credentials, to be sent over an open network."""
     return spec if isinstance(spec, TcpStoreSpec) else replace(spec, credentials=None)
 
 
 def with_credentials(spec: StoreSpec, control: ControlConfig, environment: Mapping[str, str]) -> StoreSpec:
-    """The store with the credentials that this machine has for it.
-
-    Raises:
-        ValueError: They cannot be used.
-    """
+    """The spec with this machine's credentials for the store. Raises ValueError if they cannot be used."""
     if isinstance(spec, TcpStoreSpec):
         return spec
     return replace(spec, credentials=_read_credentials(control.credentials_file, environment))
 
 
 def _read_credentials(file: str, environment: Mapping[str, str]) -> Credentials | None:
-    """The user in the file, else the one in the environment, else none."""
+    """The user in the file, else the one in the environment, else None."""
     if not file:
         user, password = environment.get(USER_VARIABLE, ""), environment.get(PASSWORD_VARIABLE, "")
         if bool(user) != bool(password):

@@ -1,4 +1,4 @@
-"""Where a control store is and how it is reached: what a rank's process is told of it."""
+"""Specs of a control store: where it is and how to connect to it."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +13,6 @@ class TcpStoreSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """A user of etcd."""
-
     user: str
     password: str = field(repr=False)
 
@@ -25,12 +23,10 @@ class EtcdStoreSpec:
 
     Attributes:
         endpoints: URLs of the members, all of one scheme.
-        prefix: All keys of the run stand below it; no other run has it.
-        timeout_s: Longest time without an answer of any member.
-        ca_file: Certificates that may vouch for the members; the system's when empty.
-        cert_file: The client's certificate; none when empty.
-        key_file: Its key.
-        credentials: The user, where etcd has users.
+        prefix: Prefix of all keys of the run; unique.
+        timeout_s: Longest time without an answer from any member.
+        ca_file: CA certificates for the members; the system's when empty.
+        cert_file: The client's certificate, with its key in key_file; none when empty.
     """
 
     endpoints: tuple[str, ...]

@@ -1,9 +1,8 @@
-"""torch asks for the host name of whoever it connects to or accepts, for its log alone, and the rest waits for that.
+"""The embedded control store: a torch TCPStore server and its client, neither of which waits for a name server.
 
-The control store's server does so in the loop that serves everybody, each rank in the middle of a recovery, and all
-ranks at once. A name server that is far away, busy, or loses one packet in a thousand would decide how long a recovery
-takes: glibc asks again after 5 s. torch 2.13 gives up for the life of the process once a name could not be looked up,
-so it is made to give up with the first.
+torch looks up the host name of every peer, for its log alone: the server in the loop that serves all clients, the ranks
+in the middle of a recovery. glibc repeats a lost query after 5 s. torch 2.13 gives up for the life of the process once
+a lookup has failed, so `without_name_lookups` makes the first one fail at once.
 """
 
 import contextlib
@@ -17,25 +16,25 @@ from typing import Any
 from spare_megatron.store.interface import StoreLost, StoreTimeout
 
 _RES_INIT = 1
-"""Of the options of a `_Resolver`: the rest holds."""
+"""Flag in `_Resolver.options`: the structure is initialized."""
 
 
 @contextlib.contextmanager
 def without_name_lookups() -> Iterator[None]:
-    """Fails what this thread asks name servers meanwhile, at once. Names in /etc/hosts are found.
+    """Makes this thread's queries to name servers fail at once inside the block; names in /etc/hosts still resolve.
 
     torch logs a warning that a host name cannot be retrieved, once per process.
     """
     libc = ctypes.CDLL(None)
     try:
         resolver = libc.__res_state
-    except AttributeError:  # another C library than glibc
+    except AttributeError:  # not glibc
         yield
         return
     resolver.restype = ctypes.POINTER(_Resolver)
     state = resolver().contents
     if not state.options & _RES_INIT:
-        libc.__res_init()  # else the first look would do that, and overwrite what is set here
+        libc.__res_init()  # else the first lookup would do that, and overwrite `retry`
     before, state.retry = state.retry, 0
     try:
         yield
@@ -44,7 +43,7 @@ def without_name_lookups() -> Iterator[None]:
 
 
 class _Resolver(ctypes.Structure):
-    """The beginning of glibc's `struct __res_state`, one for each thread (resolv.h)."""
+    """First fields of glibc's `struct __res_state`, of which each thread has one (resolv.h)."""
 
     _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int), ("options", ctypes.c_ulong))
 
@@ -61,9 +60,9 @@ def serve(address: str, parent: Connection) -> None:
 
 
 def listen(address: str, timeout: timedelta) -> Any:
-    """A TCPStore that serves on one IP address of this machine, and its own first client.
+    """A TCPStore that serves on one IP address of this machine, and is its own first client.
 
-    A bare TCPStore server binds every interface, so it is handed a socket that is bound to the one.
+    A bare TCPStore server binds every interface, so it is given a socket that is bound to this one.
     """
     import torch.distributed as dist
 
@@ -81,7 +80,7 @@ def listen(address: str, timeout: timedelta) -> Any:
 
 
 class TcpControlStore:
-    """A client connection to the embedded store; a `ControlStore`."""
+    """A client of the embedded store; a `ControlStore`."""
 
     def __init__(self, host: str, port: int) -> None:
         import torch.distributed as dist
@@ -105,12 +104,12 @@ class TcpControlStore:
 
     def get(self, keys: Sequence[str]) -> list[str | None]:
         with _lost_when_unreachable():
-            # multi_get would wait for a key that is not there.
+            # multi_get blocks on an absent key.
             if self._client.check(list(keys)):
                 return [bytes(value).decode() for value in self._client.multi_get(list(keys))]
         if len(keys) == 1:
             return [None]
-        middle = len(keys) // 2  # few are absent, or there are few
+        middle = len(keys) // 2  # few keys are absent, or there are few keys
         return [*self.get(keys[:middle]), *self.get(keys[middle:])]
 
     def exists(self, key: str) -> bool:
@@ -164,15 +163,15 @@ class TcpControlStore:
     def local_host(self) -> str:
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as route:
-            route.connect(self._address)  # sends nothing
+            route.connect(self._address)  # sends nothing: a datagram socket
             return str(route.getsockname()[0])
 
     def clear(self) -> None:
-        """Nothing to do: everything ends with the server."""
+        """Nothing to remove: the data ends with the server."""
 
 
 def _gloo_key(prefix: str, rank: int) -> str:
-    """Where gloo writes the addresses of a rank, one for each of the others."""
+    """Key under which gloo writes a rank's addresses, one for each peer."""
     return f"{prefix}/0/{rank}"
 
 

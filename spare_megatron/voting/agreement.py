@@ -1,7 +1,7 @@
-"""A group's voice: agreement between its ranks, its one vote on an attempt, and the log entries it folds.
+"""Agreement between the ranks of a group, the group's votes, and the log entries it reads.
 
-Only the leader (rank 0 of the group) talks to the control store about votes and entries; the other ranks hear of
-entries from it. Every rank may ask whether an entry is written, which is what ends a wait that nobody else can end.
+Only the leader (rank 0 of the group) exchanges votes and entries with the control store; the other ranks get entries
+from it. Every rank may poll whether an entry is written, which ends waits that nothing else ends.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from spare_megatron.voting.fencing import fence
 T = TypeVar("T")
 
 _MOST_ENTRIES = 512
-"""Of the log, that are told at a time."""
+"""Log entries that are broadcast at a time."""
 
 
 class Fenced(Exception):
-    """The log says that this group is lost. It must not touch the run any more."""
+    """The log fences this group. It must not touch the run any more."""
 
 
 class GroupBroken(Exception):
@@ -44,9 +44,9 @@ class GroupOpinion:
 
     Attributes:
         is_complete: Every rank holds the whole cross-group sum.
-        loss_sum: The summed loss, known to every rank; NaN unless is_complete.
-        num_complete: Of each rank, the buckets whose sums it holds.
-        compute_s: Of each rank, seconds of its passes.
+        loss_sum: The summed loss; NaN unless is_complete.
+        num_complete: Per rank, the number of buckets whose sums it holds.
+        compute_s: Per rank, seconds of its forward and backward passes.
     """
 
     is_complete: bool
@@ -58,14 +58,15 @@ class GroupOpinion:
 class GroupAgreement:
     """One rank's part in its group's agreement.
 
+    Collective methods raise `GroupBroken` if another rank of the group is gone.
+
     Args:
-        member: The group, in its incarnation.
-        ranks: Process group of the group's ranks for CPU tensors; its timeout bounds how long ranks wait for their
-            leader, so it is longer than decision_timeout_s.
+        ranks: CPU process group of the group's ranks. Its timeout bounds how long ranks wait for their leader, so it is
+            longer than decision_timeout_s.
         log: The decision log, on this rank's own connection.
         decision_timeout_s: Longest wait for an entry.
         may_come_back: Groups that may ask to be admitted after a loss.
-        fan_in: Most groups whose votes one of them casts.
+        fan_in: Most groups whose votes one relay casts.
     """
 
     def __init__(
@@ -87,28 +88,22 @@ class GroupAgreement:
         self._decision_timeout_s = decision_timeout_s
         self.is_leader = ranks.rank() == 0
         self.head = 0
-        """Entries of the log read so far."""
+        """The index after the last entry that `read_entry` returned; `read_entries` does not move it."""
 
     def is_written(self, index: int) -> bool:
-        """Whether the log entry is written, asked of the store by this rank alone."""
+        """Whether the log entry is written; this rank alone asks the store."""
         return self._log.has(index)
 
     def tell_broken(self, index: int) -> None:
-        """Says that what all groups do together before this entry is broken, told to the store by this rank alone."""
+        """Marks the collective preceding entry `index` as failed; this rank alone writes to the store."""
         self._log.tell_broken(index)
 
     def is_broken(self, index: int) -> bool:
-        """Whether a rank of some group has said so, asked of the store by this rank alone."""
+        """Whether a rank of any group has marked that collective as failed; this rank alone asks the store."""
         return self._log.is_broken(index)
 
     def highest(self, value: int) -> int:
-        """The highest of what the group's ranks say.
-
-        Collective over: all ranks of the group.
-
-        Raises:
-            GroupBroken: Another rank of the group is gone.
-        """
+        """Maximum of the ranks' values. Collective over: all ranks of the group."""
         values = torch.tensor([value])
         self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._ranks))
         return int(values)
@@ -122,19 +117,18 @@ class GroupAgreement:
         loss_sum: float | None,
         compute_s: float = 0.0,
     ) -> GroupOpinion:
-        """The group's opinion of an attempt.
+        """Combines the ranks' results of an attempt into the group's opinion.
 
         Collective over: all ranks of the group.
 
         Args:
             is_complete: Whether this rank holds the whole sum.
-            num_complete: The buckets whose sums it holds.
-            work_digest: Digest in hex of the work this rank computed in the step.
+            num_complete: Number of buckets whose sums it holds.
+            work_digest: Hex digest of the work this rank computed in the step.
             loss_sum: The summed loss where this rank knows it (last pipeline stage), else None.
-            compute_s: Seconds of its passes in the step.
+            compute_s: Seconds of its forward and backward passes in the step.
 
         Raises:
-            GroupBroken: Another rank of the group is gone.
             RuntimeError: The ranks computed different work.
         """
         work = float(int(work_digest[:12], 16))  # 48 bits: exact as a float64, also negated
@@ -155,33 +149,21 @@ class GroupAgreement:
         )
 
     def shared(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the flags are set on all of the group's ranks.
-
-        Collective over: all ranks of the group, with as many flags.
-
-        Raises:
-            GroupBroken: Another rank of the group is gone.
-        """
+        """For each flag, whether all ranks set it. Collective over: all ranks of the group, with equally many flags."""
         values = torch.tensor([int(flag) for flag in flags])
         self._collective(lambda: dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._ranks))
         return [bool(value) for value in values.tolist()]
 
     def gathered(self, value: T) -> list[T]:
-        """The values of the group's ranks in the order of the ranks.
-
-        Collective over: all ranks of the group.
-
-        Raises:
-            GroupBroken: Another rank of the group is gone.
-        """
+        """The ranks' values in rank order. Collective over: all ranks of the group."""
         values: list[Any] = [None] * self._ranks.size()
         self._collective(lambda: dist.all_gather_object(values, value, group=self._ranks))
         return values
 
     def combine_digests(self, digests: Sequence[str]) -> list[str]:
-        """For each place in a row of digests, SHA-256 over those of the group's ranks in the order of the ranks.
+        """For each position in the list, SHA-256 over the ranks' digests in rank order.
 
-        Collective over: all ranks of the group, with as many digests, at least one.
+        Collective over: all ranks of the group, with equally many digests, at least one.
         """
         mine = torch.frombuffer(bytearray.fromhex("".join(digests)), dtype=torch.uint8)
         all_digests = [torch.empty_like(mine) for _ in range(self._ranks.size())]
@@ -192,7 +174,7 @@ class GroupAgreement:
         return [hashlib.sha256(b"".join(row[start : start + size] for row in of_ranks)).hexdigest() for start in starts]
 
     def blocks(self, voters: Sequence[Member]) -> Blocks:
-        """Who votes by way of whom."""
+        """The voters by block; cached while the same `voters` object is passed."""
         if voters is not self._voters:
             self._voters, self._blocks = voters, Blocks(voters, self._fan_in)
         return self._blocks
@@ -204,19 +186,19 @@ class GroupAgreement:
 
         Args:
             attempt: The attempt.
-            votes: Encoded, of the group, and of those whose relay it is.
-            voters: All who vote on the attempt.
-            forget: Earlier attempts of which nobody needs what this group has cast.
+            votes: Encoded votes of the group and of those that it relays.
+            voters: All voters of the attempt.
+            forget: Earlier attempts whose casts by this group are no longer read.
         """
         num_votes = self._log.cast(attempt, self.member, votes, forget)
         return self.read_votes(attempt, voters) if num_votes >= len(voters) else None
 
     def num_votes(self, attempt: int) -> int:
-        """Leader: how many votes have been cast so far, or more: never fewer."""
+        """Leader: votes cast so far, repeated casts included; never too low."""
         return self._log.num_votes(attempt)
 
     def read_votes(self, attempt: int, voters: Sequence[Member]) -> VotesRead:
-        """Leader: the votes that these have cast so far."""
+        """Leader: the votes that these voters have cast so far, and the groups that wait to be admitted."""
         votes = self._log.votes(attempt, voters, self.blocks(voters).relays)
         decoded = {text: decode_vote(text) for text in set(votes.values())}
         counted = {GroupId(g): decoded[text] for g, text in votes.items()}
@@ -227,34 +209,31 @@ class GroupAgreement:
         absent = [group for group in self._may_come_back if group not in present]
         return tuple(Member(GroupId(group), incarnation) for group, incarnation in self._log.waiting(absent))
 
-    # --------------------------------------------------------------------------------------------------- coming back
+    # ----------------------------------------------------------------------------------------------------- rejoining
 
     def is_at_end(self, index: int) -> bool:
-        """Whether the entry at the index is still to be written.
-
-        Collective over: all ranks of the group.
-        """
+        """Whether the entry at the index is not written yet. Collective over: all ranks of the group."""
         mine = torch.tensor([int(self.is_leader and not self._log.read(index, 1))])
         self._collective(lambda: dist.broadcast(mine, group=self._ranks, group_src=0))
         return bool(mine)
 
     def announce(self) -> None:
-        """On the leader, says that the group is up and waits to be admitted."""
+        """On the leader, announces that the group is up and waits to be admitted."""
         if self.is_leader:
             self._log.announce(self.member)
 
     def announce_restart(self, waiting: RestartState) -> None:
-        """Leader: says that the group waits for training to start again, and what there is to start from."""
+        """Leader: announces that the group waits for the restart, and what state it can restart from."""
         what = [waiting.offers, waiting.held, waiting.slices, waiting.failure, waiting.readings, waiting.is_reading]
         self._log.announce_restart(waiting.member, json.dumps(what))
 
     def waiting_to_restart(self, groups: Sequence[GroupId]) -> tuple[RestartState, ...]:
-        """Those of the groups that have ever said so, asked of the store by this rank alone."""
+        """The latest restart announcement of each of these groups that made one; this rank alone asks the store."""
         found = self._log.waiting_to_restart(groups)
         return tuple(_waiting(Member(GroupId(group), incarnation), text) for (group, incarnation), text in found)
 
     def is_lost(self, other: Member, from_index: int) -> bool:
-        """Whether an entry from this index on fences the other, asked of the store by this rank alone."""
+        """Whether an entry from this index on fences the member; this rank alone asks the store."""
         index = from_index
         while self._log.has(index):
             entry = decode_entry(self._log.wait(index, self._decision_timeout_s))
@@ -264,16 +243,15 @@ class GroupAgreement:
         return False
 
     def publish_digest(self, index: int, digest: str) -> None:
-        """On the leader, tells newcomers which parameters the group holds as of this entry."""
+        """On the leader, publishes the digest of the group's parameters as of this entry, for newcomers."""
         if self.is_leader:
             self._log.publish_digest(index, self.member.group, digest)
 
     def digests(self, index: int, groups: Sequence[GroupId]) -> list[str | None]:
-        """What these groups have told so far."""
+        """The digests that these groups have published so far, None for the others."""
         return self._log.digests(index, groups)
 
     def append(self, index: int, entry: Entry) -> None:
-        """Leader: writes the entry unless another stands at the index."""
         self._log.append(index, encode_entry(entry))
 
     def fence(self, member: Member, reason: str, from_index: int) -> int:
@@ -281,39 +259,23 @@ class GroupAgreement:
         return fence(self._log, member, reason, from_index)
 
     def await_entry(self, index: int) -> str:
-        """Leader: the entry at the index, encoded, as soon as it is written.
-
-        Raises:
-            StoreTimeout: The entry was not written within the decision timeout.
-        """
+        """Leader: the encoded entry, as soon as it is written. Raises StoreTimeout after the decision timeout."""
         return self._log.wait(index, self._decision_timeout_s)
 
     def read_entry(self, index: int, told: str = "") -> Entry:
-        """The entry at the index, as soon as it is written.
+        """The entry at the index, as soon as it is written; `told` is the leader's text of it, if it has one already.
 
-        Collective over: all ranks of the group. Only the leader waits on the store, so that the store serves one
-        connection per group here.
-
-        Args:
-            index: The index.
-            told: The entry, encoded, where the leader has it already.
-
-        Raises:
-            GroupBroken: Another rank of the group is gone.
-            StoreTimeout: The entry was not written within the decision timeout.
+        Collective over: all ranks of the group. Only the leader waits on the store, for one connection per group.
+        Raises StoreTimeout after the decision timeout.
         """
         entry = decode_entry(self._tell((told or self.await_entry(index)) if self.is_leader else ""))
         self.head = index + 1
         return entry
 
     def read_entries(self, index: int) -> list[Entry]:
-        """The entry at the index, as soon as it is written, and those that follow it already, some hundred at most.
+        """The entry at the index, as soon as it is written, and those already written after it, up to _MOST_ENTRIES.
 
-        Collective over: all ranks of the group.
-
-        Raises:
-            GroupBroken: Another rank of the group is gone.
-            StoreTimeout: The entry was not written within the decision timeout.
+        Collective over: all ranks of the group. Raises StoreTimeout as `read_entry` does.
         """
         texts = self._log.read(index, _MOST_ENTRIES) if self.is_leader else []
         if self.is_leader and not texts:
@@ -321,7 +283,6 @@ class GroupAgreement:
         return [decode_entry(text) for text in self._tell("\n".join(texts)).split("\n")]
 
     def _tell(self, text: str) -> str:
-        """What the leader says."""
         content = text.encode()
         length = torch.tensor([len(content)])
         self._collective(lambda: dist.broadcast(length, group=self._ranks, group_src=0))
@@ -337,7 +298,7 @@ class GroupAgreement:
 
 
 def _waiting(member: Member, text: str) -> RestartState:
-    """What `announce_restart` has said."""
+    """Decodes the text of `announce_restart`."""
     offers, held, slices, failure, readings, is_reading = json.loads(text)
     return RestartState(
         member=member,

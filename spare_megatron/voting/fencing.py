@@ -1,7 +1,8 @@
-"""Evidence that a group is lost, and the fence that follows from it.
+"""Recognizes errors that show a lost peer, and fences lost groups in the log.
 
-The supervisor sees a dead child; a rank sees a reset socket inside its own group. Each writes the same fence, so it
-does not matter who is first. A reset socket between groups names nobody: the attempt fails, and the fence tells why.
+A supervisor sees a dead child, a rank a reset socket inside its own group; both write the same fence, so it does not
+matter which is first. A reset socket between groups does not identify the lost group: it only fails the attempt, and
+the fence names the group.
 """
 
 import re
@@ -18,14 +19,15 @@ _CONNECTION_ERROR = re.compile(
 )
 
 _NUM_RECENT = 64
-"""Whoever sees a loss is rarely that many entries behind who saw it first. A second fence loses nothing, but ends the
-reduction under way."""
+"""Entries searched for an existing fence: observers of one loss are rarely further apart. A second fence loses nothing,
+but ends the reduction under way.
+"""
 
 
 def is_connection_error(error: RuntimeError) -> bool:
-    """Whether a collective or a transfer failed because a peer is gone, rather than by a fault of its own.
+    """Whether a collective or transfer failed because a peer is gone, rather than by a fault of its own.
 
-    gloo and NCCL raise RuntimeError for both, and only the text tells.
+    gloo and NCCL raise RuntimeError for both; only the text differs.
     """
     return _CONNECTION_ERROR.search(str(error)) is not None
 
@@ -40,15 +42,15 @@ def fence(
 ) -> int:
     """Makes sure that the log fences the member; returns the index of an entry that does.
 
-    Of the entries that are there already only the last ones are read: a member that is fenced twice is lost once.
+    Only the last _NUM_RECENT of the existing entries are read: a member that is fenced twice is lost once.
 
     Args:
         log: The log.
         member: The lost group, in the incarnation that was lost.
-        reason: For people.
-        from_index: An index at or before the head, the nearer the better.
-        error: The last line of the exception that ended it, if that was its own.
-        on_entry: Called after each entry that another has written first: there may be many.
+        reason: Text for people; the entry has its first 200 characters.
+        from_index: An index at or before the head; the closer, the fewer reads.
+        error: Last line of the exception that ended the group, if it was its own; the same limit.
+        on_entry: Called after each entry that another process wrote first; there may be many.
     """
     text = encode_entry(
         Fence(group=member.group, incarnation=member.incarnation, reason=reason[:200], error=error[:200])

@@ -1,4 +1,4 @@
-"""The vote of a group that has committed the last step, where state is left to compare or parameters to gather."""
+"""The vote to end the run after the last step, where state is left to compare or parameters are left to gather."""
 
 from spare_megatron.core.actions import AttemptFinish
 from spare_megatron.core.events import Event
@@ -19,18 +19,10 @@ def vote_to_finish(
     *,
     lacks_params: bool,
 ) -> list[Event]:
-    """Votes on whether the run can end. Only the leader has something to say.
+    """Votes on whether the run can end; does nothing on ranks other than the leader.
 
-    Args:
-        action: What is voted on.
-        voting: The group's voice.
-        journal: The rank's journal.
-        probe: Told what the rank is about.
-        digests: What the vote says of the group's state.
-        lacks_params: Whether parameters of the group are those of an earlier step.
-
-    Returns:
-        On the leader whose vote was the last, all votes; else nothing.
+    `lacks_params`: some parameters of the group are those of an earlier step. Returns all votes, on a leader whose cast
+    may have been the last; else nothing.
     """
     agreement = voting.agreement
     if not agreement.is_leader:

@@ -1,4 +1,4 @@
-"""The controller of a run, and what it makes of a whole log."""
+"""Builds the controller's setup from a configuration, and follows the log of a run from outside."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +19,11 @@ from spare_megatron.store.decision_log import DecisionLog
 Stop = FinishRun | StopWipeOut | StopHalted
 
 _MOST_ENTRIES = 512
-"""Of the log, that are read at a time."""
+"""Log entries read at a time."""
 
 
 def controller_setup(config: RunConfig) -> ControllerSetup:
-    """What is fixed for the run."""
+    """What the controller needs to know that is fixed for the run."""
     spare, checkpoint, num_groups = config.spare, config.checkpoint, config.layout.num_groups
     slices = None
     if config.optimizer.sharding == "stacked":
@@ -68,12 +68,7 @@ def _snapshots(config: RunConfig) -> SnapshotPolicy | None:
 
 
 class LogFollower:
-    """Reads a log that this process has no part in.
-
-    Args:
-        log: The log.
-        setup: What is fixed for the run.
-    """
+    """Folds the log of a run in a process that does not take part in it."""
 
     def __init__(self, log: DecisionLog, setup: ControllerSetup) -> None:
         self._log = log
@@ -82,10 +77,9 @@ class LogFollower:
         self._stop: Stop | None = None
 
     def stop(self, on_entry: Callable[[], None] = lambda: None) -> Stop | None:
-        """How the log ends the run, as far as it is written; None if it does not. A restart undoes a wipe-out.
+        """The action that ends the run, as far as the log is written, else None. A restart undoes a wipe-out.
 
-        Args:
-            on_entry: Called after each entry: there may be many.
+        `on_entry` is called after each entry; there may be many.
         """
         controller = self._controller
         while texts := self._log.read(controller.head, _MOST_ENTRIES):
@@ -103,7 +97,7 @@ class LogFollower:
 
 
 def why_wiped_out(stop: StopWipeOut) -> str:
-    """What has no host any more, and why training does not start again, for people."""
+    """What has no surviving host, and why training does not start again, for people."""
     reason = f"no surviving group hosts shards {[int(shard) for shard in stop.shards]}"
     if stop.slices:
         reason = f"no surviving group holds slices {[int(one) for one in stop.slices]} of the optimizer state"

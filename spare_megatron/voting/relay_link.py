@@ -10,16 +10,16 @@ from spare_megatron.process.vote_wire import Inbox, Kind, Message, RelayBroken, 
 from spare_megatron.stacking.layout import Member
 
 RETRY_ATTEMPTS = 100
-"""A relay that cannot be reached, or does not pass on what the log says, is left alone for so many attempts."""
+"""A relay that is unreachable or does not pass entries on is not used for this many attempts."""
 
 
 class RelayLink:
-    """The connection. It is made with the first vote, and again when another becomes the relay.
+    """Connection to the current relay, opened with the first vote and again when the relay changes.
 
     Args:
-        member: Whose votes go over it.
-        find: Where a member takes votes of others, if it does.
-        timeout_s: Longest time for a relay to do its part.
+        member: The member that votes over it.
+        find: Looks up the address of a member's relay; None if it has published none.
+        timeout_s: Longest wait for the relay, counted from the sending of a vote.
     """
 
     def __init__(self, member: Member, find: Callable[[Member], Address | None], timeout_s: float) -> None:
@@ -29,20 +29,16 @@ class RelayLink:
         self._relay: Member | None = None
         self._connection: socket.socket | None = None
         self._inbox, self._token = Inbox(""), ""
-        self._retry_at = 0  # an attempt
+        self._retry_at = 0  # number of an attempt
         self._told: dict[int, str] = {}
         self._last_told = -1
-        self._waited_for = -1  # in vain; an index
+        self._waited_for = -1  # index of an entry that did not come in time
         self._end_s = 0.0
 
     def send(self, relay: Member, attempt: int, vote: str, head: int) -> bool:
-        """Sends a vote; False if the relay cannot be reached, does not want it, or has not been of use lately.
+        """Sends a vote; False if the relay is unreachable, declines it, or has failed to pass entries on lately.
 
-        Args:
-            relay: Who is to pass it on.
-            attempt: The attempt.
-            vote: The vote.
-            head: Entries of the log read so far.
+        `head` is the number of log entries read so far.
         """
         self._end_s = time.monotonic() + self._timeout_s
         if relay != self._relay:
@@ -66,13 +62,12 @@ class RelayLink:
         return not is_closed
 
     def await_entry(self, index: int, attempt: int) -> str:
-        """What stands in the log at the index, as the relay says.
+        """The log entry at the index, as passed on by the relay.
 
-        Returns:
-            Empty if it says so too late after the vote, or that it does not pass the vote on this attempt on.
+        Empty if the connection breaks, the entry comes too late after the vote, or the relay declines the vote.
         """
         while index not in self._told and self._connection is not None and self._last_told < index:
-            # However late this leader itself looks: what has come meanwhile need not be asked for.
+            # Even past the deadline: an entry that has arrived need not be read from the store.
             if not _has_come(self._connection, max(self._end_s - time.monotonic(), 0.0)):
                 self._waited_for = index
                 return ""
@@ -84,7 +79,6 @@ class RelayLink:
         return self._told.get(index, "")
 
     def close(self) -> None:
-        """Lets go of the relay."""
         self._give_up(0)
 
     def _connect(self, relay: Member) -> socket.socket:
@@ -105,7 +99,7 @@ class RelayLink:
         return pack(message, self._token)
 
     def _hear(self, connection: socket.socket) -> list[int]:
-        """Takes in what has come. Returns the attempts that the relay does not pass votes on of."""
+        """Receives what has arrived; returns the attempts on which the relay declines votes."""
         closed = []
         for message in self._inbox.receive(connection):
             if message.kind is Kind.ENTRY:
@@ -113,7 +107,7 @@ class RelayLink:
                 self._last_told = max(self._last_told, message.number)
             elif message.kind is Kind.CLOSED:
                 closed.append(message.number)
-                self._waited_for = -1  # nothing more was to come
+                self._waited_for = -1  # the relay owes no entry
         return closed
 
     def _give_up(self, retry_at: int) -> None:
@@ -125,7 +119,7 @@ class RelayLink:
 
 
 def _has_come(connection: socket.socket, timeout_s: float) -> bool:
-    """Whether there is something to read, or nothing ever will be."""
+    """Whether the connection is readable: data has arrived, or the other side has closed it."""
     poll = select.poll()  # a rank may have more descriptors open than select takes
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(timeout_s * 1e3))

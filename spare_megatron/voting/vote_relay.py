@@ -1,4 +1,4 @@
-"""A relay: takes the votes of its block in while it casts its own, and passes on what the log says."""
+"""A relay: collects the votes of its block while its leader votes, and passes the next log entry on to the voters."""
 
 import secrets
 import selectors
@@ -13,25 +13,23 @@ from spare_megatron.process.vote_wire import Inbox, Kind, Message, RelayBroken, 
 from spare_megatron.stacking.layout import GroupId, Member
 
 _LOOK_S = 0.02
-"""Between two looks at the log while votes are missing."""
+"""Interval between looks at the log while votes are missing."""
 _STRANGERS = 16
-"""Connections of whoever has not voted yet beside those of the block; more are turned away."""
+"""Connections that are accepted beyond those of the block, from peers that have not voted yet; more are turned away."""
 
 
 @dataclass(slots=True)
 class _Client:
-    """One connection: of a member of the block, as soon as it has voted."""
+    """One connection; its member is known from the first message on."""
 
     inbox: Inbox
     member: Member | None = None
 
 
 class VoteRelay:
-    """The relay of one leader, which it calls. It has no thread: what comes at other times waits in its sockets.
+    """The relay of one leader, driven by its calls. It has no thread: between calls, messages wait in its sockets.
 
-    Args:
-        host: IP address of this machine to listen on; the port is a free one.
-        fan_in: Most groups of a block.
+    It listens on a free port of the IP address `host`, for a block of at most `fan_in` groups.
     """
 
     def __init__(self, host: str, fan_in: int) -> None:
@@ -47,17 +45,17 @@ class VoteRelay:
         self._told: Set[Member] = frozenset()
 
     def collect(self, votes: BlockVotes, timeout_s: float, is_decided: Callable[[], bool]) -> None:
-        """Takes votes in until all are there for which it pays to wait, and tells the others not to wait for this.
+        """Collects votes until none worth waiting for is missing; sends CLOSED to clients whose votes it does not have.
 
         Args:
-            votes: Where they go.
-            timeout_s: Longest wait. Nobody waits again for a member that was missing then, until it says something.
-            is_decided: Whether the log says something after which nobody needs these votes. Asked while some are
-                missing; who is lost meanwhile is not among them any more.
+            votes: Collects the votes of the block.
+            timeout_s: Longest wait. Members missing at its end are not waited for again until they send something.
+            is_decided: Polled while votes are missing: whether the log has made them unnecessary. It removes fenced
+                members from those that are missing.
         """
         end_s = time.monotonic() + timeout_s
         while True:
-            # Who is not waited for may have come nevertheless.
+            # Members that are not waited for may have voted nevertheless.
             left_s = 0.0 if votes.missing <= self._absent else max(end_s - time.monotonic(), 0.0)
             if not self._serve(votes, min(left_s, _LOOK_S)) and (not left_s or is_decided()):
                 break
@@ -72,29 +70,28 @@ class VoteRelay:
                 self._send(connection, closed)
 
     def pass_on(self, index: int, entry: str) -> None:
-        """Tells those whose votes have been taken last what stands in the log at the index."""
+        """Sends the log entry at the index to the members whose votes the last `collect` took."""
         data = pack(Message(Kind.ENTRY, index, entry), self.address.token)
         for connection, client in list(self._clients.items()):
             if client.member in self._told:
                 self._send(connection, data)
 
     def close(self) -> None:
-        """Lets go of everybody."""
         for connection in (self._listener, *self._clients):
             connection.close()
         self._selector.close()
 
     def _take_what_has_come(self, votes: BlockVotes) -> None:
-        """However late the relay itself looks: on a busy machine the time may be over before it has looked once.
+        """Takes votes that arrived in time although a busy machine did not let the relay look before its deadline.
 
-        Each look lets one in. There is an end to them: without descriptors left a listener stays ready for good.
+        Each look accepts one connection. Their number is bounded: without free descriptors a listener is ready forever.
         """
         for _ in range(self._most_clients + 1):
             if not self._serve(votes, 0.0):
                 return
 
     def _serve(self, votes: BlockVotes, timeout_s: float) -> bool:
-        """Takes in what comes within this time; False if nothing does."""
+        """Handles what arrives within this time; False if nothing does."""
         ready = self._selector.select(timeout_s)
         for key, _ in ready:
             if key.fileobj is self._listener:
@@ -108,7 +105,7 @@ class VoteRelay:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # it has left already
+            return  # the client has left already
         if len(self._clients) >= self._most_clients:
             connection.close()
             return

@@ -1,12 +1,9 @@
-"""How a group's vote gets into the control store, and how the group hears of the decision: by way of a relay or not.
+"""Casts a group's vote and reads the decision, by way of a relay or directly.
 
-A vote goes to the relay of the group's block, which casts all of them at once, and the next entry of the log comes back
-the same way. Whoever hears nothing from its relay casts its vote itself and reads the log itself, so that a relay that
-is lost, stopped or slow costs time and nothing else: no more than FALLBACK_INTERVALS of the heartbeat interval, once.
-After a loss, too: a relay does not wait for a member whose connection has broken, nor for anybody once the loss stands
-in the log. Those who cast votes read them then, and not those who have left that to their relay (`core.relays.Reliance`
-tells why that is enough), and only once as many votes are counted as groups are left. Else each of 10,000 groups would
-read what hundreds of relays have written, and look in vain for votes that are not cast yet.
+A vote goes to the relay of the group's block, which casts the votes of the block with one write and passes the next log
+entry back. A group that hears nothing from its relay in time casts its vote and reads the log itself: a relay that is
+lost, stopped or slow costs at most FALLBACK_INTERVALS heartbeat intervals, once. After a loss only groups that cast
+votes read them (`core.relays.Reliance` says why that suffices), once as many are counted as groups are left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,18 +25,12 @@ from spare_megatron.voting.vote_relay import VoteRelay
 COLLECT_INTERVALS = 1 / 8
 """How long a relay waits for the votes of its block, in heartbeat intervals."""
 FALLBACK_INTERVALS = 1 / 4
-"""How long the others of the block wait for it."""
+"""How long the others of the block wait for the relay, in heartbeat intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayParts:
-    """What a leader needs to vote by way of others, and they by way of it.
-
-    Attributes:
-        relay: Where it takes their votes.
-        link: To its own relay.
-        collect_s: How long the first waits.
-    """
+    """A leader's relay connections; its relay waits for votes for `collect_s` seconds at most."""
 
     relay: VoteRelay
     link: RelayLink
@@ -47,13 +38,7 @@ class RelayParts:
 
 
 def open_relay(member: Member, store: ControlStore, config: RunConfig) -> RelayParts | None:
-    """Lets others vote by way of this leader from now on; None where all groups vote directly.
-
-    Args:
-        member: The leader's group, in its incarnation.
-        store: The leader's connection.
-        config: The run's.
-    """
+    """Opens and publishes the relay of this leader; None where all groups vote directly."""
     fan_in, interval_s = config.control.vote_fan_in, config.control.heartbeat_interval_s
     if fan_in == 1 or config.layout.num_groups <= fan_in:
         return None
@@ -70,12 +55,7 @@ def open_relay(member: Member, store: ControlStore, config: RunConfig) -> RelayP
 
 
 class Voting:
-    """A group's voice where it votes and hears of decisions.
-
-    Args:
-        agreement: The voice otherwise.
-        parts: Sockets; None where everybody votes directly, and on ranks that are no leaders.
-    """
+    """A group's votes and decisions; no `parts` where all groups vote directly, and on ranks that are not leaders."""
 
     def __init__(self, agreement: GroupAgreement, parts: RelayParts | None = None) -> None:
         self.agreement = agreement
@@ -87,15 +67,9 @@ class Voting:
         self._cast_on: list[int] = []  # attempts
 
     def vote(self, attempt: int, vote: Vote, voters: Sequence[Member]) -> VotesRead | None:
-        """Casts the vote, or sends it to the relay; `confirm` is to follow.
+        """Leader: casts the group's only vote on the attempt, or sends it to the relay; `confirm` must follow.
 
-        Args:
-            attempt: The attempt.
-            vote: The group's only vote on it.
-            voters: All who vote on it.
-
-        Returns:
-            All votes if the last one may be among those cast, for the leader to decide.
+        Returns all votes if the last one may be among those cast, for the leader to decide.
         """
         self._attempt, self._vote, self._voters = attempt, encode_vote(vote), voters
         blocks = self.agreement.blocks(voters)
@@ -111,38 +85,25 @@ class Voting:
         return self._cast({self._member: self._vote})
 
     def confirm(self) -> VotesRead | None:
-        """Returns when the next entry has come from the relay, or else when the vote is cast.
-
-        Returns:
-            As `vote`.
-        """
+        """Waits for the next entry from the relay; casts the vote directly if it does not come. Returns as `vote`."""
         if not self._reliance.is_placed or self._told(self.agreement.head):
             return None
         self._reliance = Reliance(None)
         return self._cast({self._member: self._vote})
 
     def read_votes(self, attempt: int, voters: Sequence[Member], num_left: int) -> VotesRead | None:
-        """After a loss, the votes cast so far.
+        """After a loss, the votes cast so far; `num_left` of the voters that began the attempt are left.
 
-        Args:
-            attempt: The attempt.
-            voters: Who began it.
-            num_left: How many of them are left.
-
-        Returns:
-            None if the group's relay reads them, or somebody has yet to vote: who casts the last vote reads after that.
+        None if the group's relay reads them, or a vote is still missing: its caster reads after its cast.
         """
         if self._reliance.is_placed or self.agreement.num_votes(attempt) < num_left:
             return None
         return self.agreement.read_votes(attempt, voters)
 
     def read_entry(self, index: int) -> Entry:
-        """The entry at the index, as soon as it is written.
+        """The entry at the index, as soon as it is written; a relay passes it on.
 
-        Collective over: all ranks of the group.
-
-        Raises:
-            StoreTimeout: It was not written within the decision timeout, and it is not for want of votes.
+        Collective over: all ranks of the group. Raises StoreTimeout after the decision timeout, if no vote was missing.
         """
         entry = ""
         if self.agreement.is_leader:
@@ -154,7 +115,7 @@ class Voting:
         return read
 
     def _await_entry(self, index: int) -> str:
-        """The entry. If it does not come in time, who has not voted is put out, and not who waits for that."""
+        """Waits for the entry. On timeout it fences the groups that have not voted, not those that wait for them."""
         try:
             return self.agreement.await_entry(index)
         except StoreTimeout as late:
@@ -162,7 +123,7 @@ class Voting:
             silent = [voter for voter in self._voters if voter.group not in votes]
             reason = f"it has not voted on attempt {self._attempt}: {late}"
             if max((self.agreement.fence(voter, reason, index) for voter in silent), default=-1) < index:
-                raise  # nobody, or none but those who were put out before
+                raise  # no vote is missing, or only those of groups fenced before
             return self.agreement.await_entry(index)
 
     def _told(self, index: int) -> str:
@@ -186,7 +147,7 @@ class Voting:
         return votes.votes
 
     def _cast(self, votes: Mapping[Member, str]) -> VotesRead | None:
-        # Everybody voted on the attempt before this one, so nobody is still reading the votes before that.
+        # All groups voted on the attempt before this one, so the votes before that are not read any more.
         past = [attempt for attempt in self._cast_on if attempt < self._attempt - 1]
         self._cast_on = [*self._cast_on[len(past) :], self._attempt]
         return self.agreement.cast(self._attempt, votes, self._voters, past)

@@ -64,7 +64,7 @@ class GradientGuard:
         >>> [int(guard.judge(step, norm=2.0, num_microbatches=2)) for step in range(8)]
         [0, 0, 0, 0, 0, 0, 0, 0]
         >>> guard.judge(8, norm=202.0, num_microbatches=2)
-        <Finding.OUTLYING: 1>
+        <GradientFinding.OUTLYING: 1>
         """
         before = [value for other, value in self._norms.items() if other != step]
         self._median = median(before) if len(before) >= LEAST_STEPS else 0.0

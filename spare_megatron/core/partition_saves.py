@@ -65,7 +65,7 @@ def next_move(
     WriteSlices(slices=(0,))
     >>> next_move(save, a, [], [b])
     WriteSlices(slices=(0, 1))
-    >>> next_move(save, c, [Share(member=c, slices=(2,))], [])
+    >>> next_move(save, c, [WriteShare(member=c, slices=(2,))], [])
     """
     written = {number for share in shares for number in share.slices}
     if save.member in lost:

@@ -191,8 +191,8 @@ def decide_restart(
     >>> from spare_megatron.stacking.placement import make_placement
     >>> from spare_megatron.stacking.layout import Member
     >>> ring, limits = make_placement("golomb", 2, 1), RestartLimits(max_restarts=1, window_s=60.0, wait_s=5.0)
-    >>> new, old = Offer(step=8), Offer(step=4)  # without any files
-    >>> both = [Waiting(member=Member(0, 1), offers=(new, old)), Waiting(member=Member(1, 1), offers=(old,))]
+    >>> new, old = CheckpointCandidate(step=8), CheckpointCandidate(step=4)  # without any files
+    >>> both = [RestartState(member=Member(0, 1), offers=(new, old)), RestartState(member=Member(1, 1), offers=(old,))]
     >>> decide_restart(9, Search(ring, both, 0.0, limits), 0)
     Restart(step=4, members=(Member(group=0, incarnation=1), Member(group=1, incarnation=1)), snapshot=None)
     >>> decide_restart(9, Search(ring, both[:1], 4.9, limits), 0) is None

@@ -1,4 +1,4 @@
-"""A rank's process from its first line to its group being ready to train."""
+"""Starts a rank: picks its device, joins its group and waits until all groups are ready to train."""
 
 import time
 from datetime import timedelta
@@ -20,11 +20,7 @@ _MARGIN_S = 30.0
 
 
 def choose_device(spec: RankSpec) -> torch.device:
-    """The rank's device, made current where it is a GPU.
-
-    Raises:
-        ImportError: It is a GPU, and NCCL is there in another version than those supported.
-    """
+    """Makes the rank's GPU, if it has one, current. Raises `ImportError` if its NCCL version is not supported."""
     device = torch.device(spec.device)
     if device.type == "cuda":
         nccl.prepare_process()
@@ -33,7 +29,7 @@ def choose_device(spec: RankSpec) -> torch.device:
 
 
 def pass_times_on(device: str) -> PassTimes:
-    """Those of a rank with this device: by the clock, or by events among the kernels of a GPU."""
+    """The timer of passes on this device: the clock, or events among the kernels of a GPU."""
     if device == "cpu":
         return PassTimes(time.monotonic, lambda began_s, ended_s: ended_s - began_s)
     return PassTimes(_record_event, _between_events_s)
@@ -53,13 +49,10 @@ def _between_events_s(began: torch.cuda.Event, ended: torch.cuda.Event) -> float
 def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dist.ProcessGroup:
     """Makes the group's ranks a torch.distributed world of their own.
 
-    Only loads of checkpoints use the world itself: it is as patient as the start. What training waits for has process
-    groups of its own.
+    Only checkpoint loads use the world itself, so its timeout is that of the startup; training has its own process
+    groups. Returns one of the same ranks for CPU tensors, whose timeout exceeds the leader's longest wait.
 
-    Collective over: all ranks of the group, which may come to it as far apart as the start may take.
-
-    Returns:
-        A process group of the same ranks for CPU tensors, whose timeout outlasts what the leader waits for.
+    Collective over: all ranks of the group, which may arrive as far apart as the startup timeout allows.
     """
     control = spec.config.control
     timeout_s = control.startup_timeout_s
@@ -75,17 +68,14 @@ def join_group(spec: RankSpec, store: ControlStore, device: torch.device) -> dis
 
 
 def longest_wait_s(control: ControlConfig) -> float:
-    """How long ranks wait for their leader, which may wait for the other groups to come up, or for a decision."""
+    """How long ranks wait for their leader, which may wait for other groups to start or for a decision."""
     return max(control.decision_timeout_s, control.startup_timeout_s + GRACE_S) + _MARGIN_S
 
 
 def wait_for_all_groups(spec: RankSpec, store: ControlStore, ranks: dist.ProcessGroup) -> None:
-    """Returns when every group has its model built, or is lost.
+    """Waits until every group has built its model or is lost.
 
-    Collective over: all ranks of the group.
-
-    Raises:
-        GroupsMissing: Some group was not ready in time.
+    Collective over: all ranks of the group. Raises `GroupsMissing` if a group is not ready in time.
     """
     dist.barrier(group=ranks)
     if spec.rank == 0:
@@ -98,10 +88,10 @@ _KEY = "data-digest"
 
 
 def check_shared_data(corpus: Corpus, group: GroupId, store: ControlStore) -> None:
-    """Reads samples of every shard and compares them with those of whoever looked first.
+    """Compares samples of every shard with those of the first group that has read them.
 
     Raises:
-        ValueError: A sample cannot be read, or is another one.
+        ValueError: A sample cannot be read or differs.
     """
     try:
         digest = corpus.digest()

@@ -45,23 +45,14 @@ from spare_megatron.voting.voting import Voting
 
 
 class GroupExecutor:
-    """One rank's hands. It decides nothing.
+    """Carries out the controller's actions on one rank. It decides nothing.
 
     Args:
-        trainer: The rank's part of the model.
-        voting: The group's voice.
-        reduction: The rank's part in the sums over all groups.
-        gather: Brings parameters together where the optimizer's state is cut into slices.
-        journal: The rank's journal; only leaders write here.
-        source: What others may read of this rank's state.
-        transfer: For groups that come back.
-        start_over: For groups that start again after a wipe-out.
-        join_timeout_s: How long one that comes back waits for the others to confirm its state.
-        report: Tells the supervisor of what the group takes part in.
-        tells_steps: Whether this rank tells it of committed steps, too.
-        probe: Told what the rank is about.
-        digests: Of the group's state, for comparisons.
-        saves: Checkpoints and snapshots.
+        gather: Gathers parameters where the optimizer state is partitioned over the groups; else None.
+        source: The state that other groups may read from this rank.
+        join_timeout_s: Longest time that a rejoining group waits for the others to confirm its state.
+        report: Sends a report to the supervisor.
+        tells_steps: Whether this rank also reports committed steps.
     """
 
     def __init__(
@@ -100,23 +91,20 @@ class GroupExecutor:
         self._clock = RecoveryClock(self._group, self._recovered)
         self._step: StepUnderWay | None = None
         self._head = 0
-        self.num_steps = 0  # that the parameters hold
+        self.num_steps = 0  # committed steps in the parameters
         self.num_restarts = 0  # of the run
 
     # ----------------------------------------------------------------------------------------------------- begin
 
     def start(self, num_steps: int) -> None:
-        """Has the first vote compare the parameters with which the run begins, after this many steps."""
+        """Begins after `num_steps` committed steps. The first vote compares the parameters."""
         self.num_steps = num_steps
         self._digests.check(num_steps, self.num_restarts)
 
     def restart(self, action: LoadCheckpoint, head: int) -> None:
-        """Takes part again after a wipe-out, and has the first vote compare the parameters with which it does.
+        """Loads state after a wipe-out; the first vote compares it. `head` counts the log entries folded so far.
 
-        Collective over: all ranks of the group, with the number of log entries folded so far.
-
-        Raises:
-            JoinFailed: It cannot be loaded.
+        Collective over: all ranks of the group. Raises `JoinFailed` if the state cannot be loaded.
         """
         self._head = head
         self._start_over.load(action, self._agreement.member, head)
@@ -130,14 +118,9 @@ class GroupExecutor:
         self._report(GroupRestarted(member=member, step=action.step, source=record.loaded_from, rejected=rejected))
 
     def admit(self, action: AdmitGroups, head: int) -> None:
-        """Takes part in the admission of groups, be it as one of them, and has the next vote compare parameters.
+        """Admits groups, of which this may be one; the next vote compares all. `head` counts log entries folded.
 
-        Args:
-            action: Who is admitted, and who gives them the state.
-            head: Entries of the log folded so far.
-
-        Raises:
-            JoinFailed: This group is admitted and could not take the state over.
+        Collective over: all ranks of the group. Raises `JoinFailed` if this group is admitted and cannot get the state.
         """
         self._head = head
         with self._probe.during(Operation.JOIN):
@@ -153,16 +136,17 @@ class GroupExecutor:
             self._report(GroupRejoined(member=self._agreement.member, step=action.step))
         else:
             self._agreement.publish_digest(head - 1, self._digests.value.params)
-        # Not before: a state that was refused is not the state of a group that takes part.
+        # Only now: a group whose state was refused does not take part, and its digest must not be journaled.
         self._digests.write(action.step, self.num_restarts)
         self.num_steps = action.step
 
     # --------------------------------------------------------------------------------------------------- compute
 
     def compute_step(self, action: ComputeStep, num_alive: int) -> None:
-        """Computes this group's part of the plan, from zero sums: the first in the step, or all of it again.
+        """Starts the step and computes this group's part of the plan from zero sums.
 
-        Not if that is done, nor while the group lacks the parameters for it.
+        Returns at once if the plan is already computed. A group that lacks parameters starts the step and computes
+        nothing.
         """
         plan = action.plan
         is_under_way = self._step is not None and self._step.step == plan.step
@@ -187,7 +171,7 @@ class GroupExecutor:
             self._clock.computed()
 
     def compute_patch(self, action: ComputePatch) -> None:
-        """Adds this group's part of a patch to the local sums that are not kept, unless that is done or it cannot."""
+        """Adds this group's part of a patch to the local sums that are not kept, once, if it has all parameters."""
         if self.lacks_params or action.plan.digest in self._now.plans:
             return
         self._now.num_recomputed += action.plan.work.num_microbatches
@@ -211,21 +195,13 @@ class GroupExecutor:
     # ---------------------------------------------------------------------------------------------------- reduce
 
     def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
-        """Begins to build the communicator of the next attempt."""
         if key >= 0:
             self._probe(FaultPoint.REBUILD)
         self._reduction.build_communicator(key, members)
         self._connected = members
 
     def attempt_reduce(self, action: AttemptReduce) -> list[Event]:
-        """Sums over the groups what is not kept and casts the group's vote.
-
-        Returns:
-            On the leader whose vote was the last, all votes; else nothing.
-
-        Raises:
-            UnsoundGradient: What this group would add must not be added.
-        """
+        """As `Reduction.attempt`, or `Reduction.abstain` if the group lacks parameters."""
         self._now.epoch = action.epoch
         if self._gather is not None and self._gather.is_lacking:
             return self._reduction.abstain(action, self._gather.evidence)
@@ -236,7 +212,7 @@ class GroupExecutor:
     # --------------------------------------------------------------------------------------------------- the log
 
     def read_votes(self, action: ReadVotes) -> list[Event]:
-        """On a leader that is to read them, the votes cast so far."""
+        """Returns the votes cast so far on a leader that is to read them, else nothing."""
         with self._probe.during(Operation.VOTE):
             if not self._agreement.is_leader:
                 return []
@@ -244,17 +220,12 @@ class GroupExecutor:
             return [] if votes is None else [votes]
 
     def append_entry(self, index: int, entry: Entry) -> None:
-        """On the leader, writes the entry unless another stands there."""
         if self._agreement.is_leader:
             with self._probe.during(Operation.VOTE):
                 self._agreement.append(index, entry)
 
     def read_entry(self, index: int) -> list[Event]:
-        """Waits for the entry.
-
-        Raises:
-            Fenced: It fences this group.
-        """
+        """Waits for the log entry. Collective over: all ranks of the group. Raises `Fenced` if it fences the group."""
         with self._probe.during(Operation.AWAIT_ENTRY):
             entry = self._voting.read_entry(index)
         self._head = index + 1
@@ -271,11 +242,10 @@ class GroupExecutor:
     # ---------------------------------------------------------------------------------------------------- update
 
     def copies_proven(self, copies: Sequence[SliceCopy]) -> None:
-        """The digests of these count from here on."""
+        """The digests of these copies count in comparisons: a commit has proven them."""
         self._digests.proven(copies)
 
     def update_model(self, step: int, attempt: int) -> None:
-        """Applies the committed sums to the parameters."""
         self._clock.committed()
         self._reduction.commit()
         recoveries = self._write_recoveries()
@@ -300,48 +270,46 @@ class GroupExecutor:
             )
 
     def save_checkpoint(self, action: SaveCheckpoint) -> None:
-        """Begins a checkpoint of the present state, where it is this group's turn.
+        """Starts a checkpoint of the present state if this group has a part in it.
 
-        State is compared then and after the next update, so that what is wrong with it is soon known.
+        The state is compared in the next vote and after the next update, so that a wrong checkpoint is found soon.
         """
         has_params = not self.lacks_params
         self._digests.check_saved(action.step, self.num_restarts, has_params=has_params, is_last=action.is_last)
         self.saves.save(action, self._head, has_params=has_params)
 
     def take_snapshot(self, action: TakeSnapshot) -> None:
-        """Begins a snapshot of the present state, where this rank is to keep it."""
         self.saves.take_snapshot(action, has_params=not self.lacks_params)
 
     # ---------------------------------------------------------------------------------------------------- slices
 
     @property
     def lacks_params(self) -> bool:
-        """Whether parameters of this group are those of an earlier step: others have updated them."""
+        """Whether some parameters of this group are of an earlier step: the last gather is not complete."""
         return self._gather is not None and self._gather.is_lacking
 
     def gather_params(self, action: GatherParams) -> None:
-        """Brings all parameters together, if the others are there to do so."""
+        """Gathers all parameters from their owners. After a broken gather the group lacks parameters."""
         assert self._gather is not None, "only slices are gathered"
         if action.is_anew:
             self._gather.updated()
             self._digests.is_wanted = True
             if self._step is not None:
-                self._step.plans.clear()  # they were computed with what may be wrong
+                self._step.plans.clear()  # they were computed with parameters that may be wrong
         lacked = self.lacks_params
         try:
             self._gather.run(action, self._connected, self._head)
-        finally:  # also if the store is lost: they may be all that is left
+        finally:  # even if the store is lost: this may be the last whole copy
             if lacked and not self.lacks_params:
                 self._hold_params(action.step)
                 self.saves.go_on(action.step)
 
     def start_repairs(self, action: StartRepairs) -> None:
-        """Has missing copies made, and lets go of slices that this group is not to hold any more."""
         self._digests.host(action)
         self._reduction.start_repairs(action)
 
     def attempt_finish(self, action: AttemptFinish) -> list[Event]:
-        """Votes on whether the run can end. Returns all votes on the leader whose vote was the last, else nothing."""
+        """Votes on whether the run can end. Returns as `Reduction.attempt`."""
         digests, lacks_params = self._digests.told(), self.lacks_params
         return vote_to_finish(action, self._voting, self._journal, self._probe, digests, lacks_params=lacks_params)
 
@@ -350,10 +318,7 @@ class GroupExecutor:
         self._digests.hold(step, self.num_restarts)
 
     def stop(self, step: int) -> None:
-        """Writes down how the group ends after this many committed steps.
-
-        Collective over: all ranks of the group.
-        """
+        """Journals how the group ends and waits for its saves. Collective over: all ranks of the group."""
         self._clock.stopped()
         self._write_recoveries()
         if not self._digests.value.params and not self.lacks_params:
@@ -369,14 +334,12 @@ class GroupExecutor:
         return self._step
 
     def _write_recoveries(self) -> list[RecoveryRecord]:
-        """Writes down those that have ended. Returns them."""
         ended = [replace(record, num_restarts=self.num_restarts) for record in self._clock.take_finished()]
         for record in ended:
             self._write_if_leader(record)
         return ended
 
     def _recovered(self, stage: RecoveryStage, began_s: float, ended_s: float) -> None:
-        """What a recovery has spent time on shows in the timeline, of a group once."""
         if self._agreement.is_leader:
             self._probe.recovered(stage, began_s, ended_s)
 

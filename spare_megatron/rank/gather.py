@@ -1,4 +1,4 @@
-"""One rank's slices, and its part in gathering all parameters after each group has updated its own slices alone."""
+"""One rank's part in gathering all parameters after each group has updated its own state partitions."""
 
 import math
 from collections import deque
@@ -21,15 +21,7 @@ from spare_megatron.voting.agreement import GroupAgreement
 
 
 class ParamsGather:
-    """The parameters of one rank as the groups bring them together. It decides nothing.
-
-    Args:
-        optimizer: The rank's slices.
-        agreement: The group's voice.
-        communicator: The rank's cross-group communicator.
-        probe: Told what the rank is about.
-        staging: Each round takes place in one of its tensors.
-    """
+    """Gathers one rank's parameters from the groups that own them. It decides nothing."""
 
     def __init__(
         self,
@@ -48,26 +40,23 @@ class ParamsGather:
         self.is_lacking = False
         """Whether some rank of the group has parameters of an earlier step."""
         self.evidence = ""
-        """Why this rank could not gather them the last time."""
+        """Why the last broken gather failed, as far as this rank knows."""
 
     def updated(self) -> None:
-        """The slices hosted here are updated: the parameters of all others are out of date."""
+        """The local state partitions are updated: all other parameters are out of date."""
         self.is_lacking = True
 
     def run(self, action: GatherParams, members: Sequence[GroupId], head: int) -> None:
-        """Sends what this group owns and takes over what others do, unless it has everything.
+        """Sends the parameters that this group owns; takes over those of others if it lacks any.
+
+        `members` are the groups of the communicator, ascending; `head` counts the log entries folded so far. The gather
+        ends once the next entry is written or a rank reports it as broken.
 
         Collective over: rank j of every member group, and all ranks of the group.
 
-        Args:
-            action: Who owns what.
-            members: The groups of the communicator, ascending.
-            head: Entries of the log folded so far. Once the next one is written, or somebody says that the gathering is
-                broken, nobody goes on with it.
-
         Raises:
-            StoreLost: The store does not answer. Not before it is known whether everything has come all the same: the
-                slices are updated, and without the parameters that belong to them nobody can begin again.
+            StoreLost: Only after the gather has ended: no group can resume from the updated partitions without the
+                parameters that match them.
         """
         lost: StoreLost | None = None
 
@@ -89,7 +78,7 @@ class ParamsGather:
         with self._probe.during(Operation.SETTLE):
             is_broken = bool(self._agreement.highest(int(not is_complete)))
         if is_broken:
-            # What comes next on this communicator is something else for groups that have everything.
+            # Groups that have everything use this communicator for something else next.
             self._communicator.give_up()
             self.evidence = evidence
         self.is_lacking = self.is_lacking and is_broken
@@ -97,9 +86,9 @@ class ParamsGather:
             raise lost
 
     def _explain(self, head: int) -> str:
-        """Why not everything has come. Whoever is the first to see it lets the others know.
+        """Why the gather is incomplete. The first rank to notice reports it in the store.
 
-        They may see nothing of it: connections between them are as good as before, and what they wait for never comes.
+        Other groups may not notice by themselves: their connections work, and what they wait for never comes.
         """
         if self._agreement.is_broken(head):
             return "another group could not gather"
@@ -108,14 +97,14 @@ class ParamsGather:
         return self._communicator.evidence
 
     def _exchange(self, action: GatherParams, members: Sequence[GroupId], is_over: Callable[[], bool]) -> bool:
-        """Whether everything has come to this rank."""
+        """Returns whether everything has arrived here."""
         self._communicator.begin()
         if not self._communicator.connect(is_over):
             return False
         slices = self._optimizer.slices
         lengths = [slices.length(SliceId(number)) for number in range(slices.num_slices)]
-        # A row for what comes from each member and one for what goes out: receivers get a copy, for transfers that are
-        # given up may still write what they were to fill.
+        # One row per member for received parameters and one for those sent. Received ones are copied out, because
+        # abandoned transfers may still write into their buffer.
         num_rows, itemsize = len(members) + 1, self._optimizer.values_dtype.itemsize
         width = min(self._staging.num_bytes // (num_rows * itemsize), max(lengths))
         rounds = gather_rounds([owner.group for owner in action.owners], members, lengths, width)
@@ -142,7 +131,7 @@ class ParamsGather:
     def _take(
         self, posted: deque[tuple[Round, torch.Tensor]], shape: tuple[int, int], is_over: Callable[[], bool]
     ) -> bool:
-        """Waits for the first round under way and takes over what it has brought."""
+        """Waits for the oldest round in flight and copies out what has arrived; False if it breaks."""
         if not self._communicator.wait(is_over):
             return False
         for _ in range(num_come := self._communicator.poll()):

@@ -58,11 +58,11 @@ from spare_megatron.voting.voting import Voting, open_relay
 
 
 def run_rank(spec: RankSpec, reports: Connection) -> None:
-    """Runs one rank to its end and leaves the process with an `ExitCode`, unless it raises."""
+    """Runs one rank to its end and exits the process with an `ExitCode`, unless it raises."""
     if mismatch := code_mismatch(spec.code):  # a ValueError would concern all groups, and end the run
         raise RuntimeError(f"{mismatch}: restore the files with which the run began, and the group can take part")
     torch.set_num_threads(spec.config.cluster.threads_per_rank)
-    rank = _Rank(spec, reports)  # holds the communicators until the process is left
+    rank = _Rank(spec, reports)  # keeps the communicators alive until the process exits
     code = rank.run()
     rank.close()
     leave(code)
@@ -73,17 +73,15 @@ def _all_groups(config: RunConfig) -> list[GroupId]:
 
 
 _SAVING_GROUPS = 2
-"""Groups that save their state when the store is gone: one may be lost at the same time."""
+"""Groups that save their state when the store is lost: two, as one may be lost at the same time."""
 
 
 def _server_key(member: Member, rank: int) -> str:
-    """Where a rank's address stands in the control store."""
+    """Store key of the address of a rank's piece server."""
     return f"pieces/{member.group}/{member.incarnation}/{rank}"
 
 
 class _Rank:
-    """One rank's parts, put together."""
-
     def __init__(self, spec: RankSpec, reports: Connection) -> None:
         self._spec = spec
         self._reports = reports
@@ -102,7 +100,7 @@ class _Rank:
         self._executor: GroupExecutor | None = None
 
     def run(self) -> ExitCode:
-        """Trains, and turns the ways in which a run may end for this rank into exit codes."""
+        """Trains, and maps the ways in which a run can end for this rank to exit codes."""
         try:
             self._beacon.start_beating(self._spec.config.control.heartbeat_interval_s)
             self._write_code()
@@ -128,7 +126,6 @@ class _Rank:
             return self._broken(error)
 
     def close(self) -> None:
-        """Closes the journal."""
         self._beacon.leave()
         close_or_tell(self._journal, self._reports.send)
 
@@ -216,7 +213,7 @@ class _Rank:
 
     def _build_trainer(self, device: torch.device) -> GroupTrainer:
         spec, config = self._spec, self._spec.config
-        # Whoever comes back has no state: its copies of slices are made anew, or loaded.
+        # A restarted group has no state: it copies or loads its state partitions.
         begins = not spec.incarnation and not config.checkpoint.load
         trainer = GroupTrainer(config, device, self._probe, hosted=self._hosted() if begins else ())
         if config.data.access == "shared":
@@ -224,7 +221,7 @@ class _Rank:
         return trainer
 
     def _hosted(self) -> tuple[SliceId, ...]:
-        """The slices that the group hosts at the start of the run."""
+        """The state partitions that the group holds at the start of the run."""
         ownership = self._controller.ownership
         return () if ownership is None else ownership.hosted_by(self._spec.member)
 
@@ -241,7 +238,6 @@ class _Rank:
     def _build_gather(
         self, agreement: GroupAgreement, communicator: CrossGroupCommunicator, staging: Staging
     ) -> ParamsGather | None:
-        """What brings parameters together, where each group updates some of them."""
         optimizer = self._trainer.stacked
         if optimizer is None:
             return None
@@ -254,7 +250,6 @@ class _Rank:
         )
 
     def _build_repairs(self, agreement: GroupAgreement, *, awaits_update: bool) -> GroupRepairs | None:
-        """What makes missing copies of slices, where there are any."""
         optimizer = self._trainer.stacked
         if optimizer is None:
             return None
@@ -271,7 +266,7 @@ class _Rank:
         return GroupRepairs(repairs=repairs, agreement=agreement, journal=self._journal, probe=self._probe)
 
     def _serve_state(self) -> StateSource:
-        """Lets others read this rank's state from now on, where they find the server in the control store."""
+        """Starts the server of this rank's state and publishes its address in the control store."""
         optimizer = self._trainer.stacked
         slices = [] if optimizer is None else slice_contents(optimizer)
         source = StateSource({content.name: content for content in slices})
@@ -281,12 +276,12 @@ class _Rank:
         return source
 
     def _find_server(self, member: Member) -> Address:
-        """The server of the rank of the same position; it was there before the member took part."""
+        """The server of the member's rank at the same position, published before the member took part."""
         key = _server_key(member, self._spec.rank)
         return Address.parse(self._store.wait(key, self._spec.config.reduce.timeout_s))
 
     def _start(self, executor: GroupExecutor) -> deque[Action]:
-        """With all others, at the start of the run."""
+        """Starts together with all other groups."""
         self._start_over.begin(self._hosted())
         executor.start(self._controller.step)
         wait_for_all_groups(self._spec, self._store, self._ranks)
@@ -294,7 +289,7 @@ class _Rank:
         return start(self._controller)
 
     def _come_back(self, executor: GroupExecutor) -> deque[Action] | Stop:
-        """After a loss, when the others take the group in again, or after a wipe-out with all who are there."""
+        """Waits until the group is admitted again or, after a wipe-out, until all waiting groups restart."""
         config = self._spec.config
         catching_up = Rejoin(
             controller=self._controller,
@@ -332,7 +327,7 @@ class _Rank:
         return ExitCode.WIPE_OUT if is_final else ExitCode.RESTART
 
     def _broken(self, error: Exception) -> ExitCode:
-        """A peer in the group is gone. The supervisor will see it too; whoever is first fences the group."""
+        """A peer in the group is gone. The supervisor notices too; the first of them fences the group."""
         say(error)
         reason = f"rank {self._spec.rank} {LOST_A_PEER}"
         try:
@@ -342,11 +337,11 @@ class _Rank:
         return ExitCode.GROUP_BROKEN
 
     def _without_store(self, error: StoreLost) -> ExitCode:
-        """Nothing can be decided any more. What has been committed is saved, by as many groups as may be needed."""
+        """Saves the committed state on as many groups as may be needed: nothing can be decided any more."""
         say(error)
         if self._executor is None or not self._executor.num_steps or self._executor.lacks_params:
             return ExitCode.STORE_LOST
-        # Where each group has only some slices of the optimizer state, all of them may be needed.
+        # With partitioned optimizer state all groups save: each partition may be needed.
         controller, member = self._controller, self._spec.member
         if member in controller.voters[: None if self._trainer.stacked else _SAVING_GROUPS]:
             save = SaveCheckpoint(
@@ -357,7 +352,7 @@ class _Rank:
         return ExitCode.STORE_LOST
 
     def _request_fault(self, fault: Fault) -> None:
-        """Inflicts the fault with what this rank is made of, or has others do it and waits until it has struck."""
+        """Injects the fault here, or requests it from the supervisor and waits until it has struck."""
         if fault.kind in CORRUPTIONS:
             corrupt(self._trainer, fault.kind, fault.bit)
             return

@@ -1,4 +1,4 @@
-"""Where the time of a recovery goes, as one group spends it."""
+"""Measures how long each stage of a recovery from a lost group takes in one group."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from spare_megatron.journal.spans import RecoveryStage
 from spare_megatron.stacking.layout import GroupId
 
 Listener = Callable[[RecoveryStage, float, float], None]
-"""Told of time that a recovery has spent on a stage, from one monotonic time to another."""
+"""Receives a stage and the monotonic times at which a recovery began and ended it."""
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Recovery:
     spent_s: dict[RecoveryStage, float] = field(default_factory=dict)
 
     def lap(self, stage: RecoveryStage, until_s: float) -> None:
-        """What has passed since the last lap was spent on this stage."""
+        """Assigns the time since the last lap to this stage."""
         if until_s > self.lap_from_s:
             self.spent_s[stage] = self.spent_s.get(stage, 0.0) + until_s - self.lap_from_s
             self.listener(stage, self.lap_from_s, until_s)
@@ -34,15 +34,11 @@ class _Recovery:
 
 
 class RecoveryClock:
-    """Times recoveries. A further loss before the step is committed belongs to the recovery under way.
+    """Times recoveries. A further loss before the commit of the step belongs to the recovery under way.
 
-    A recovery is over when its step is committed and the new communicator is there, whichever comes last: after a
-    loss that cost no sum, the communicator is only needed by the next step. If another group is lost before that, the
-    communicator never comes.
-
-    Args:
-        group: The group.
-        listener: Told of each stage.
+    A recovery ends when its step is committed and the new communicator is ready, whichever comes last: after a loss
+    that cost no sum, only the next step needs the communicator. If another group is lost before that, it ends without
+    one.
     """
 
     def __init__(self, group: GroupId, listener: Listener) -> None:
@@ -50,17 +46,15 @@ class RecoveryClock:
         self._listener = listener
         self._computed_at_s = 0.0
         self._open: _Recovery | None = None
-        self._without_communicator: _Recovery | None = None  # committed
+        self._without_communicator: _Recovery | None = None  # committed, and not over yet
         self._finished: list[_Recovery] = []
 
     def computed(self) -> None:
-        """The group has finished the work of a step."""
         self._computed_at_s = time.time()
         if self._without_communicator is not None:
             self._without_communicator.lap_from_s = time.monotonic()
 
     def lost(self, step: int, group: GroupId) -> None:
-        """A fence has been folded."""
         now_s = time.monotonic()
         self._close(self._without_communicator)
         self._without_communicator = None
@@ -79,19 +73,18 @@ class RecoveryClock:
         self._open.lost.append(group)
 
     def patched(self, num_microbatches: int) -> None:
-        """The group has computed its part of a patch."""
         if self._open is not None:
             self._open.num_patched += num_microbatches
             self._open.lap("patch", time.monotonic())
 
     def decided(self) -> None:
-        """The attempt that was under way at the loss has been decided."""
+        """The attempt that was under way at the loss is decided."""
         if self._open is not None and self._open.is_agreeing:
             self._open.lap("agree", time.monotonic())
             self._open.is_agreeing = False
 
     def reduced(self, ready_at_s: float | None) -> None:
-        """A reduction has ended that had its communicator at this monotonic time, or never had one."""
+        """A reduction has ended whose communicator was ready at this monotonic time; None if it never was."""
         recovery = self._open or self._without_communicator
         if recovery is None or ready_at_s is None:
             return
@@ -102,7 +95,6 @@ class RecoveryClock:
             self._without_communicator = None
 
     def committed(self) -> None:
-        """The step is committed."""
         if self._open is None:
             return
         self._open.lap("reduce", time.monotonic())
@@ -113,7 +105,7 @@ class RecoveryClock:
         self._open = None
 
     def stopped(self) -> None:
-        """The run stops: nobody needs a communicator any more."""
+        """The run stops: no recovery waits for a communicator any more."""
         self._close(self._without_communicator)
         self._without_communicator = None
 

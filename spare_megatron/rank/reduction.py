@@ -1,11 +1,9 @@
-"""One rank's part in the attempts to reduce a step: it judges what it adds, sums over the groups and votes.
+"""One rank's attempts to reduce a step: it checks its gradients, sums them over the groups and votes.
 
-Bucket by bucket, in order, with at most a few in flight (`core.bucket_window`): a local sum is judged and copied into a
-staging buffer, that is summed over the groups, and once every group holds the sum, it takes the place of the local sum.
-What is staged when an attempt ends is decided with it: after a commit all of it is written, after a retry what is kept.
-
-Buckets leave when all has been computed and judged; or, where they overlap, each as soon as the backward pass of the
-last microbatch has finished it, if there is a microbatch to compute.
+Buckets go in order, a few in flight (`core.bucket_window`): a local sum is checked, copied to a staging buffer and
+summed over the groups, and replaces the local sum once every group holds it. A commit then writes all staged sums, a
+retry only those that are kept. Buckets are sent after everything is computed and checked; with overlap, as soon as the
+backward pass of the attempt's last microbatch has finished them, if the group has a microbatch to compute.
 """
 
 import math
@@ -36,20 +34,15 @@ from spare_megatron.voting.voting import Voting
 
 
 class Reduction:
-    """The cross-group sums of one rank, attempt by attempt. It decides nothing.
+    """Sums one rank's gradient buckets over the groups, attempt by attempt. It decides nothing.
 
     Args:
         position: The rank's index inside its group.
-        trainer: The rank's part of the model.
-        voting: The group's voice.
-        communicator: The rank's cross-group communicator.
-        bucket_sums: How the sums come to those who need them.
-        staging: Tensors that any bucket fits in.
-        repairs: Makes missing copies of slices, where there are any. Votes tell of them.
-        journal: The rank's journal; only leaders write here.
-        probe: Told what the rank is about.
-        outlier_factor: How many times its usual norm a bucket's gradient may have; 0 judges no sizes.
-        overlaps: Whether buckets leave while others are computed.
+        bucket_sums: Which part of each summed bucket each group receives.
+        repairs: Copies missing state partitions, whose completion votes report; None without partitions.
+        outlier_factor: A bucket's gradient norm is an outlier above this multiple of its usual one; 0 disables the
+            check.
+        overlaps: Whether buckets are sent while others are computed.
     """
 
     def __init__(
@@ -80,46 +73,42 @@ class Reduction:
         self._guards = [GradientGuard(outlier_factor) for _ in self._sums.buckets]
         self._overlaps = overlaps
         self._attempt = -1
-        self._has_left_early = False  # or may have: some rank of the group was told of buckets during its compute
+        self._has_left_early = False  # whether buckets of this attempt may be sent while computing
         self._finding, self._finder = GradientFinding.SOUND, self._guards[-1]
         self._window = BucketWindow(len(self._sums.buckets), 0)
         self._first, self._middle = 0, len(self._sums.buckets) // 2
-        self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here and maybe not everywhere
+        self._staged: dict[int, torch.Tensor] = {}  # in flight, or complete here but perhaps not in all groups
         self.save_ends: list[SaveEnd] = []
-        """Saves of the group that have ended, for its votes until a commit has them."""
+        """Finished saves of the group, which its votes report until a commit records them."""
         self.loss_sum = math.nan
-        """The summed loss of the last attempt, known to every rank of the group; NaN unless it was complete."""
+        """The summed loss of the last attempt, on every rank of the group; NaN unless it was complete."""
         self.compute_s: Sequence[float] = ()
-        """Seconds that each rank of the group has computed for it; empty where none did."""
+        """Seconds that each rank of the group computed for the last attempt; empty if the group abstained."""
 
     @property
     def ready_at_s(self) -> float | None:
-        """Monotonic time at which the last attempt had its communicator; None if it never had one."""
+        """Monotonic time at which the last attempt's communicator was ready; None if it never was."""
         return self._communicator.ready_at_s
 
     @property
     def squares(self) -> float | None:
-        """Of the last attempt, as in `GroupTrainer.update`."""
+        """As in `GroupTrainer.update`, of the last attempt."""
         return self._bucket_sums.squares
 
     def build_communicator(self, key: int, members: Sequence[GroupId]) -> None:
-        """Begins to build the communicator of the next attempt."""
         self._communicator.begin_build(key, members)
 
     def start_repairs(self, action: StartRepairs) -> None:
-        """Has these copies of slices made in the background."""
         assert self._repairs is not None, "only slices are repaired"
         self._repairs.start(action)
 
     # ------------------------------------------------------------------------------------------ between attempts
 
     def begin(self, action: AttemptReduce) -> None:
-        """Settles what the last attempt left: what is kept takes the place of local sums, the rest is dropped.
+        """Settles the previous attempt, before the patch of this one is computed.
 
-        To be called before the patch of the attempt is computed.
-
-        Raises:
-            RuntimeError: This rank does not hold what is kept.
+        Kept sums replace local sums, the rest is dropped. Raises `RuntimeError` if this rank does not hold all that is
+        kept.
         """
         if self._attempt == action.attempt:
             return
@@ -128,7 +117,7 @@ class Reduction:
         if num_kept > self._window.num_complete:
             raise RuntimeError(f"{num_kept} buckets are kept, and this rank holds {self._window.num_complete}")
         self._write(num_kept)
-        # Transfers that were given up may still write what is left.
+        # Dropped, not given back: abandoned transfers may still write into these buffers.
         self._staged.clear()
         self._sums.keep(num_kept)
         self._window = BucketWindow(len(self._sums.buckets), num_kept)
@@ -139,17 +128,12 @@ class Reduction:
         self._bucket_sums.begin(action)
 
     def leave_early(self, action: AttemptReduce, brought: Sequence[Microbatch]) -> Callable[[int], None] | None:
-        """Lets buckets leave while the last of what the group brings into an attempt is computed.
+        """Allows buckets to be sent while the last microbatches of the attempt are computed.
 
-        Call it on all ranks of the group, after `begin`, before something is computed. What a rank sends follows from
-        what its leader has computed, which then has written down what the group brings.
-
-        Args:
-            action: The attempt.
-            brought: All microbatches that the local sums will hold.
-
-        Returns:
-            To be told during the backward passes how many buckets are ready; None where nothing leaves early.
+        Call it on all ranks of the group, after `begin` and before computing. The leader journals the contribution
+        `brought`, all microbatches that the local sums will hold. What other ranks send depends on the leader's
+        computation, so that nothing is sent before the record. Returns None without overlap, else a callback for the
+        backward passes that takes the number of finished buckets.
         """
         if not self._overlaps:
             return None
@@ -157,7 +141,7 @@ class Reduction:
         self._has_left_early = True
 
         def advance(num_ready: int) -> None:
-            # Nothing here waits: what cannot be sent or taken in now is later.
+            # Never blocks: what cannot be sent or received now is sent or received later.
             if self._communicator.is_ready():
                 self._take_in()
                 self._send(num_ready, action.step, len(brought))
@@ -165,13 +149,12 @@ class Reduction:
         return advance
 
     def commit(self) -> None:
-        """Writes the sums of the committed attempt in the place of the local sums."""
+        """Replaces the local sums by the sums of the committed attempt."""
         assert self._is_complete, "a commit needs the group's own complete sum"
         self._write(len(self._sums.buckets))
         self.save_ends.clear()
 
     def _write(self, num_buckets: int) -> None:
-        """Writes what is staged of the first buckets."""
         for bucket in sorted(self._staged):
             if bucket < num_buckets:
                 self._put(bucket)
@@ -186,29 +169,24 @@ class Reduction:
     def attempt(
         self, action: AttemptReduce, computed: Sequence[Microbatch], *, digests: Callable[[], Digests], head: int
     ) -> list[Event]:
-        """Sums over the groups what is not kept and casts the group's vote.
+        """Sums what is not kept over the groups and casts the group's vote.
 
-        Collective over: all ranks of the group.
+        `computed` are the microbatches in the local sums. `digests` returns the state digests for the vote and is
+        called after the reduction. `head` counts the log entries folded so far; the next one ends the attempt. Returns
+        all votes on the leader that cast the last one; else nothing.
 
-        Args:
-            action: What to reduce, with whom.
-            computed: The microbatches in the rank's local sums.
-            digests: What the vote says of the group's state, asked for when all else of the attempt is done.
-            head: Entries of the log folded so far; the next one ends the attempt.
-
-        Returns:
-            On the leader whose vote was the last, all votes; else nothing.
+        Collective over: all ranks of the group, and rank j of every member group.
 
         Raises:
-            UnsoundGradient: What this group would add must not be added.
+            UnsoundGradient: This group's gradient is not finite or an outlier.
         """
         self.begin(action)
         if not self._has_left_early:
             self._probe(FaultPoint.BEFORE_REDUCE)
             self._judge_all(action.step, len(computed))
-            self._agree_on_finding(action.step)  # whoever brings nothing does not journal that it does
+            self._agree_on_finding(action.step)  # before the record: a group that raises here contributes nothing
             self._write_contribution(action, computed)
-            # Only then are the others of the group let go: what they send may be kept though the leader is lost.
+            # No rank sends before the leader's record: a sum may be kept though the leader is lost.
             self._agree_on_finding(action.step)
         with self._probe.during(Operation.REDUCE):
             self._reduce(action.step, len(computed), head)
@@ -228,18 +206,15 @@ class Reduction:
                 break
 
     def _is_sound(self, bucket: int, step: int, num_computed: int) -> bool:
-        """Judges a local sum. A rank that finds something sends nothing more in this attempt."""
+        """Checks a local sum. After a finding the rank sends nothing more in this attempt."""
         self._finder = self._guards[bucket]
         self._finding = self._finder.judge(step, self._sums.norm(bucket), num_computed)
         return self._finding is GradientFinding.SOUND
 
     def _agree_on_finding(self, step: int) -> None:
-        """Lets nothing into the sum that would spoil it for all groups.
+        """Raises `UnsoundGradient` if a rank's gradients are not finite or far larger than usual.
 
-        Collective over: all ranks of the group, so that all of them raise the same, whoever found it.
-
-        Raises:
-            UnsoundGradient: A rank of this group has gradients that are not finite, or far larger than usual.
+        Collective over: all ranks of the group, so that all raise together. An unsound bucket is never sent.
         """
         with self._probe.during(Operation.SETTLE):
             finding = GradientFinding(self._agreement.highest(self._finding))
@@ -247,10 +222,10 @@ class Reduction:
             raise self._finder.error(finding, step)
 
     def _reduce(self, step: int, num_computed: int, head: int) -> None:
-        """Sums until all is complete here, or nobody needs it any more, or something keeps it from being complete."""
+        """Sums until this rank is complete, the log decides the attempt, or the connection breaks."""
 
         def is_decided() -> bool:
-            # Whoever could not gather the parameters of this step adds nothing to its sums.
+            # A group that could not gather this step's parameters adds nothing, so that the sums cannot complete.
             is_in_vain = self._repairs is not None and self._agreement.is_broken(head)
             return is_in_vain or self._agreement.is_written(head)
 
@@ -264,7 +239,7 @@ class Reduction:
             self._bucket_sums.conclude(is_decided)
 
     def _send(self, num_ready: int, step: int, num_computed: int) -> bool:
-        """Sends buckets that are ready, as far as the window allows; False if no more will ever be sent."""
+        """Sends finished buckets as far as the window allows. False if this attempt can send no more."""
         while self._window.may_post(num_ready):
             bucket = self._window.num_posted
             if self._has_left_early:
@@ -281,13 +256,12 @@ class Reduction:
         return True
 
     def _post(self) -> bool:
-        """Sends the next bucket; False if the connection is broken."""
         bucket = self._window.post()
         self._staged[bucket] = staging = self._staging.take()
         return self._bucket_sums.post(bucket, self._sums.stage(bucket, staging))
 
     def _take_in(self) -> int:
-        """Takes in the sums that have come. Returns how many."""
+        """Takes in the sums that have arrived and returns their number."""
         num_come = self._communicator.poll()
         for _ in range(num_come):
             arrived = self._window.num_complete
@@ -312,14 +286,7 @@ class Reduction:
         return self._cast(action, opinion, work_digest, digests, restored=restored)
 
     def abstain(self, action: AttemptReduce, evidence: str) -> list[Event]:
-        """Casts the vote of a group that has no parameters to compute the step with. It reduces nothing.
-
-        Collective over: all ranks of the group.
-
-        Args:
-            action: The attempt.
-            evidence: Why the group lacks them.
-        """
+        """Votes without reducing, as the group lacks parameters. Collective over: all ranks of the group."""
         self.begin(action)
         self._communicator.evidence, self.compute_s = evidence, ()
         opinion = GroupOpinion(is_complete=False, loss_sum=math.nan, num_complete=())

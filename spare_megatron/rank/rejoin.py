@@ -1,7 +1,7 @@
-"""A group that was started again: it reads the log from its first entry, and waits until an entry names it.
+"""Brings a restarted group back: it reads the log from its first entry until an entry names it.
 
-That is a commit which admits it beside the others or, after a wipe-out, the restart. A log of months takes long to
-read, which counts as progress and not as hanging.
+That entry is a commit that admits the group or, after a wipe-out, the restart. A log of months takes long to read;
+every batch of entries counts as progress for the failure detector.
 """
 
 import time
@@ -23,17 +23,12 @@ from spare_megatron.voting.log_follower import Stop
 
 
 class Rejoin:
-    """One rank's part in its group's return.
+    """One rank's part in its group's return, with a new controller.
 
     Args:
-        controller: A new one.
-        agreement: The group's voice.
-        journal: The rank's journal; only leaders write here.
-        start_over: What there is to start again from.
-        groups: All groups of the run.
-        may_restart: Whether a wipe-out is to be waited out; else it ends the run.
-        probe: Told of the moments before the group is taken in.
-        announced: Called when the group has said that it waits, and whether after a wipe-out.
+        start_over: Finds and loads the state of a restart.
+        may_restart: Whether the group waits after a wipe-out; else a wipe-out ends the run.
+        announced: Called when the group has announced that it waits; the argument says whether for a restart.
     """
 
     def __init__(
@@ -56,19 +51,15 @@ class Rejoin:
         self._may_restart = may_restart
         self._probe = probe
         self._announced = announced
-        self._has_announced: bool | None = None  # whether as one that waits for a restart
-        self._unwritten: list[tuple[int, Entry]] = []  # from the last commit on
+        self._has_announced: bool | None = None  # whether for a restart; None before the first announcement
+        self._unwritten: list[tuple[int, Entry]] = []  # entries from the last commit on
 
     def run(self) -> deque[Action] | Stop:
-        """Folds the log until an entry names this group, and carries nothing out.
+        """Folds the log until an entry names this group, without executing actions.
 
-        Collective over: all ranks of the group.
+        Returns the actions from that entry on, or the action that stops the run before.
 
-        Returns:
-            What there is to do from then on; or how the run ends before.
-
-        Raises:
-            Fenced: The group was found lost while it waited.
+        Collective over: all ranks of the group. Raises `Fenced` if the group is fenced while it waits.
         """
         controller, agreement = self._controller, self._agreement
         controller.handle(RunStarted(), now_s=self._start_over.now_s())
@@ -76,11 +67,11 @@ class Rejoin:
             is_wiped_out = controller.restarts.wipe_out is not None
             if self._has_announced != is_wiped_out and agreement.is_at_end(controller.head):
                 self._announce(is_wiped_out)
-            # The others wait for the leader, which may have much to read, never longer than one of its turns.
+            # In turns, so that the other ranks never wait long for the leader, which may have much to read.
             while is_wiped_out and agreement.is_at_end(controller.head):
                 if agreement.is_leader:
                     self._search.seek(controller.head)
-            # Told one by one, what all ranks of the group wait for would add up to most of the return.
+            # In batches: one broadcast per entry would take most of the return.
             for entry in agreement.read_entries(controller.head):
                 first = self._fold(entry)
                 if first is not None:
@@ -88,12 +79,12 @@ class Rejoin:
             self._probe.progress()
 
     def _fold(self, entry: Entry) -> deque[Action] | Stop | None:
-        """The next entry of the log; returns what of it is the group's to carry out, None while it waits on."""
+        """Folds the next entry. Returns the actions that the group is to execute, None while it waits on."""
         controller, agreement, index = self._controller, self._agreement, self._controller.head
         was_wiped_out = controller.restarts.wipe_out is not None
         if isinstance(entry, Fence) and entry.hits(agreement.member):
             raise Fenced(f"{agreement.member} is fenced by log entry {index} before it took part: {entry.reason}")
-        # What was before the restart is past. From the restart on the clock goes on: it is no time without a save.
+        # Up to the restart time stands still at the wipe-out: the outage does not count as time without a save.
         is_restart = isinstance(entry, Restart) and agreement.member in entry.members
         now_s = time.monotonic() if is_restart else self._start_over.now_s()
         actions = controller.handle(EntryRead(index=index, entry=entry), now_s=now_s)
@@ -102,7 +93,7 @@ class Rejoin:
         return self._first(actions)
 
     def _first(self, actions: Sequence[Action]) -> deque[Action] | Stop | None:
-        """What of these actions is the group's to carry out; None while it waits on."""
+        """These actions from the first one that the group is to execute; None while it waits on."""
         for number, action in enumerate(actions):
             match action:
                 case StopWipeOut(reason="") if self._may_restart:
@@ -135,7 +126,7 @@ class Rejoin:
         self._announced(is_wiped_out)
 
     def _note(self, index: int, entry: Entry, was_wiped_out: bool) -> None:
-        """On the leader, journals what the groups of before may not have lived to: from their last commit on."""
+        """On the leader, journals the entries from the last commit before a wipe-out on: lost groups may lack them."""
         if isinstance(entry, Commit):
             self._unwritten.clear()
         self._unwritten.append((index, entry))

@@ -1,4 +1,4 @@
-"""What a rank begins with, or starts again with after a wipe-out, and since when training stands still."""
+"""Finds and loads the state with which a rank begins, or starts again after a wipe-out."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,25 +40,20 @@ from spare_megatron.state.transfer.state_transfer import JoinFailed
 from spare_megatron.voting.agreement import GroupAgreement
 
 _NUM_OFFERED = 3
-"""Checkpoints that a group names: another may have looked before the last was visible."""
+"""Checkpoints that a group offers: another group may have looked before the last was visible."""
 
 
 class RestartLoader:
-    """One rank's part in a start from a checkpoint.
+    """One rank's part in a start from a checkpoint or a snapshot.
 
     Args:
-        config: The run's configuration.
-        run_dir: The run's directory.
-        rank: The rank inside its group.
-        trainer: The rank's part of the model, as it is when its process begins.
-        wiped_out_at_s: Monotonic time at which the rank's supervisor knew of the wipe-out; None if the rank's process
-            was started before.
-        snapshots: What the nodes hold; None where no snapshots are taken.
-        probe: Told of the moments of a load.
+        trainer: The rank's part of the model, as its process has built it.
+        wiped_out_at_s: Monotonic time at which the rank's supervisor learned of the wipe-out; None if the process is
+            older.
+        snapshots: Loads snapshots from the nodes' memory; None if the run takes none.
 
     Attributes:
-        reader: Reads checkpoints that might be loaded.
-        rejected: Checkpoints and snapshots that cannot be used, and why, as of the last look.
+        rejected: Checkpoints and snapshots that cannot be used, and why, as of the last search.
     """
 
     def __init__(
@@ -88,7 +83,7 @@ class RestartLoader:
         self.rejected: tuple[str, ...] = ()
 
     def now_s(self) -> float:
-        """The time for what the log says: up to the restart, that of the wipe-out."""
+        """The time at which log entries are folded: up to the restart, that of the wipe-out."""
         return time.monotonic() if self._wiped_out_at_s is None else self._wiped_out_at_s
 
     def wiped_out(self) -> None:
@@ -97,19 +92,18 @@ class RestartLoader:
         self._withdrawn = {}
 
     def refuse(self, action: RefuseCheckpoint) -> None:
-        """Marks a checkpoint that holds wrong state: those who found it out may not have lived to do so."""
+        """Marks a checkpoint that holds wrong state: the groups that found it may be lost."""
         refuse(self._folder, action)
 
     def left_out(self) -> None:
-        """Training goes on without the rank, which comes too late."""
+        """Training goes on without the rank, which came too late."""
         self.reader.stop()
         self._wiped_out_at_s = None
 
     def offers(self) -> tuple[CheckpointCandidate, ...]:
-        """The newest checkpoints of this training that lack nothing at a glance, but for those that are withdrawn.
+        """The newest checkpoints of this training that pass `glance` and are not withdrawn, three at most.
 
-        Raises:
-            OSError: The folder of the checkpoints cannot be read.
+        Raises `OSError` if the checkpoint folder cannot be read.
         """
         self._require_folder()
         self._offered = {}
@@ -130,23 +124,23 @@ class RestartLoader:
             self._offered[offer] = checkpoint
             if len(self._offered) == _NUM_OFFERED:
                 break
-        self._require_folder()  # else what is missing is not damaged
+        self._require_folder()  # if it has vanished meanwhile, missing files are no damage
         self.rejected = tuple(rejected)
         return tuple(self._offered)
 
     def withdraw(self, reasons: Mapping[CheckpointCandidate, str]) -> None:
-        """These are not offered any more until the next wipe-out."""
+        """Does not offer these any more until the next wipe-out."""
         self._withdrawn |= reasons
 
     def read(self, offer: CheckpointCandidate, numbers: Collection[int]) -> None:
-        """Has files of a checkpoint read, if it is offered."""
+        """Starts to verify files of a checkpoint, if it is offered."""
         if offer in self._offered:
             self.reader.read(offer, self._offered[offer], numbers)
 
     def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...]]:
-        """Snapshots of the group's ranks that are whole on its nodes, and of slices those of all of its ranks.
+        """Intact snapshots on the group's nodes: of rank positions, and of partitions that all ranks hold.
 
-        Collective over: all ranks of the group, after `offers` where that is asked.
+        Collective over: all ranks of the group, after `offers`, if that is called.
         """
         if self._snapshots is None:
             return (), ()
@@ -159,21 +153,16 @@ class RestartLoader:
             require_folder(self._folder)
 
     def begin(self, slices: Collection[SliceId]) -> None:
-        """At the start of the run: takes over what it begins with, if that is a checkpoint, and slices to host.
-
-        Collective over: all ranks of the group.
-        """
+        """Loads `checkpoint.load`, if set, with these partitions. Collective over: all ranks of the group."""
         if self._first is not None:
             with self._loading(step_of(self._first)):
                 self._load_first(self._first, slices)
 
     def load(self, action: LoadCheckpoint, member: Member, head: int) -> None:
-        """Takes over the checkpoint or the snapshot, or what the run began with, and the slices the group is to host.
+        """Loads the checkpoint, the snapshot or the run's initial state, with the group's state partitions.
 
-        Collective over: all ranks of the group, with the number of log entries folded so far.
-
-        Raises:
-            JoinFailed: It is not there any more.
+        Collective over: all ranks of the group. `head` counts the log entries folded so far. Raises `JoinFailed` if it
+        is gone.
         """
         self.reader.stop()
         began_s = time.monotonic()
@@ -192,11 +181,11 @@ class RestartLoader:
             self._trainer.load_checkpoint(path, slices)
         elif self._first is not None and action.step == step_of(self._first):
             self._load_first(self._first, slices)
-        elif action.step > 0:  # at 0 a new process has it
+        elif action.step > 0:  # a new process already has the state of step 0
             raise JoinFailed(f"the checkpoint {path} is gone")
 
     def _load_first(self, path: Path, slices: Collection[SliceId]) -> None:
-        """What the run began with, be it a checkpoint or what ranks had saved by themselves."""
+        """Loads what the run began with: a checkpoint or an emergency checkpoint."""
         if is_last_state(path):
             self._trainer.load_state(files_for(path, assemble(path).files, self._rank), slices)
         else:
@@ -204,14 +193,13 @@ class RestartLoader:
 
     @contextmanager
     def _loading(self, step: int) -> Iterator[None]:
-        """Around a load, before this step."""
+        """Surrounds a load; `step` is the step that follows."""
         self._probe.between_steps(step, FaultPoint.LOAD)
         with self._probe.during(Operation.LOAD):
             yield
         self._probe(FaultPoint.LOAD_DONE)
 
     def record(self, member: Member, action: LoadCheckpoint) -> RestartRecord:
-        """For the journal, when it is loaded."""
         return RestartRecord(
             group=member.group,
             incarnation=member.incarnation,
@@ -229,21 +217,14 @@ _TURN_S = 2.0
 _POLL_S = 0.05
 
 _POLL_S_PER_GROUP = 0.001
-"""All groups ask the store for what all groups say."""
+"""Every group reads the announcements of all groups from the store."""
 
 _SEARCH_AGAIN_S = 1.0
-"""A folder of checkpoints that cannot be read may be back."""
+"""A checkpoint folder that cannot be read may be back after this time."""
 
 
 class RestartSearch:
-    """The leader's part.
-
-    Args:
-        controller: That of the group.
-        agreement: The group's voice.
-        start_over: What there is to start again from.
-        groups: All groups of the run.
-    """
+    """The leader's part in finding the state to restart from: announces, reads, and lets the controller decide."""
 
     def __init__(
         self, controller: Controller, agreement: GroupAgreement, start_over: RestartLoader, groups: Sequence[GroupId]
@@ -256,10 +237,10 @@ class RestartSearch:
         self._since_s = self._searched_at_s = 0.0
         self._own = RestartState(member=agreement.member, offers=())
         self._told: RestartState | None = None
-        self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it has said just that
+        self._heard: dict[Member, tuple[RestartState, float]] = {}  # and since when it is unchanged
 
     def begin(self) -> None:
-        """Looks which checkpoints there are."""
+        """Forgets what was announced before and searches for checkpoints."""
         self._since_s = time.monotonic()
         self._own = RestartState(member=self._agreement.member, offers=())
         self._told = None
@@ -267,17 +248,12 @@ class RestartSearch:
         self._search()
 
     def tell(self, held: tuple[Held, ...], slices: tuple[HeldSlice, ...]) -> None:
-        """Says what there is.
-
-        Args:
-            held: Snapshots of the group's rank positions.
-            slices: The same of slices.
-        """
+        """Announces the snapshots that the group holds: of its rank positions, and of state partitions."""
         self._own = replace(self._own, held=held, slices=slices)
         self._tell()
 
     def seek(self, index: int) -> None:
-        """For some seconds, does what helps to start again, and writes the entry at the index as soon as it may."""
+        """Works on the restart for some seconds, until the entry at the index is written."""
         end_s = time.monotonic() + _TURN_S
         while time.monotonic() < end_s and not self._agreement.is_written(index):
             if self._own.failure and time.monotonic() - self._searched_at_s > _SEARCH_AGAIN_S:
@@ -288,7 +264,7 @@ class RestartSearch:
             time.sleep(self._pause_s)
 
     def _decide(self) -> bool:
-        """Whether an entry is written."""
+        """Lets the controller decide. Returns whether an entry is written."""
         waited_s = time.monotonic() - self._since_s
         event = WaitingRead(group=self._agreement.member.group, waiting=self._listen(), waited_s=waited_s)
         for action in self._controller.handle(event, now_s=self._start_over.now_s()):
@@ -306,7 +282,7 @@ class RestartSearch:
         return False
 
     def _listen(self) -> tuple[RestartState, ...]:
-        """What all groups say, and for how long they have said just that."""
+        """The last announcement of every group, and for how long it has not changed."""
         now_s = time.monotonic()
         for item in self._agreement.waiting_to_restart(self._groups):
             if item.member not in self._heard or self._heard[item.member][0] != item:
@@ -315,7 +291,7 @@ class RestartSearch:
         return tuple(replace(item, silent_s=now_s - since_s) for item, since_s in latest.values())
 
     def _search(self) -> None:
-        """Looks which checkpoints lack nothing at a glance."""
+        """Searches for checkpoints that pass `glance`."""
         offers: tuple[CheckpointCandidate, ...] = ()
         failure = ""
         try:
@@ -326,7 +302,7 @@ class RestartSearch:
         self._searched_at_s = time.monotonic()
 
     def _tell(self) -> None:
-        """Says what has changed."""
+        """Announces what has changed."""
         reader = self._start_over.reader
         own = replace(self._own, readings=reader.readings(), is_reading=reader.is_reading)
         if own != self._told:

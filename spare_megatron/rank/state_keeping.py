@@ -1,4 +1,4 @@
-"""What a rank keeps of its state beside training: checkpoints and snapshots, and what is told of them."""
+"""Checkpoints and snapshots of one rank: starts them, has updates wait for their copies, journals how they end."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,15 +28,9 @@ from spare_megatron.voting.agreement import GroupAgreement
 
 
 class GroupSaves:
-    """One rank's part in them.
+    """One rank's part in its group's checkpoints (`saver`) and snapshots (`snapshotter`); None takes none.
 
-    Args:
-        saver: Saves checkpoints; None where none are taken.
-        snapshotter: Takes snapshots; None where none are taken.
-        agreement: The group's voice.
-        journal: The rank's journal.
-        report: Tells the supervisor of a save that has ended.
-        ended: Tells the others of it, with the next vote.
+    `report` sends a save that has ended to the supervisor, `ended` adds it to the group's next vote.
     """
 
     def __init__(
@@ -57,14 +51,9 @@ class GroupSaves:
         self._ended = ended
 
     def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
-        """Begins a checkpoint of the present state, where this group has a part in it.
+        """Starts a checkpoint of the present state if this group has a part in it. Arguments as in `Saver.save`.
 
         Collective over: all ranks of the group.
-
-        Args:
-            action: The controller's.
-            head: Entries of the log folded so far.
-            has_params: Whether the group has all parameters of this step.
         """
         assert self._saver is not None, "only a run that takes checkpoints asks for one"
         member = self._agreement.member
@@ -73,45 +62,39 @@ class GroupSaves:
         self._saver.save(action, head, has_params=has_params)
 
     def go_on(self, step: int) -> None:
-        """The group has all parameters after so many steps, which it lacked."""
+        """Starts what waited for the parameters: the group has all of them after `step` committed steps."""
         if self._saver is not None:
             self._saver.go_on(step)
         if self._snapshotter is not None:
             self._snapshotter.go_on()
 
     def refuse(self, action: RefuseCheckpoint) -> None:
-        """Has a checkpoint marked that holds wrong state."""
         assert self._saver is not None, "only a run that takes checkpoints refuses one"
         self._saver.refuse(action)
 
     def take_snapshot(self, action: TakeSnapshot, *, has_params: bool) -> None:
-        """Begins a snapshot of the present state, where this rank is to keep it.
-
-        Args:
-            action: The controller's.
-            has_params: Whether the group has all parameters of this step.
-        """
+        """Starts a snapshot, if this rank is to keep one and once it has all parameters."""
         assert self._snapshotter is not None, "only a run that takes snapshots asks for one"
         self._snapshotter.take(action, has_params=has_params)
 
     def await_copies(self, step: int) -> None:
-        """Returns when the update may be done that makes so many committed steps."""
+        """Waits until the update that makes `step` committed steps may change the state."""
         if self._saver is not None:
             self._saver.await_copy()
         if self._snapshotter is not None:
             self._snapshotter.await_copy(step)
 
     def finish(self) -> None:
-        """Returns when nothing is written or copied any more, or has been for longer than it may take."""
+        """Waits until nothing is written or copied any more, within the time limits of both."""
         if self._snapshotter is not None:
             self._snapshotter.finish()
         if self._saver is not None:
             self._saver.finish()
 
     def tell(self) -> None:
-        """Writes down what has ended since this was done last."""
+        """Journals and reports the saves and snapshots that have ended since the last call."""
         for snapshot in self._snapshotter.take_finished() if self._snapshotter is not None else ():
-            self._journal.write(snapshot)  # each holder, for its rank may be one that no other group keeps
+            self._journal.write(snapshot)  # every holder: no other group may keep this rank position
         for record in self._saver.take_finished() if self._saver is not None else ():
             if self._agreement.is_leader:
                 self._journal.write(record)
@@ -120,14 +103,7 @@ class GroupSaves:
 
 
 class StateKeeping:
-    """Puts together what a run like this one needs of it.
-
-    Args:
-        spec: The rank.
-        trainer: Its part of the model.
-        agreement: Its group's voice.
-        probe: Told of what is done.
-    """
+    """Builds the parts with which a rank saves and loads its state, as the run's configuration asks for."""
 
     def __init__(self, *, spec: RankSpec, trainer: GroupTrainer, agreement: GroupAgreement, probe: RankProbe) -> None:
         self._spec = spec
@@ -139,15 +115,7 @@ class StateKeeping:
     def saves(
         self, journal: JournalWriter, report: Callable[[CheckpointTold], None], ended: Callable[[SaveEnd], None]
     ) -> GroupSaves:
-        """Checkpoints and snapshots.
-
-        Collective over: all ranks of the group.
-
-        Args:
-            journal: The rank's.
-            report: Tells the supervisor of a save that has ended.
-            ended: Tells the others of it, with the next vote.
-        """
+        """Checkpoints and snapshots, with the arguments of `GroupSaves`. Collective over: all ranks of the group."""
         return GroupSaves(
             saver=self._saver() if self._spec.config.checkpoint.is_wanted else None,
             snapshotter=None if self._keeper is None else self._snapshotter(self._keeper),
@@ -158,7 +126,6 @@ class StateKeeping:
         )
 
     def start_over(self, store: ControlStore) -> RestartLoader:
-        """What there is to start again from."""
         return RestartLoader(
             config=self._spec.config,
             run_dir=self._spec.run_dir,
@@ -170,10 +137,9 @@ class StateKeeping:
         )
 
     def save_alone(self, action: SaveCheckpoint) -> None:
-        """Has this rank save its state, with nobody's help and for nobody in particular.
+        """Saves this rank's part of an emergency checkpoint, without the other ranks.
 
-        Args:
-            action: What the state would be as a checkpoint of this group.
+        `action` describes the state as a checkpoint of this group.
         """
         spec, trainer = self._spec, self._trainer
         path = last_state_path(spec.config, spec.run_dir, action.step)

@@ -1,4 +1,4 @@
-"""What a rank knows of the step under way, and what its leader tells of it when it is committed."""
+"""The progress of one rank through the step under way, and the records made of it after the commit."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,15 @@ from spare_megatron.stacking.plans import Microbatch
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """A step.
+    """The step under way.
 
     Attributes:
-        step: Which.
-        started_s: Monotonic time at which it began.
-        makespan: Largest load of its plan.
-        num_alive: Groups that take part.
+        started_s: Monotonic time.
+        makespan: Largest load of the plan, in microbatches.
         computed: The microbatches in the rank's local sums.
         plans: Digests of the plans that are computed.
-        num_recomputed: Microbatches that were computed anew, by all groups.
-        epoch: Number of the set of groups of the last attempt.
+        num_recomputed: Microbatches recomputed by all groups.
+        epoch: Epoch of the last attempt.
     """
 
     step: int
@@ -39,7 +37,7 @@ class StepUnderWay:
     def update_record(
         self, group: GroupId, attempt: int, result: UpdateResult, compute_s: Sequence[float], step_s: float
     ) -> UpdateRecord:
-        """For the journal, once the sums of this attempt are applied."""
+        """The journal's record of the update with the sums of this attempt."""
         return UpdateRecord(
             group=group,
             step=self.step,
@@ -63,7 +61,6 @@ class StepUnderWay:
         head: int,
         recoveries: Sequence[RecoveryRecord],
     ) -> StepCommitted:
-        """For the driver."""
         return StepCommitted(
             group=group,
             step=self.step,
@@ -82,5 +79,4 @@ class StepUnderWay:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self.started_s

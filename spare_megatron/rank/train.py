@@ -1,4 +1,4 @@
-"""The training loop: the controller decides, the executor obeys."""
+"""The training loop: the controller decides, the executor carries out its actions."""
 
 import time
 from collections import deque
@@ -30,20 +30,15 @@ from spare_megatron.voting.log_follower import Stop
 
 
 def start(controller: Controller) -> deque[Action]:
-    """What there is to do from the start of a run on."""
     return deque(controller.handle(RunStarted(), now_s=time.monotonic()))
 
 
 def train(
     controller: Controller, executor: GroupExecutor, actions: deque[Action], is_end_asked: Callable[[], bool]
 ) -> Stop:
-    """Trains until the controller says stop, and returns why.
+    """Executes actions until the controller stops the run. Returns the stop action, which says why.
 
-    Args:
-        controller: Decides.
-        executor: Obeys.
-        actions: What there is to do first.
-        is_end_asked: Whether the run is to end with the step under way.
+    `actions` are the first ones. Once `is_end_asked` returns true, the run ends with the step under way.
     """
     while True:
         if is_end_asked():
@@ -57,7 +52,7 @@ def train(
 
 
 def _execute(action: Action, controller: Controller, executor: GroupExecutor) -> list[Event]:
-    """One action, in the order in which a step meets them. Returns the events it brings about."""
+    """Returns the events that the action causes. The cases are in the order of a step."""
     match action:
         case ComputeStep():
             executor.compute_step(action, len(controller.members))

@@ -1,8 +1,8 @@
-"""Checkpoints in a folder: how they become visible whole or not at all. `verification` tells whether they still are.
+"""Checkpoint folders: names, manifests, and publication by one atomic rename.
 
-A checkpoint is written into a folder of its own whose name ends in `.tmp`. Its manifest has the size and the SHA-256
-of every file, and goes last. When all of it is on the disk the folder takes its final name by one rename. So a name
-without that ending stands for a whole checkpoint, whatever was killed when; and what decays later, the manifest shows.
+A checkpoint is written to a folder whose name ends in `.tmp`. The manifest, with the size and SHA-256 of every file, is
+written last. When everything is on the disk, one rename gives the folder its final name. So that name always stands for
+a whole checkpoint, whenever a process is killed; later damage is found by the manifest (`verification`).
 Loads without torch.
 """
 
@@ -26,14 +26,14 @@ from spare_megatron.process.lock import LOCK
 from spare_megatron.stacking.layout import GroupId, Member
 
 FOLDER = "checkpoints"
-"""In a run's directory, unless `checkpoint.folder` says otherwise."""
+"""Inside a run's directory, unless `checkpoint.folder` is set."""
 
 MANIFEST = "manifest.json"
 
 FORMAT = 1
 
 LAST_STATE = ".state"
-"""Ends the name of a folder where ranks have saved their state by themselves; `last_state` has more of it."""
+"""Suffix of the folder and the files of an emergency checkpoint (`emergency_checkpoint`)."""
 
 _UNFINISHED = re.compile(r"step-\d{8,}\..+\.tmp$")
 
@@ -42,30 +42,24 @@ _ASIDE = re.compile(r"step-\d{8,}\.group-(\d+)-life-(\d+)\.tmp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file of a checkpoint."""
-
     num_bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        step: Committed steps: the next step to train.
+        step: Committed steps; the next step to train.
         num_samples: Sequences that those steps have read: the place in the data.
         terms: The terms of the training, as `config.terms` has them.
         layout: Sizes of the parallel dimensions that wrote it.
-        placement: What decides which group hosts which shard.
+        placement: Settings that decide which group hosts which shard.
         group: The group that wrote it.
-        incarnation: Its incarnation.
-        epoch: Number of the set of groups then.
-        log_head: Entries of the decision log that had been folded.
-        version: Of spare_megatron.
-        run_id: Under which the training goes where its metrics go.
-        files: All files but the manifest, by name.
-        optimizer: How the optimizer's state was spread over the groups, and which of them wrote of it.
+        log_head: Log entries folded at the save.
+        run_id: The training's id where its metrics go.
+        optimizer: How the optimizer state was spread over the groups, and which of them wrote parts of it.
     """
 
     step: int
@@ -89,8 +83,6 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A visible checkpoint."""
-
     path: Path
     manifest: Manifest
 
@@ -102,14 +94,9 @@ def manifest_of(
     files: Mapping[str, StoredFile],
     writers: Iterable[Member] = (),
 ) -> Manifest:
-    """What a checkpoint of this run holds.
+    """The manifest of a checkpoint that holds these files.
 
-    Args:
-        config: The run's configuration.
-        action: What was saved, and by whom.
-        head: Entries of the decision log folded then.
-        files: What was written.
-        writers: The groups that wrote slices, where there are any.
+    `head` counts the log entries folded at the save. `writers` are the groups that wrote state partitions, if any.
     """
     layout, spare = config.layout, config.spare
     optimizer: dict[str, Any] = {"sharding": config.optimizer.sharding}
@@ -142,41 +129,35 @@ def manifest_of(
 
 
 def folder_of(config: RunConfig, run_dir: Path) -> Path:
-    """Where the checkpoints of a run go."""
     return Path(config.checkpoint.folder).absolute() if config.checkpoint.folder else run_dir.absolute() / FOLDER
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint after this many committed steps belongs."""
     return folder / f"step-{step:08d}"
 
 
 def aside_path(folder: Path, step: int, member: Member) -> Path:
-    """Where a group writes the checkpoint."""
+    """The temporary folder in which a group writes the checkpoint."""
     name = checkpoint_path(folder, step).name
     return folder / f"{name}.group-{member.group:04d}-life-{member.incarnation}.tmp"
 
 
 def require_folder(folder: Path) -> None:
-    """Makes sure that the folder is the one that the run has locked, and not an empty place where it was.
-
-    Raises:
-        OSError: It is not there, or cannot be read.
-    """
+    """Raises `OSError` unless the folder is readable and the one that the run locked, not an empty mount point."""
     if not (folder / LOCK).exists():
         raise FileNotFoundError(f"{folder} is not the folder of checkpoints that the run began with: put that back")
     os.listdir(folder)
 
 
 def visible_steps(folder: Path) -> list[int]:
-    """The checkpoints of a folder, the newest first."""
+    """Steps of the visible checkpoints in a folder, newest first."""
     if not folder.is_dir():
         return []
     return sorted((int(m[1]) for m in map(CHECKPOINT_NAME.fullmatch, os.listdir(folder)) if m), reverse=True)
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder and what ranks have saved there by themselves, by steps, the newest first."""
+    """The checkpoints and emergency checkpoints in a folder, newest first."""
     last = [
         folder / name for name in (os.listdir(folder) if folder.is_dir() else ()) if LAST_STATE_NAME.fullmatch(name)
     ]
@@ -185,19 +166,19 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def below(path: Path) -> Path:
-    """The folder of checkpoints that a path stands for: a run's, where it is the directory of a run, or itself."""
+    """The checkpoint folder that a path stands for: that of a run's directory, or the path itself."""
     return path / FOLDER if (path / FOLDER).is_dir() else path
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint at the path, or all of the folder that it stands for, the newest first."""
+    """The checkpoint at the path, or all in the folder that it stands for, newest first."""
     if path.is_dir() and (CHECKPOINT_NAME.fullmatch(path.name) or LAST_STATE_NAME.fullmatch(path.name)):
         return [path]
     return all_checkpoints(below(path))
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What saves that were interrupted have left in the folder that the path stands for, or what they write now."""
+    """Temporary folders of saves that were interrupted or are under way."""
     folder = below(path)
     return sorted(folder / name for name in (os.listdir(folder) if folder.is_dir() else ()) if _UNFINISHED.match(name))
 
@@ -206,12 +187,7 @@ def leftovers(path: Path) -> list[Path]:
 
 
 def clear_leftovers(folder: Path, writing: Collection[Member]) -> None:
-    """Removes what interrupted saves have left.
-
-    Args:
-        folder: The folder of the checkpoints.
-        writing: Whose unfinished checkpoints stay.
-    """
+    """Removes what interrupted saves have left, but not the unfinished checkpoints of the members `writing`."""
     for name in os.listdir(folder) if folder.is_dir() else ():
         match = _ASIDE.fullmatch(name)
         is_left = (
@@ -222,15 +198,7 @@ def clear_leftovers(folder: Path, writing: Collection[Member]) -> None:
 
 
 def publish(aside: Path, manifest: Manifest, probe: Callable[[FaultPoint], None]) -> Checkpoint:
-    """Makes a checkpoint visible whose files are all on the disk.
-
-    A checkpoint of the same step that is there already is replaced: it is from before a restart.
-
-    Args:
-        aside: Where it was written, beside its final place.
-        manifest: What it holds.
-        probe: Told of the moments between.
-    """
+    """Writes the manifest, last of all files, and makes the checkpoint visible in place of any of the same step."""
     probe(FaultPoint.SAVE_MANIFEST)
     _write_manifest(aside, manifest)
     probe(FaultPoint.SAVE_RENAME)
@@ -242,7 +210,7 @@ def publish(aside: Path, manifest: Manifest, probe: Callable[[FaultPoint], None]
 
 
 def forestall(folder: Path, step: int, member: Member) -> None:
-    """What the member is still writing of a checkpoint never becomes visible."""
+    """Removes what the member is still writing, so that it never becomes visible."""
     _remove(aside_path(folder, step, member))
 
 
@@ -255,7 +223,7 @@ def drop(folder: Path, steps: Iterable[int]) -> None:
 def _remove(path: Path) -> None:
     aside = path.with_name(f"{path.name}.dropped.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    with suppress(FileNotFoundError):  # another group drops what it has superseded
+    with suppress(FileNotFoundError):  # another group may have dropped it
         _rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -280,7 +248,7 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the names of the files in a folder written to the disk."""
+    """Syncs the names of a folder's files to the disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Reads files of checkpoints against what was written, beside all else: large ones take minutes."""
+"""Verifies files of checkpoints in threads beside all else: large ones take minutes."""
 
 import threading
 from collections.abc import Collection
@@ -10,32 +10,23 @@ from spare_megatron.state.checkpoint.checkpoint_folder import Checkpoint
 from spare_megatron.state.checkpoint.verification import DamagedCheckpoint, verify_file
 
 _NUM_THREADS = 4
-"""Files that are read at a time. One thread hashes less than storage gives."""
+"""Files read at a time: one thread hashes less than storage delivers."""
 
 
 class _Stopped(Exception):
-    """Nobody needs the file any more."""
+    """The reader was stopped."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """Of one checkpoint.
-
-    Attributes:
-        asked: Files that have been read, are being read, or are to be.
-        whole: Files that are what was written.
-        damaged: Those that are not, and why.
-        num_bytes: Read so far.
-    """
-
-    asked: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)  # read, being read or waiting
     whole: set[int] = field(default_factory=set)
     damaged: dict[int, str] = field(default_factory=dict)
     num_bytes: int = 0
 
 
 class CheckpointReader:
-    """Reads whatever it is asked for, each file once."""
+    """Verifies files on request, each once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,13 +35,7 @@ class CheckpointReader:
         self._is_stopped = False
 
     def read(self, offer: CheckpointCandidate, checkpoint: Checkpoint, numbers: Collection[int]) -> None:
-        """Has these files read.
-
-        Args:
-            offer: What names the checkpoint.
-            checkpoint: The checkpoint.
-            numbers: Its files, in the order of their names.
-        """
+        """Starts to verify files of the checkpoint that `offer` names, by their numbers in the order of names."""
         with self._lock:
             found = self._found.setdefault(offer, _Found())
             new = sorted(set(numbers) - found.asked)
@@ -79,12 +64,12 @@ class CheckpointReader:
 
     @property
     def is_reading(self) -> bool:
-        """Whether some file has yet to be read."""
+        """Whether some file is still to be verified."""
         with self._lock:
             return any(len(found.asked) > len(found.whole) + len(found.damaged) for found in self._found.values())
 
     def stop(self) -> None:
-        """Gives up what is not read yet, and forgets everything: what is read later may have changed since."""
+        """Cancels reads and forgets their results: files may change before they are needed again."""
         with self._lock:
             self._is_stopped = True
             self._found = {}

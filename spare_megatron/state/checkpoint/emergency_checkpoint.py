@@ -1,13 +1,9 @@
-"""What ranks save by themselves when the control store is gone for good, and what makes a checkpoint of it.
+"""Emergency checkpoints: what ranks save by themselves when the control store is lost for good.
 
-Nobody can agree on anything any more. So each rank writes its state to a file of its own, and beside it what that is.
-Whoever is to begin with it puts the files together. They count as a checkpoint
-
-- if all ranks of a group have saved, or, where the optimizer's state is stacked, of groups that have every slice;
-- if all groups that have saved have saved the same: nobody is left to say who is right;
-- if the journal of the run proves that the last step was committed, and not undone.
-
-It loads only at the layout that has written it. Loads without torch.
+No agreement is possible any more, so each rank writes its state to a file of its own and a description beside it. The
+next run assembles them. They make a checkpoint if all ranks of a group have saved (with partitioned optimizer state:
+of groups that hold every partition), if all groups that have saved hold the same, and if the run's journal proves that
+the last step was committed and not undone. It loads only at the layout that wrote it, and this module without torch.
 """
 
 import json
@@ -37,11 +33,11 @@ _DESCRIPTION = ".json"
 
 
 class NotACheckpoint(Exception):
-    """Nobody can begin with what was saved; the text says why."""
+    """What ranks have saved makes no usable checkpoint; the text says why."""
 
 
 class NotFinished(NotACheckpoint):
-    """Ranks were ended before they had saved all that is needed."""
+    """Ranks were killed before they had saved all that is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +45,11 @@ class SavedRank:
     """What one rank has saved.
 
     Attributes:
-        run_dir: The directory of its run.
-        group: Its group.
-        rank: Its position there.
-        num_ranks: Of the group.
-        num_bytes: Of the file.
-        sha256: Of the file.
+        num_ranks: Ranks of the group.
+        sha256: Of the file, which has `num_bytes`.
         params_sha256: Of the parameters in it.
-        slices: The slices of the optimizer's state in it, with the SHA-256 of each; none where it has all state.
-        manifest: Of the checkpoint that it is a part of, as the rank knows, without files.
+        slices: The SHA-256 of each optimizer state partition in it; empty if it holds all state.
+        manifest: Of the checkpoint that the file is a part of, without files.
     """
 
     run_dir: str
@@ -72,7 +64,6 @@ class SavedRank:
 
     @property
     def file(self) -> str:
-        """The name of its file."""
         return f"{_stem(self.group, self.rank)}{LAST_STATE}"
 
 
@@ -84,7 +75,7 @@ def _stem(group: int, rank: int) -> str:
 
 
 def last_state_path(config: RunConfig, run_dir: Path, step: int) -> Path:
-    """Where ranks save their state after so many steps: with the checkpoints, if that folder is the run's and there."""
+    """The emergency checkpoint's folder: beside the checkpoints if that folder is the run's, else in `run_dir`."""
     folder = folder_of(config, run_dir)
     if not (config.checkpoint.is_wanted and (folder / LOCK).exists()):
         folder = run_dir.absolute() / FOLDER
@@ -93,13 +84,13 @@ def last_state_path(config: RunConfig, run_dir: Path, step: int) -> Path:
 
 
 def file_of(path: Path, group: int, rank: int) -> Path:
-    """Where a rank writes its state; the folder is made."""
+    """A rank's file; makes the folder."""
     path.mkdir(parents=True, exist_ok=True)
     return path / f"{_stem(group, rank)}{LAST_STATE}"
 
 
 def describe(path: Path, saved: SavedRank) -> None:
-    """Makes a rank's file count: what it is becomes visible at once, when the file is on the disk."""
+    """Makes a rank's file count: its description appears by one rename, once the file is on the disk."""
     file = path / f"{_stem(saved.group, saved.rank)}{_DESCRIPTION}"
     aside = file.with_suffix(".tmp")
     with aside.open("w") as out:
@@ -113,7 +104,7 @@ def describe(path: Path, saved: SavedRank) -> None:
 
 
 def misfits(manifest: Manifest, config: RunConfig) -> list[str]:
-    """Why ranks of a run cannot take over what ranks have saved there, for people; empty where they can."""
+    """Why a run's ranks cannot load this emergency checkpoint, as text; empty if they can."""
     sharding = manifest.optimizer["sharding"]
     pairs = {"optimizer.sharding": (sharding, config.optimizer.sharding)}
     ours = asdict(config.layout)
@@ -123,21 +114,17 @@ def misfits(manifest: Manifest, config: RunConfig) -> list[str]:
 
 
 def is_last_state(path: Path) -> bool:
-    """Whether ranks have saved there by themselves; else it is a checkpoint."""
+    """Whether the path is that of an emergency checkpoint."""
     return path.name.endswith(LAST_STATE)
 
 
 def files_for(path: Path, names: Iterable[str], rank: int) -> list[Path]:
-    """Those of the files that ranks of a position have saved."""
+    """Those of the files that ranks of this position have saved."""
     return [path / name for name in sorted(names) if name.endswith(f"-rank-{rank}{LAST_STATE}")]
 
 
 def assemble(path: Path) -> Manifest:
-    """What there is, as the manifest of a checkpoint.
-
-    Raises:
-        NotACheckpoint: Nobody can begin with it.
-    """
+    """The manifest of an emergency checkpoint, from the ranks' files. Raises `NotACheckpoint` if it is not usable."""
     by_group: dict[int, dict[int, SavedRank]] = {}
     for file in sorted(path.glob(f"group-*{_DESCRIPTION}")):
         try:
@@ -169,7 +156,7 @@ def assemble(path: Path) -> Manifest:
 
 
 def saved_state(config: RunConfig, run_dir: Path) -> str:
-    """Where ranks have saved their state, and whether the next run can begin with it, for people; empty if nowhere."""
+    """A text on where ranks have saved their state, and whether the next run can load it; empty if nowhere."""
     folders = {folder_of(config, run_dir), run_dir.absolute() / FOLDER}
     found = [path for folder in sorted(folders) for path in all_checkpoints(folder) if is_last_state(path)]
     path = max(found, key=step_of, default=None)
@@ -183,7 +170,7 @@ def saved_state(config: RunConfig, run_dir: Path) -> str:
 
 
 def _require_alike(path: Path, groups: Sequence[Mapping[int, SavedRank]]) -> None:
-    """All have the same parameters, and the same state of what several have."""
+    """Requires equal parameters, and equal optimizer state where several groups hold it."""
     found: dict[tuple[int, str], set[str]] = {}
     for ranks in groups:
         for rank, saved in ranks.items():
@@ -206,7 +193,7 @@ def _require_all_slices(path: Path, groups: Collection[Mapping[int, SavedRank]],
 
 
 def _require_commit(path: Path, run_dir: Path) -> None:
-    """The journal says that the last step was committed, and no restart has undone it."""
+    """Requires that the journal proves the commit of the last step, and that no restart has undone it."""
     last = step_of(path) - 1
     try:
         evidence = JournalIndex(run_dir)

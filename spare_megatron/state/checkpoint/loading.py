@@ -1,4 +1,4 @@
-"""Which checkpoint a run begins with. Before any rank starts; loads without torch."""
+"""Chooses the checkpoint that a run begins with, before any rank starts. Loads without torch."""
 
 import dataclasses
 import secrets
@@ -27,9 +27,9 @@ def resumed(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def last_checkpoint(config: RunConfig, folder: Path) -> Path | None:
-    """The valid checkpoint of this training after all of its steps; None if the folder does not have it yet."""
+    """This training's valid checkpoint after all of its steps; None if the folder does not have it yet."""
     if not any(step_of(path) >= config.train.steps for path in all_checkpoints(folder)):
-        return None  # nothing is read for that
+        return None  # decided by names: no file is read
     found = newest_valid(folder).found
     if found is None or found.manifest.step < config.train.steps or differences(found.manifest.terms, config):
         return None
@@ -37,18 +37,13 @@ def last_checkpoint(config: RunConfig, folder: Path) -> Path | None:
 
 
 def resolve_load(config: RunConfig, folder: Path, reject: Callable[[Rejected], None]) -> RunConfig:
-    """The configuration whose `checkpoint.load` is the very checkpoint that the run begins with, if with any.
+    """Resolves `checkpoint.load` to the one checkpoint that the run begins with, if set, and sets the run id.
 
-    The run goes on under the id of that checkpoint where `metrics.run_id` gives none, or under a new one.
-
-    Args:
-        config: A configuration without problems.
-        folder: Where the run's own checkpoints go.
-        reject: Told of every newer checkpoint that is damaged or refused.
+    The run keeps the id of that checkpoint unless `metrics.run_id` is set; without a checkpoint it gets a new one.
+    `reject` receives every newer checkpoint that is damaged or refused.
 
     Raises:
-        ValueError: There is none that this run can go on from; or the folder has later ones, which the run would
-            write over.
+        ValueError: No checkpoint fits this run; or `folder`, its own, has later ones that it would overwrite.
     """
     rejected: list[Rejected] = []
     first_step = 0
@@ -101,7 +96,7 @@ def _find(path: Path, rejected: list[Rejected]) -> Checkpoint:
 
 
 def _what_is_missing(path: Path) -> str:
-    """What was looked for in a folder without any checkpoint, and where it may be instead."""
+    """What was looked for in a folder without any checkpoint, and where one may be instead."""
     folder = below(path)
     looked_for = f"no step-NNNNNNNN in {folder}" + ("" if folder != path else f", and no {FOLDER} below it")
     left = ", but unfinished saves, which nothing can use" if leftovers(path) else ""

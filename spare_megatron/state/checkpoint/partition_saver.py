@@ -1,8 +1,8 @@
-"""What groups tell each other of one save whose slices several of them write, in the control store.
+"""A save to which several groups contribute optimizer state partitions, coordinated in the control store.
 
-Keys: `save/{head}/begun` is there when there is a folder to write into, `save/{head}/over` when the save has ended.
+`save/{head}/begun` exists once there is a folder to write into, `save/{head}/over` once the save has ended.
 `save/{head}/{group}/{incarnation}` holds what a group has written, or why it could not. `head` is the number of log
-entries after which the save began, the same in all groups.
+entries folded when the save began, the same in all groups.
 """
 
 import json
@@ -23,17 +23,12 @@ from spare_megatron.store.decision_log import DecisionLog
 from spare_megatron.store.interface import ControlStore
 
 _READ_TIMEOUT_S = 60.0
-"""An entry that is written is there at once."""
+"""An entry that is known to be written arrives at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShare(WriteShare):
-    """Slices that a group has written, and where.
-
-    Attributes:
-        folder: Name of the folder inside that of the checkpoint.
-        files: What is in it, by name.
-    """
+    """State partitions that a group has written: `files` by name, in `folder` inside that of the checkpoint."""
 
     folder: str
     files: Mapping[str, StoredFile]
@@ -44,12 +39,10 @@ class SaveFailed(Exception):
 
 
 class SaveBoard:
-    """One group's view of one save.
+    """One group's view of one save in the control store.
 
-    Args:
-        store: A connection that the calling thread has for itself.
-        head: Entries of the log that had been folded when the save began.
-        voters: All groups that took part then.
+    `store` is a connection that only the calling thread uses; `voters` are all groups that took part when the save
+    began.
     """
 
     def __init__(self, store: ControlStore, head: int, voters: Sequence[Member]) -> None:
@@ -61,15 +54,11 @@ class SaveBoard:
         self._lost: set[Member] = set()
 
     def tell(self, member: Member, shares: Sequence[WrittenShare], failure: str = "") -> None:
-        """Says all that a group has written so far, or why it cannot write."""
+        """Publishes all that a group has written so far, or why it cannot write."""
         self._store.put(self._key(member), json.dumps({"shares": list(map(_row, shares)), "failure": failure}))
 
     def told(self) -> list[WrittenShare]:
-        """What all groups have written so far.
-
-        Raises:
-            SaveFailed: One of them cannot write.
-        """
+        """What all groups have written so far. Raises `SaveFailed` if one of them cannot write."""
         texts = self._store.get([self._key(voter) for voter in self._voters])
         shares = []
         for member, text in zip(self._voters, texts, strict=True):
@@ -82,7 +71,7 @@ class SaveBoard:
         return shares
 
     def lost(self) -> frozenset[Member]:
-        """The groups that the log has lost since the save began."""
+        """The groups that were fenced since the save began."""
         while self._log.has(self._next):
             entry = decode_entry(self._log.wait(self._next, _READ_TIMEOUT_S))
             if isinstance(entry, Fence):
@@ -91,21 +80,21 @@ class SaveBoard:
         return frozenset(self._lost)
 
     def begin(self) -> None:
-        """Says that there is a folder to write into."""
+        """Announces that there is a folder to write into."""
         self._store.put(self._begun, "")
 
     def has_begun(self) -> bool:
         return self._store.exists(self._begun)
 
     def end(self) -> None:
-        """Says that the save has ended, well or not: nobody has to wait for it any more."""
+        """Announces that the save has ended, well or not: no group waits for it any more."""
         self._store.put(self._over, "")
 
     def has_ended(self) -> bool:
         return self._store.exists(self._over)
 
     def forget(self, member: Member) -> None:
-        """Removes what a group has told, when nobody will ask for it any more."""
+        """Removes a group's key once no other group reads it."""
         self._store.delete([self._key(member)])
 
     @property
@@ -136,34 +125,30 @@ T = TypeVar("T")
 _POLL_S = 0.05
 
 _POLL_S_PER_GROUP = 0.001
-"""All groups ask the store for what all groups say."""
+"""Every group reads the keys of all groups from the store."""
 
 _TURN_SHARE = 0.25
-"""Of the longest save passes until ranks that wait for their leader hear that it is still there."""
+"""Share of the time limit after which the leader answers the ranks that wait for it."""
 
 
 class Agree(Protocol):
-    """What the work gave on every rank of the group; where it failed on one, all raise."""
+    """Runs `work` on every rank of the group; returns all results, or raises on all ranks."""
 
     def __call__(self, work: Callable[[], T]) -> Sequence[T]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """Somebody has ended the save."""
+    """The group that saves has ended the save."""
 
 
 class SliceSaver:
-    """One save.
+    """One group's part in one save.
 
     Args:
-        action: The controller's.
-        member: The group.
-        board: What groups tell each other; None but on the leader.
-        aside: Where the checkpoint is written.
-        agree: The group's agreement.
-        write: Writes slices into a folder that exists; returns this rank's files by name.
-        timeout_s: How long it may take.
+        board: None except on the leader.
+        aside: The temporary folder of the checkpoint.
+        write: Writes state partitions into an existing folder; returns this rank's files by name.
     """
 
     def __init__(
@@ -187,18 +172,13 @@ class SliceSaver:
         self._end_s = time.monotonic() + timeout_s
         self._mine: list[WrittenShare] = []
         self.shares: list[WrittenShare] = []
-        """On the leader of the group that saves, what all have written, when everything is there."""
+        """On the leader of the group that saves, what all groups have written, once everything is there."""
 
     def run(self) -> bool:
-        """Writes what the group is to write until there is no more to do.
+        """Writes the group's partitions and waits. True if this group is to publish the checkpoint: all is written.
 
-        Collective over: all ranks of the group.
-
-        Returns:
-            Whether the group is to make the checkpoint visible: everything is there.
-
-        Raises:
-            SaveFailed: It cannot be completed, or somebody in this group could not write.
+        Collective over: all ranks of the group. Raises `SaveFailed` if the save cannot be completed or a rank here
+        fails.
         """
         while True:
             match self._agree(self._next)[0]:
@@ -212,7 +192,7 @@ class SliceSaver:
                     return False
 
     def _next(self) -> WriteSlices | Publish | Abandon | _Over | None:
-        """On the leader, what comes next; None after a while in which nothing does, and on all others."""
+        """On the leader, the next move, None after a while without one; None on all other ranks."""
         if self._board is None:
             return None
         turn_s = time.monotonic() + self._timeout_s * _TURN_SHARE
@@ -221,7 +201,7 @@ class SliceSaver:
             if self._board.has_ended():
                 return _Over()
             lost = self._board.lost()
-            # Only who saves, or may have to write for another, has to know what others have written.
+            # Only the group that saves, or one that may replace a lost writer, needs to know what others have written.
             is_asked = self._member == self._action.member or lost
             self.shares = self._board.told() if is_asked else self._mine
             move = next_move(self._action, self._member, self.shares, lost)
@@ -238,12 +218,11 @@ class SliceSaver:
         folder = self._aside / name
         self._agree(lambda: folder.mkdir() if self._board is not None else None)
         files = dict(ChainMap(*self._agree(lambda: self._write(folder, slices))))
-        del files[METADATA_FNAME]  # what the group that saves puts together goes in its place
+        del files[METADATA_FNAME]  # the group that saves writes one for the whole checkpoint
         self._mine.append(WrittenShare(member=self._member, slices=slices, folder=name, files=files))
         self._agree(lambda: self._tell(folder))
 
     def _tell(self, folder: Path) -> None:
-        """On the leader, tells what the group has written when it is on the disk."""
         if self._board is not None:
             sync_folder(folder)
             self._board.tell(self._member, self._mine)

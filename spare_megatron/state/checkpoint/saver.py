@@ -1,11 +1,9 @@
-"""One rank's part in saving checkpoints: copied between two updates, written by a thread while training goes on.
+"""One rank's part in saving checkpoints: state is copied between two updates and written while training goes on.
 
-The state does not change from one update to the next, so that it is copied while the next step is computed; only the
-update waits for the copy. The thread has a process group of its own, for collectives of two threads on one would mix.
-A save that fails leaves nothing visible and every earlier checkpoint as it was; training goes on.
-
-Where the optimizer's state is cut into slices, all their hosts take part in every save
-(`state.checkpoint.partition_saver`).
+The state does not change from one update to the next, so it is copied while the next step is computed, and only the
+update waits for the copy. The writing thread has a process group of its own: collectives of two threads on one group
+would mix. A failed save leaves nothing visible and every earlier checkpoint as it was; training goes on. With
+partitioned optimizer state, all hosts of its partitions take part in every save (`partition_saver`).
 """
 
 import contextlib
@@ -59,12 +57,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Save:
-    """A save from its beginning to its end."""
-
     action: SaveCheckpoint
     head: int
     is_saver: bool
-    """Whether it is this group's turn; others write slices alone, and say nothing of how it ended."""
+    """Whether it is this group's turn; other groups write state partitions only and report no end."""
     started_s: float = field(default_factory=time.monotonic)
     stall_s: float = 0.0
     outcome: SaveOutcome = "failed"
@@ -72,25 +68,20 @@ class _Save:
     num_bytes: int = 0
     write_s: float = 0.0
     board: SaveBoard | None = None
-    """On the leader, what groups tell each other of their slices."""
+    """On the leader, the exchange with the other groups about their state partitions."""
 
     @property
     def others(self) -> frozenset[Member]:
-        """Who may be writing an earlier checkpoint."""
+        """Groups that may be writing an earlier checkpoint."""
         return frozenset(self.action.voters) - {self.action.member}
 
 
 class Saver:
-    """Saves when it is this group's turn, and writes slices for others.
+    """Saves when it is this group's turn, and writes state partitions when it is another's.
 
     Args:
-        config: The run's configuration.
-        folder: Where checkpoints go.
-        trainer: The rank's part of the model.
-        agreement: The group's voice.
-        ranks: The group's ranks, with gloo, for this saver alone.
+        ranks: A gloo process group of the group's ranks, for this saver alone.
         connect: Opens a connection to the control store.
-        probe: Told of the moments of a save.
     """
 
     def __init__(
@@ -124,15 +115,10 @@ class Saver:
     # ------------------------------------------------------------------------------------------ the training's thread
 
     def save(self, action: SaveCheckpoint, head: int, *, has_params: bool) -> None:
-        """Begins the save, if this group is to do it or a part of it.
+        """Starts the save if this group has a part in it. `head` counts the log entries folded so far.
 
-        Collective over: all ranks of the group.
-
-        Args:
-            action: The controller's.
-            head: Entries of the log folded so far.
-            has_params: Whether this group has all parameters of the step. If not, and it is to save them, it begins
-                when `go_on` says so.
+        If it is this group's turn and it lacks parameters, `go_on` starts the save. Collective over: all ranks of the
+        group.
         """
         member = self._agreement.member
         is_saver = action.member == member
@@ -144,7 +130,7 @@ class Saver:
         save = _Save(action=action, head=head, is_saver=is_saver)
         with self._probe.during(Operation.SAVE):
             num_under_way = self._agreement.highest(sum(not writing.done() for _, writing in self._under_way))
-            # Hosts of slices still wait for the end of the last save when the next begins.
+            # Hosts of state partitions may still wait for the end of the last save when the next begins.
             if num_under_way > bool(action.hosts) and not action.is_last:
                 save.outcome, save.reason = "skipped", "the group is still writing an earlier one"
                 self._refuse(save)
@@ -163,22 +149,19 @@ class Saver:
         save.stall_s += time.monotonic() - save.started_s
 
     def go_on(self, step: int) -> None:
-        """Begins what was postponed, for the parameters after this many steps are together now.
-
-        Collective over: all ranks of the group.
-        """
+        """Starts a postponed save, as all parameters are here now. Collective over: all ranks of the group."""
         if self._postponed is not None:
             (action, head), self._postponed = self._postponed, None
             assert action.step == step, "nothing is updated while parameters are lacking"
             self.save(action, head, has_params=True)
 
     def refuse(self, action: RefuseCheckpoint) -> None:
-        """On the first rank, has a checkpoint marked that another group has saved."""
+        """On the first rank, marks a checkpoint as refused, in the writing thread."""
         if self._is_first:
             self._refusing.append(self._thread.submit(refuse, self._folder, action))
 
     def await_copy(self) -> None:
-        """Returns when the state may change."""
+        """Waits until the state may change."""
         if self._copied.is_set():
             return
         assert self._save is not None, "who copies has begun to save"
@@ -188,7 +171,7 @@ class Saver:
         self._save.stall_s += time.monotonic() - since_s
 
     def finish(self) -> None:
-        """Returns when nothing is written any more, or has been for longer than a save may take."""
+        """Waits until nothing is written any more, for `checkpoint.timeout_s` at most."""
         if self._postponed is not None:
             (action, head), self._postponed = self._postponed, None
             save = _Save(action=action, head=head, is_saver=True, reason="the parameters have not come together")
@@ -198,7 +181,7 @@ class Saver:
             wait(under_way, self._config.checkpoint.timeout_s)
 
     def take_finished(self) -> list[CheckpointRecord]:
-        """How saves have ended since this was asked last."""
+        """The records of the saves that have ended since the last call."""
         while self._under_way and self._under_way[0][1].done():
             self._finished.append(self._under_way.popleft()[0])
         finished, self._finished = self._finished, []
@@ -219,7 +202,7 @@ class Saver:
         ]
 
     def _refuse(self, save: _Save) -> None:
-        """The save does not begin, and the others hear of it."""
+        """Ends a save that does not start, and informs the other groups."""
         if save.action.hosts:
             self._submit(save, self._tell_refusal, save)
         else:
@@ -241,7 +224,7 @@ class Saver:
             if save.action.hosts:
                 shares = self._write_slices(save, aside, state)
             if shares is not None:
-                # All wait for the first rank: one that ended earlier would break the connections that it reads from.
+                # All ranks wait for the first: an earlier exit would break connections that it reads from.
                 self._agree(lambda: self._publish(save, aside, files, shares) if self._is_first else None)
             elif not save.is_saver:
                 save.outcome = "saved"
@@ -262,7 +245,7 @@ class Saver:
         if save.action.hosts:
             self._open_board(save)
         if save.is_saver and self._is_first:
-            require_folder(aside.parent)  # not made: where storage is unmounted, its place is there
+            require_folder(aside.parent)  # never made: an unmounted storage leaves its mount point
             clear_leftovers(aside.parent, save.others)
             aside.mkdir()
             if save.board is not None:
@@ -276,7 +259,7 @@ class Saver:
         return files
 
     def _write_slices(self, save: _Save, aside: Path, state: GroupState) -> Sequence[WrittenShare] | None:
-        """On the group that saves, what all groups have written, as the first rank knows; None on others."""
+        """On the group that saves, what all groups have written, as its first rank knows; None on others."""
         saver = SliceSaver(
             action=save.action,
             member=self._agreement.member,
@@ -305,9 +288,9 @@ class Saver:
         save.outcome, save.num_bytes = "saved", manifest.num_bytes
         self._probe(FaultPoint.SAVE_DROP)
         policy = self._config.checkpoint
-        # Later ones are from before a restart, or of a group that was faster: they say nothing of what is superseded.
+        # Later checkpoints are from before a restart, or from a group that was faster: they supersede nothing here.
         earlier = [step for step in visible_steps(self._folder) if step <= manifest.step]
-        # What is refused supersedes nothing, and stays for whoever wants to know what went wrong.
+        # A refused checkpoint supersedes nothing, and is kept for diagnosis.
         steps = [step for step in earlier if not refusal_of(checkpoint_path(self._folder, step))]
         try:
             drop(self._folder, superseded(steps, save.action.doubtful, policy.keep_last, policy.keep_every_steps))
@@ -320,7 +303,7 @@ class Saver:
         self._tell_end(save)
 
     def _open_board(self, save: _Save) -> None:
-        """On the first rank, what groups tell each other of the save; in the writing thread."""
+        """On the first rank, opens the exchange with the other groups, in the writing thread."""
         if self._is_first:
             save.board = SaveBoard(self._own_store(), save.head, save.action.voters)
 
@@ -330,7 +313,7 @@ class Saver:
         return self._store
 
     def _tell_end(self, save: _Save) -> None:
-        """On the first rank, tells the other groups how a save of slices has ended here."""
+        """On the first rank, informs the other groups how a save of state partitions has ended here."""
         board, member = save.board, self._agreement.member
         if board is None:
             return
@@ -347,19 +330,16 @@ class Saver:
         return bool(self._ranks.rank() == 0)
 
     def _agree(self, work: Callable[[], T]) -> Sequence[T]:
-        """What the work gave on every rank of the group.
+        """Runs `work` on every rank of the group; returns all results in the order of the ranks.
 
-        Collective over: all ranks of the group.
-
-        Raises:
-            SaveFailed: It failed on one of them; all raise the same.
+        Collective over: all ranks of the group. If it fails on one of them, all raise the same `SaveFailed`.
         """
         result: tuple[T | None, str, str] = (None, "", "")
         try:
             result = (work(), "", "")
-        except CheckpointException as error:  # what others have met as well
+        except CheckpointException as error:  # raised on the other ranks as well
             result = (None, "", _in_a_line(error))
-        except Exception as error:  # noqa: BLE001  (the others must hear of it, whatever it is)
+        except Exception as error:  # noqa: BLE001  (the other ranks must learn of any error)
             result = (None, f"rank {self._ranks.rank()}: {_in_a_line(error)}", "")
         gathered: list[Any] = [None] * self._ranks.size()
         dist.all_gather_object(gathered, result, group=self._ranks)
@@ -374,7 +354,7 @@ def _stored(written: Written) -> dict[str, StoredFile]:
 
 
 def with_folder(reason: str, folder: Path) -> str:
-    """The reason of a failed save with the folder and its setting, where a system call's error names no path.
+    """The reason of a failed save, with the folder and its setting if it is a system error that names no path.
 
     >>> with_folder("OSError: [Errno 28] No space left on device", Path("/kept"))
     'OSError: [Errno 28] No space left on device: checkpoint.folder /kept'

@@ -1,7 +1,7 @@
-"""Checkpoints whose files are whole and whose state is wrong: the run that finds it out says so beside the manifest.
+"""Verifies checkpoints, and marks those that hold wrong state as refused in a file beside the manifest.
 
-A checkpoint is told by who has saved it: another one after as many steps, from after a restart, is not meant, and takes
-the place of what is refused. Loads without torch.
+A refusal applies to the save by one group, incarnation and epoch. A checkpoint saved again after a restart, after the
+same number of steps, is not affected and replaces the refused one. Loads without torch.
 """
 
 import hashlib
@@ -34,19 +34,14 @@ from spare_megatron.store.decision_log import DecisionLog
 REFUSAL = "refused.json"
 
 _ENTRIES = 16
-"""Read from the log at once: few have been written since a save was begun."""
+"""Log entries read at once: few are written during a save."""
 
 
 def refusal_in_log(log: DecisionLog, head: int, action: SaveCheckpoint) -> str:
-    """Why a checkpoint is not to become visible, by what has been written since it was begun; empty if it may.
+    """Why a checkpoint must not become visible, by the log since `head` entries were folded; empty if it may.
 
-    To be asked when its folder is there. Whoever folds a later entry for which the checkpoint does not count finds that
-    folder, or the checkpoint; and whoever has folded an earlier one may have found neither.
-
-    Args:
-        log: The log.
-        head: Entries that had been folded when it was begun.
-        action: What was saved, and by whom.
+    Call it once the checkpoint's folder is there. A group that folds a refusing entry after that finds the folder or
+    the checkpoint; one that has folded it before may have found neither, so that the entry is found here.
     """
     return why_refused(action, _entries(log, head))
 
@@ -58,12 +53,12 @@ def _entries(log: DecisionLog, head: int) -> Iterator[Entry]:
 
 
 def refuse(folder: Path, action: RefuseCheckpoint) -> None:
-    """Marks the checkpoint as refused if it is visible, else keeps it from becoming so. Twice is no error.
+    """Removes the checkpoint while it is being written, or marks it as refused once it is visible. Idempotent.
 
-    A folder that cannot be written is told in the log: this run does not use the checkpoint in any case.
+    An `OSError` is only logged: this run does not use the checkpoint in any case.
     """
     try:
-        forestall(folder, action.step, action.member)  # first: else it might become visible between
+        forestall(folder, action.step, action.member)  # first: it could become visible between the two
         _mark(checkpoint_path(folder, action.step), action)
     except OSError as error:
         say(f"the checkpoint after {action.step} steps cannot be marked as refused: {error}")
@@ -72,7 +67,7 @@ def refuse(folder: Path, action: RefuseCheckpoint) -> None:
 def _mark(path: Path, action: RefuseCheckpoint) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-    except (FileNotFoundError, ValueError):  # nobody begins with what has none
+    except (FileNotFoundError, ValueError):  # it cannot be loaded without its manifest
         return
     saved_by = manifest.get("group"), manifest.get("incarnation"), manifest.get("epoch")
     if saved_by != (*action.member, action.epoch) or refusal_of(path):
@@ -87,7 +82,7 @@ def _mark(path: Path, action: RefuseCheckpoint) -> None:
 
 
 def refusal_of(path: Path) -> str:
-    """Why nobody is to begin with the checkpoint; empty if it is not refused."""
+    """Why the checkpoint is refused; empty if it is not."""
     try:
         return str(json.loads((path / REFUSAL).read_bytes())["reason"])
     except FileNotFoundError:
@@ -100,36 +95,33 @@ _CHUNK_BYTES = 1 << 20
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is not what was written, and the text names the file; or it is refused."""
+    """A checkpoint differs from what was written, in the file that the text names; or it is refused."""
 
 
 class UnfinishedSave(DamagedCheckpoint):
-    """It never was a checkpoint: those who saved by themselves were ended meanwhile."""
+    """Ranks were killed before their emergency checkpoint was complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A checkpoint that cannot be used, and why."""
-
     path: Path
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """The newest usable checkpoint of a folder, if there is one, and the newer ones that are not."""
+    """The newest usable checkpoint of a folder, if any, and the newer ones that are not usable."""
 
     found: Checkpoint | None
     rejected: tuple[Rejected, ...]
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a checkpoint says of itself.
+    """Reads and checks a manifest; assembles that of an emergency checkpoint.
 
     Raises:
-        DamagedCheckpoint: There is no manifest, or it is not what was written; or what ranks have saved by themselves
-            makes no checkpoint.
-        UnfinishedSave: Of these, when they had no time to save everything.
+        DamagedCheckpoint: The manifest is missing or has changed; or the emergency checkpoint is not usable.
+        UnfinishedSave: The emergency checkpoint is not complete.
     """
     if is_last_state(path):
         try:
@@ -158,10 +150,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def glance(path: Path) -> Checkpoint:
-    """The checkpoint, which lacks nothing as far as that shows without reading it.
+    """Checks a checkpoint without reading its files: the manifest, and that each file is there at its full size.
 
-    Raises:
-        DamagedCheckpoint: A file is missing, or is not as long as it was; or the checkpoint is refused.
+    Raises `DamagedCheckpoint` if something is missing or cut short, or the checkpoint is refused.
     """
     refusal = refusal_of(path)
     if refusal:
@@ -177,17 +168,13 @@ def glance(path: Path) -> Checkpoint:
 
 
 def offer_of(manifest: Manifest) -> CheckpointCandidate:
-    """What names a checkpoint and its files among groups."""
+    """The identity of a checkpoint and its files, by which groups refer to it."""
     digest = digest_of({"format": FORMAT, **asdict(manifest)})
     return CheckpointCandidate(step=manifest.step, num_files=len(manifest.files), digest=digest)
 
 
 def verify(path: Path) -> Checkpoint:
-    """The checkpoint, every byte of which is what was written.
-
-    Raises:
-        DamagedCheckpoint: A file is missing, cut short or changed; or the checkpoint is refused.
-    """
+    """As `glance`, and reads every byte. Raises `DamagedCheckpoint` also if a file has changed."""
     checkpoint = glance(path)
     for name, file in sorted(checkpoint.manifest.files.items()):
         verify_file(path, name, file)
@@ -195,16 +182,9 @@ def verify(path: Path) -> Checkpoint:
 
 
 def verify_file(folder: Path, name: str, stored: StoredFile, on_read: Callable[[int], None] = lambda _: None) -> None:
-    """Reads the file from the disk, not from memory where the system allows to tell.
+    """Compares a file with what was written; reads from the disk, not the page cache, where possible.
 
-    Args:
-        folder: The checkpoint, or a part of it.
-        name: The file below it.
-        stored: What was written.
-        on_read: Told of the bytes of each piece that has been read.
-
-    Raises:
-        DamagedCheckpoint: It is not what was written.
+    `on_read` receives the number of bytes of each chunk that is read. Raises `DamagedCheckpoint`.
     """
     digest, num_bytes = hashlib.sha256(), 0
     try:
@@ -233,7 +213,7 @@ def _require_size(folder: Path, name: str, num_bytes: int, stored: StoredFile) -
 
 
 def newest_valid(folder: Path) -> Search:
-    """The newest checkpoint of a folder that can be used, which is read from its first to its last byte."""
+    """The newest usable checkpoint of a folder, every byte of which is read."""
     rejected: list[Rejected] = []
     for path in all_checkpoints(folder):
         try:

@@ -1,4 +1,4 @@
-"""A rank's way to the keeper of its node."""
+"""A rank's requests to the snapshot server of its node."""
 
 import mmap
 import os
@@ -24,15 +24,13 @@ T = TypeVar("T")
 
 
 class SnapshotServerGone(Exception):
-    """The keeper is not there, or was lost before it had answered; or it has no memory."""
+    """The snapshot server is not running, was lost before it answered, or has too little memory."""
 
 
 class SnapshotClient:
-    """One rank position's side. A keeper that is there and does not answer keeps the caller waiting.
+    """The requests of one rank position. All raise `SnapshotServerGone`.
 
-    Args:
-        address: Of the node's keeper.
-        position: The rank inside its group.
+    They wait without limit for a server that runs and does not answer.
     """
 
     def __init__(self, address: SnapshotServerAddress, position: int) -> None:
@@ -48,17 +46,8 @@ class SnapshotClient:
     ) -> list[str]:
         """Has a snapshot kept, and of all earlier ones of the position only the previous one.
 
-        Args:
-            attempt: The snapshot.
-            previous: The one before.
-            num_bytes: Of each slice to be kept, and of None: all but slices.
-            write: Fills memory of so many bytes for each.
-
-        Returns:
-            The SHA-256 of each, as the keeper has read it.
-
-        Raises:
-            KeeperGone: It is not kept.
+        `num_bytes` has the size of each state partition to be kept, and under None that of all other state; `write`
+        fills one memory of that size for each. Returns the SHA-256 of each, as the server has read it.
         """
         parts = {Part(self._position, number): size for number, size in num_bytes.items()}
         wanted = CopyWanted(position=self._position, attempt=attempt, previous=previous, num_bytes=parts)
@@ -73,11 +62,7 @@ class SnapshotClient:
         return self._converse(converse)
 
     def pass_over(self, attempt: int, previous: int) -> None:
-        """Others have a snapshot kept; of all earlier ones of the position only the previous one is kept here.
-
-        Raises:
-            KeeperGone: Nobody is there.
-        """
+        """Other ranks have a snapshot kept: frees all earlier ones of the position but the previous one."""
 
         def converse(connection: Connection) -> None:
             connection.send(PassOver(position=self._position, attempt=attempt, previous=previous))
@@ -86,11 +71,7 @@ class SnapshotClient:
         self._converse(converse)
 
     def memory(self, attempt: int, number: SliceId | None) -> mmap.mmap:
-        """The snapshot itself, to be read: of a slice, or of all but slices.
-
-        Raises:
-            KeeperGone: It is not there any more.
-        """
+        """A snapshot's memory, to be read: of a state partition or, for None, of all other state."""
 
         def converse(connection: Connection) -> mmap.mmap:
             connection.send(MemoryWanted(part=Part(self._position, number), attempt=attempt))
@@ -100,11 +81,7 @@ class SnapshotClient:
         return self._converse(converse)
 
     def held(self, host: str) -> HeldTold:
-        """The snapshots of the position, which are served on this IP address of the machine from now on.
-
-        Raises:
-            KeeperGone: Nobody is there.
-        """
+        """The intact snapshots of the position, which are served on this IP address from now on."""
 
         def converse(connection: Connection) -> HeldTold:
             connection.send(HeldWanted(position=self._position, host=host))

@@ -1,4 +1,4 @@
-"""One rank's part in starting again from a snapshot, fetched from the memory of nodes."""
+"""One rank's part in a restart from a snapshot in the memory of nodes."""
 
 import contextlib
 import hashlib
@@ -28,42 +28,36 @@ from spare_megatron.store.interface import ControlStore
 from spare_megatron.voting.agreement import GroupAgreement
 
 _CONNECT_TIMEOUT_S = 5.0
-"""Longest wait for a keeper that may be cut off: another may have the copy, and this one is asked again."""
+"""Longest wait for a server that may be cut off: another may have the copy, and this one is asked again."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-"""Before the holders of a copy are asked again: twice as long every time."""
+"""Pauses before the holders of a copy are asked again; doubled every time."""
 
 
 class _Unusable(Exception):
-    """What is held there is not the snapshot."""
+    """The copy held there differs from the snapshot."""
 
 
 class _Copy(NamedTuple):
-    """Of this rank position: a slice in the snapshot of an attempt, or all but slices."""
+    """A copy of this rank position's state in a snapshot: a state partition or, for None, all other state."""
 
     attempt: int
     slice: SliceId | None
 
 
 class _Holder(NamedTuple):
-    """Who has said to have a copy, and its SHA-256."""
+    """A group that has announced a copy, and the SHA-256 of the copy."""
 
     member: Member
     sha256: str
 
 
 class SnapshotLoader:
-    """What the nodes hold for this rank.
+    """Finds and loads the snapshots of this rank position in the memory of nodes.
 
     Args:
-        member: The group.
-        position: The rank inside it.
-        trainer: The rank's part of the model.
-        keeper: That of its node.
-        agreement: The group's voice.
-        store: The control store, where keepers' addresses are told.
-        groups: All groups of the run.
-        timeout_s: Longest wait for the keeper, and for the snapshot.
-        progress: Told that the rank gets on.
+        keeper: Connects to the snapshot server of the rank's node.
+        store: The control store, which has the addresses of snapshot servers.
+        timeout_s: Longest wait for the node's server, and for any other server to answer.
     """
 
     def __init__(
@@ -88,18 +82,16 @@ class SnapshotLoader:
         self._groups = groups
         self._timeout_s = timeout_s
         self._progress = progress
-        self._own: dict[_Copy, str] = {}  # what the own node has, and its SHA-256
+        self._own: dict[_Copy, str] = {}  # on the rank's own node, with SHA-256
         self._broken: set[str] = set()  # servers to be asked after the others
         self._head = 0
         self._lost: set[Member] = set()  # holders that were lost while they were asked
 
     def held(self) -> tuple[tuple[Held, ...], tuple[HeldSlice, ...], tuple[str, ...]]:
-        """Snapshots of the group's rank positions that are whole on its nodes.
+        """Announces this rank's intact snapshots. Collective over: all ranks of the group.
 
-        Collective over: all ranks of the group.
-
-        Returns:
-            They, those of slices that are there for all ranks of the group, and why others are not whole.
+        Returns those of the group's rank positions, those of partitions that all of its ranks have, and why others are
+        unusable.
         """
         held: tuple[Held, ...] = ()
         slices: tuple[HeldSlice, ...] = ()
@@ -129,16 +121,13 @@ class SnapshotLoader:
         )
 
     def load(self, attempt: int, slices: Collection[SliceId], members: Collection[Member], head: int) -> None:
-        """Takes over the snapshot of this attempt: from the own node what is there.
+        """Loads the snapshot of this attempt, from the rank's own node where it is there.
 
-        Args:
-            attempt: The snapshot.
-            slices: Where the optimizer's state is stacked, the slices to hold from here on; else there are none.
-            members: Who takes part, and takes it over as well.
-            head: Entries of the log folded so far.
+        `slices` are the state partitions to hold, if any; `members` the groups that restart and load it as well; `head`
+        counts the log entries folded so far.
 
         Raises:
-            JoinFailed: Nobody has it any more, or nobody who has it has answered in time.
+            JoinFailed: No server has it any more, or none that has it has answered in time.
         """
         self._head = head
 
@@ -169,7 +158,7 @@ class SnapshotLoader:
         optimizer.hold(states)
 
     def _load_own(self, copy: _Copy, begin: Callable[[bytes], TensorBytes]) -> str:
-        """Fills the tensors that belong to the description of what the own node has; else says why it cannot."""
+        """Loads the copy on the rank's own node; returns why it cannot, empty if it has."""
         if copy not in self._own:
             return "nobody has it"
         try:
@@ -181,10 +170,10 @@ class SnapshotLoader:
     def _load_from(
         self, servers: dict[str, _Holder], copy: _Copy, begin: Callable[[bytes], TensorBytes], failure: str
     ) -> None:
-        """The same from the first of these that has it, and time.
+        """Loads the copy from the first of these servers that has it and is not busy.
 
-        After a wipe-out all groups may ask the few that have a copy. Who is turned away asks again, for as long as
-        somebody is there to turn it away: those that are served are done some time.
+        After a wipe-out all groups may ask the few that have a copy. A rank that is turned away asks again for as long
+        as some server turns it away: those that are served are done some time.
         """
         name = Part(self._position, copy.slice).name
         alive_at_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
@@ -219,7 +208,7 @@ class SnapshotLoader:
     def _has_just_lost(self, holder: Member) -> bool:
         """Whether the log says for the first time that the holder is lost: another may have the copy.
 
-        Its node may be there nevertheless, and is waited for where nobody else has it.
+        Its node may still run, and is waited for where no other has the copy.
         """
         if holder in self._lost or not self._agreement.is_lost(holder, self._head):
             return False
@@ -227,7 +216,7 @@ class SnapshotLoader:
         return True
 
     def _servers(self, copy: _Copy, waiting: Sequence[RestartState], members: Collection[Member]) -> dict[str, _Holder]:
-        """Where it is said to be, in the order in which to ask: the broken ones last."""
+        """The servers said to have the copy, in the order in which to ask, broken ones last."""
         holders = []
         for one in waiting:
             of_rank = {(held.attempt, held.position) for held in one.held}
@@ -243,7 +232,7 @@ class SnapshotLoader:
         return dict(sorted(found.items(), key=lambda one: one[0] in self._broken))
 
     def _read(self, read: Callable[[Piece], memoryview], sha256: str, begin: Callable[[bytes], TensorBytes]) -> None:
-        """Reads all of it, which has to be what was copied."""
+        """Reads a whole copy; raises `_Unusable` if it is not what was copied."""
         digest = hashlib.sha256()
 
         def checked(piece: Piece) -> memoryview:
@@ -263,15 +252,15 @@ class SnapshotLoader:
 
 
 def _in_place(state: Tensor, description: bytes) -> TensorBytes:
-    """Of a slice nothing is told but the numbers."""
+    """A partition's copy has no description, only the numbers."""
     return TensorBytes([state])
 
 
 def _pieces_of(memory: mmap.mmap) -> Callable[[Piece], memoryview]:
-    """Reads pieces of it, each once and for all: what is checked is what is taken over."""
+    """Reads each piece once, into memory of its own: what is checked is what is loaded."""
     return lambda piece: memoryview(bytearray(memory[piece.start : piece.stop]))
 
 
 def _keeper_key(member: Member, rank: int) -> str:
-    """Where the address of the keeper of a rank's node stands in the control store, and what it has of the rank."""
+    """Store key of the address of a rank's snapshot server and of the copies it has of that rank's state."""
     return f"keeper/{member.group}/{member.incarnation}/{rank}"

@@ -1,7 +1,7 @@
-"""The keeper of a node: a process that holds snapshots of its ranks' states, and outlives these.
+"""The snapshot server of a node: a process that holds snapshots of its ranks' states and outlives the ranks.
 
-It gives a rank shared memory to copy its state to, and holds what comes to be whole. Memory is the kernel's, without
-a name: it is gone with the last process that has it.
+It gives a rank shared memory to copy its state to, and keeps the copies that are completed. The memory has no name in
+the file system: the kernel frees it with the last process that has it open.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ from spare_megatron.state.transfer.piece_server import PieceServer
 _BACKLOG = 64
 
 _SHARE = 0.75
-"""Of the memory that is left, a snapshot may take so much: where the kernel runs out of it, it kills whom it likes."""
+"""Largest share of the node's available memory for one snapshot: out of memory, the kernel may kill any process."""
 
 _TIMEOUT_S = 60.0
-"""Longest wait for whoever fetches a snapshot to take a piece of it."""
+"""Longest wait for a client to take a piece of a snapshot."""
 
 
 def keep(address: SnapshotServerAddress, run_dir: Path, name: str, supervisor_pid: int, _: Connection) -> None:
-    """The main function of a keeper's process. It ends with its supervisor."""
+    """The main function of a snapshot server's process. It ends with its supervisor."""
     die_with(supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -54,24 +54,20 @@ def keep(address: SnapshotServerAddress, run_dir: Path, name: str, supervisor_pi
 
 
 def available_bytes() -> int:
-    """Memory of the machine that may be had without taking any from others."""
+    """Memory of the machine that is available without taking any from other processes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 class _Memory:
-    """Shared memory of one snapshot, mapped here.
-
-    Raises:
-        OSError: There is not as much.
-    """
+    """Shared memory of one snapshot, mapped here. Raises `OSError` if the node has too little left."""
 
     def __init__(self, num_bytes: int) -> None:
         if num_bytes > (left := available_bytes()) * _SHARE:
             raise OSError(errno.ENOMEM, f"more than {_SHARE:.0%} of the {left} that the node has left")
         self.fd = os.memfd_create("spare-snapshot")
         try:
-            # Now, and not page by page in the rank.
+            # Now, not page by page while the rank copies.
             os.posix_fallocate(self.fd, 0, num_bytes)
             self.content = mmap.mmap(self.fd, num_bytes)
         except OSError:
@@ -83,7 +79,7 @@ class _Memory:
         return hashlib.sha256(self.content).hexdigest()
 
     def is_still(self, sha256: str) -> bool:
-        """Whether its bytes are those that were copied."""
+        """Whether its bytes are still those that were copied."""
         try:
             return self.sha256() == sha256
         except ValueError:  # it was closed meanwhile
@@ -91,25 +87,25 @@ class _Memory:
 
     def close(self) -> None:
         os.close(self.fd)
-        with contextlib.suppress(BufferError):  # who reads it now lets it go afterwards
+        with contextlib.suppress(BufferError):  # it is being read, and freed afterwards
             self.content.close()
 
 
 class SnapshotServer:
-    """What it holds, by part and attempt; a `piece_server.Source`."""
+    """The snapshots of a node, by part and attempt; a `piece_server.Source`."""
 
     def __init__(self, address: SnapshotServerAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
         self._held: dict[Part, dict[int, tuple[_Memory, str]]] = {}  # with their SHA-256
-        self._idle: dict[Part, _Memory] = {}  # one of a part that is held, for its next snapshot
+        self._idle: dict[Part, _Memory] = {}  # spare memory of parts that are held, for their next snapshots
         self._server: PieceServer | None = None
 
     def serve(self) -> None:
         """Answers ranks for as long as the process lives."""
         with Listener(self._address.name, "AF_UNIX", backlog=_BACKLOG, authkey=self._address.key) as listener:
             while True:
-                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, or it has left
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):  # no key, or it has left
                     connection = listener.accept()
                     threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
@@ -169,7 +165,7 @@ class SnapshotServer:
         return _Memory(num_bytes)
 
     def _give_back(self, memories: dict[Part, _Memory]) -> None:
-        """Memory for the next snapshot of parts."""
+        """Keeps memory for the parts' next snapshots."""
         with self._lock:
             former = [self._idle.pop(part) for part in memories if part in self._idle]
             self._idle.update(memories)
@@ -177,9 +173,10 @@ class SnapshotServer:
             memory.close()
 
     def _let_go(self, position: int, attempt: int, previous: int) -> None:
-        """What is earlier than an attempt goes, but for one; later ones may be others' on this node.
+        """Frees snapshots of the position before an attempt, except the previous one.
 
-        A part keeps a lot of memory for its next snapshot, unless nothing is left of it: then it is kept elsewhere.
+        Later ones may be those of other groups on this node. A part keeps one freed memory for its next snapshot,
+        unless no snapshot of it is left here: then it is kept elsewhere.
         """
         useless: list[_Memory] = []
         with self._lock:
@@ -197,7 +194,7 @@ class SnapshotServer:
             memory.close()
 
     def _tell(self, position: int, host: str) -> HeldTold:
-        """What of the position is as it was, read from the first to the last byte."""
+        """The position's intact snapshots, all of which are read in full."""
         with self._lock:
             held = {part: dict(kept) for part, kept in self._held.items() if part.position == position}
             if self._server is None:
@@ -222,9 +219,9 @@ class SnapshotServer:
         )
 
     def _drop(self, part: Part, attempts: set[int]) -> set[int]:
-        """Lets go of damaged snapshots; returns those that were still there."""
+        """Frees damaged snapshots; returns those that were still there."""
         with self._lock:
-            present = self._held.get(part, {})  # what went meanwhile may have been written over
+            present = self._held.get(part, {})  # memory freed meanwhile may have been written over
             dropped = {attempt: present.pop(attempt)[0] for attempt in attempts if attempt in present}
         for memory in dropped.values():
             memory.close()
@@ -239,24 +236,19 @@ class SnapshotServer:
 
 
 class NodeSnapshotServer:
-    """The process. What one held is gone with it; the next begins with nothing, at the same address.
-
-    Args:
-        spec: The node.
-        context: What processes are started with.
-    """
+    """A node's snapshot server process. A restarted one holds nothing and has the same address."""
 
     def __init__(self, spec: NodeSpec, context: BaseContext) -> None:
         self._spec = spec
         self._context = context
         self._child: Child | None = None
-        # Abstract: the name is free again when the process has ended, however it did.
+        # An abstract socket name is free again when the process has ended, however it did.
         self.address = SnapshotServerAddress(
             name=f"\0spare-keeper-{secrets.token_hex(16)}", key=secrets.token_bytes(32)
         )
 
     def look(self) -> None:
-        """Sees to it that there is one."""
+        """Starts the process unless it is alive."""
         if self._child is not None and self._child.process.is_alive():
             return
         self.end()
@@ -264,7 +256,7 @@ class NodeSnapshotServer:
         self._child = start_child(self._context, name, keep, self.address, self._spec.run_dir, name, os.getpid())
 
     def end(self) -> None:
-        """Kills and reaps it."""
+        """Kills and reaps the process."""
         if self._child is not None:
             end_child(self._child)
             self._child = None

@@ -1,7 +1,7 @@
-"""One rank's part in taking snapshots: copied between two updates to memory of the node's keeper, by a thread.
+"""One rank's part in taking snapshots: a thread copies its state to the node's snapshot server between two updates.
 
-The state does not change from one update to the next, so that only the update waits for the copy. That the keeper reads
-it once more, for its checksum, only the last update before the next snapshot waits for.
+The state changes only in updates, so only the update waits for the copy. The server then reads the copy for its
+checksum; only the last update before the next snapshot waits for that.
 """
 
 import contextlib
@@ -23,13 +23,11 @@ from spare_megatron.stacking.layout import Member, SliceId
 from spare_megatron.state.snapshot.snapshot_client import SnapshotClient, SnapshotServerGone
 
 _PATIENCE_S = 30.0
-"""How long training waits for a keeper that is there and does not answer; then the rank asks it no more."""
+"""Longest wait of training for a snapshot server that does not answer; then the rank uses it no more."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A snapshot of this rank from its beginning to its end."""
-
     action: TakeSnapshot
     parts: dict[SliceId | None, StateCopy]
     began_s: float
@@ -39,15 +37,7 @@ class _Copy:
 
 
 class Snapshotter:
-    """Copies the state when this rank is to keep it.
-
-    Args:
-        member: The group.
-        position: The rank inside it.
-        trainer: The rank's part of the model.
-        keeper: That of its node.
-        probe: Told that the rank waits.
-    """
+    """Copies this rank's state when its group is to keep it. `keeper` connects to the node's snapshot server."""
 
     def __init__(
         self, *, member: Member, position: int, trainer: GroupTrainer, keeper: SnapshotClient, probe: RankProbe
@@ -61,16 +51,14 @@ class Snapshotter:
         self._asking: Future[None] | None = None
         self._copied = threading.Event()
         self._may_read = threading.Lock()
-        self._is_given_up = False  # the keeper
+        self._is_given_up = False  # the snapshot server
         self._copy: _Copy | None = None
         self._put_off: TakeSnapshot | None = None
 
     def take(self, action: TakeSnapshot, *, has_params: bool) -> None:
-        """Begins to copy what this rank is to keep; if that is nothing, has its keeper give up what is of no use.
+        """Starts to copy what this rank is to keep; if that is nothing, lets the server free old snapshots.
 
-        Args:
-            action: The controller's.
-            has_params: Whether the rank has all parameters of this step; else the copy begins when it has.
+        If the rank lacks parameters of this step (`has_params`), `go_on` starts the copy.
         """
         self._put_off = None if has_params else action
         if self._is_given_up or not has_params:
@@ -86,12 +74,12 @@ class Snapshotter:
         self._copy.stall_s = time.monotonic() - began_s
 
     def go_on(self) -> None:
-        """The rank has all parameters of the step, which it lacked."""
+        """Starts a postponed copy: the rank has all parameters of the step."""
         if self._put_off is not None:
             self.take(self._put_off, has_params=True)
 
     def _parts(self, action: TakeSnapshot) -> dict[SliceId | None, StateCopy]:
-        """What this rank is to keep: slices, and under None all else."""
+        """What this rank is to keep: state partitions, and under None all other state."""
         group = self._member.group
         mine = [SliceId(number) for number, kept_by in enumerate(action.slice_holders) if group in kept_by]
         parts: dict[SliceId | None, StateCopy] = {number: self._trainer.slice_copy(number) for number in mine}
@@ -100,7 +88,7 @@ class Snapshotter:
         return parts
 
     def await_copy(self, step: int) -> None:
-        """Returns when the update may be done that makes so many committed steps."""
+        """Waits until the update that makes `step` committed steps may change the state."""
         copy = self._copy
         if copy is None:
             return
@@ -110,22 +98,22 @@ class Snapshotter:
             if is_done and step >= copy.action.settled_by:
                 is_done = self._settle()
             if not is_done:
-                with self._may_read:  # a copy under way is let come to its end
+                with self._may_read:  # waits for a copy under way
                     self._is_given_up = True
         copy.stall_s += time.monotonic() - began_s
 
     def finish(self) -> None:
-        """Returns when the last copy is made."""
+        """Waits until the last copy has ended, or the server has not answered for too long."""
         with self._probe.during(Operation.SAVE):
             self._settle()
 
     def take_finished(self) -> list[SnapshotRecord]:
-        """How the last copy has ended, if this has not been asked since."""
+        """The record of the last copy, once, after it has ended."""
         copy = self._copy
         if copy is None or self._asking is None or not (self._asking.done() or self._is_given_up):
             return []
         if self._asking.done():
-            self._asking.result()  # raises what is nobody's silence
+            self._asking.result()  # raises any error but a lost server
         self._copy = None
         record = SnapshotRecord(
             group=self._member.group,
@@ -169,7 +157,7 @@ class Snapshotter:
         self._copied.set()
 
     def _pass_over(self, action: TakeSnapshot) -> None:
-        with contextlib.suppress(SnapshotServerGone):  # and what it kept
+        with contextlib.suppress(SnapshotServerGone):  # with all that it kept
             self._keeper.pass_over(action.attempt, action.previous)
 
 

@@ -1,4 +1,4 @@
-"""Makes copies of slices in the background, from their hosts: those that are missing, and those that move."""
+"""Copies state partitions from their hosts in the background: those that lack a copy, and those that move."""
 
 import threading
 import time
@@ -23,25 +23,22 @@ from spare_megatron.state.transfer.state_source import SliceContent
 from spare_megatron.voting.agreement import GroupAgreement
 
 _TIMEOUT_S = 10.0
-"""A donor that has not sent a piece by then is asked anew. One that is lost is left as soon as the log says so."""
+"""A donor that sends no piece for this long is asked anew. A lost one is left as soon as the log says so."""
 
 _OTHER_STEP_S = 0.002
-"""The donor has made an update that this rank has not, or the other way round: soon both have."""
+"""Donor and receiver are one update apart; soon both have made it."""
 
 _BROKEN_S = 0.2
 
 
 class SliceRepairs:
-    """The copies that one rank makes. They are assigned and asked for by the main thread, and made by one of its own.
+    """The copies that one rank makes. The main thread assigns and queries them, a background thread makes them.
 
     Args:
-        member: The rank's group.
-        optimizer: The rank's slices.
-        contents: The same as bytes, by their numbers.
-        bytes_per_s: How fast copies are fetched, over all that this rank makes.
-        awaits_update: Whether sums of gradients go to those alone who were to get them when they were summed.
-        find_server: Where the rank of the same position of a member serves its state.
-        probe: Told of each piece that has come.
+        contents: The partitions of `optimizer` as bytes, by their numbers.
+        bytes_per_s: Rate limit over all copies of this rank.
+        awaits_update: Whether summed gradients go only to the groups that were to receive them when they were summed.
+        find_server: Finds the piece server of the member's rank at the same position.
     """
 
     def __init__(
@@ -62,27 +59,25 @@ class SliceRepairs:
         self._probe = probe
         self._error: Exception | None = None  # that ended the thread
         self._copying = Copying(member, lambda number: contents[number].num_pieces)
-        self._servers: dict[Member, Address] = {}  # of all who are asked for pieces
+        self._servers: dict[Member, Address] = {}  # of the donors
         self._bytes_per_s = bytes_per_s
         self._awaits_update = awaits_update
         self._bucket: TokenBucket | None = None
         self._earned_at_s: float | None = None
         self._client: tuple[Member, PieceClient] | None = None
-        self._lock = threading.Lock()  # over what both threads use; held while a piece is installed
+        self._lock = threading.Lock()  # guards what both threads use; held to install a piece
         self._wake = threading.Event()
 
     # ---------------------------------------------------------------------------------------------- the main thread
 
     def run_in_background(self) -> None:
-        """Begins to make copies as soon as any are assigned, until the process ends."""
+        """Starts the thread that makes assigned copies until the process ends."""
         threading.Thread(target=self._run, name="repair", daemon=True).start()
 
     def assign(self, action: StartRepairs) -> None:
-        """Makes these copies from now on, and lets go of what is neither hosted nor asked for.
+        """Replaces the copies to be made, and drops partitions that are neither hosted nor to be copied.
 
-        Raises:
-            ValueError: The log says that slices are hosted here whose state is not, in a run that is under way. At the
-                start of one it begins here.
+        Partitions hosted without their state begin here at the start of a run. Later, that raises `ValueError`.
         """
         hosted = {SliceId(number) for number, row in enumerate(action.hosts) if self._member in row}
         with self._lock:
@@ -98,10 +93,9 @@ class SliceRepairs:
         self._wake.set()
 
     def whole(self) -> dict[SliceId, bool]:
-        """Of the slices that the group is to copy, ascending, those whose copy is whole on this rank.
+        """Whether each partition that the group is to copy is whole on this rank, ascending.
 
-        Raises:
-            Exception: What has ended the thread that copies.
+        Raises the exception that ended the background thread, if any.
         """
         if self._error is not None:
             raise self._error
@@ -109,17 +103,15 @@ class SliceRepairs:
             return self._copying.whole()
 
     def made(self, number: SliceId) -> WholeCopy:
-        """The copy of a slice that is whole."""
         with self._lock:
             return self._copying.made(number)
 
     @property
     def step(self) -> int:
-        """Committed steps that the slices held here have seen."""
+        """Committed steps in the partitions held here."""
         return self._optimizer.num_updates
 
     def num_bytes(self, number: SliceId) -> int:
-        """The state of a slice on this rank."""
         return self._contents[number].num_bytes
 
     # ------------------------------------------------------------------------------------------- the thread of its own
@@ -134,14 +126,7 @@ class SliceRepairs:
             self._error = error
 
     def work(self, now_s: float) -> float | None:
-        """Fetches and installs a piece, if it is time.
-
-        Args:
-            now_s: The present time.
-
-        Returns:
-            Seconds until there is more to do; None if there is nothing until more is assigned.
-        """
+        """Fetches a piece if it is time. Returns the seconds until there is more to do; None if nothing is assigned."""
         with self._lock:
             job = self._copying.next()
             server = None if job is None else self._servers[job[0].donor]
@@ -170,7 +155,7 @@ class SliceRepairs:
         return 0.0
 
     def _copy(self, repair: Repair, index: int, server: Address) -> None:
-        """One piece, unless it is of another step by the time it is here, or nobody asks for it any more."""
+        """Copies one piece; drops it if the step has changed meanwhile or the copy is not wanted any more."""
         content = self._contents[repair.slice]
         step = self._optimizer.num_updates
         data = self._connected(repair.donor, server).fetch(content.name, step, content.piece(index))
@@ -192,14 +177,7 @@ class SliceRepairs:
 
 
 class GroupRepairs:
-    """One rank's part in the copies of its group.
-
-    Args:
-        repairs: The copies of this rank.
-        agreement: The group's voice.
-        journal: The rank's journal; only leaders write here.
-        probe: Told what the rank is about.
-    """
+    """One rank's part in its group's copies: agrees on those that are whole, and journals them."""
 
     def __init__(
         self, *, repairs: SliceRepairs, agreement: GroupAgreement, journal: JournalWriter, probe: RankProbe
@@ -212,7 +190,7 @@ class GroupRepairs:
         self._moving: frozenset[SliceId] = frozenset()  # to this group
 
     def start(self, action: StartRepairs) -> None:
-        """Makes these copies from now on; they are all that any group is to make."""
+        """Assigns these copies, which are all that any group is to make."""
         member = self._agreement.member
         self._repairs.assign(action)
         self._told &= frozenset(self._repairs.whole())
@@ -227,10 +205,7 @@ class GroupRepairs:
             self._journal.write(record)
 
     def restored(self) -> tuple[SliceId, ...]:
-        """The slices that the group was to copy and whose copies are whole on all of its ranks.
-
-        Collective over: all ranks of the group.
-        """
+        """The group's copies that are whole on all of its ranks. Collective over: all ranks of the group."""
         here = self._repairs.whole()
         if not here:
             return ()

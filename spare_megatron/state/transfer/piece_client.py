@@ -1,4 +1,4 @@
-"""Asks a rank of another group for pieces of its state."""
+"""Fetches pieces of state from a rank of another group."""
 
 import errno
 import os
@@ -21,19 +21,18 @@ from spare_megatron.process.piece_wire import (
 
 
 class PieceClient:
-    """A connection to one server. For one thread.
+    """A connection to one piece server, for one thread.
 
     Args:
-        address: The server's.
         timeout_s: Longest wait for each piece.
-        connect_timeout_s: Longest wait for the connection, and for the greeting, which is sent at once; as long as for
-            a piece if absent.
-        is_over: Whether the server is of no use any more, as one of a lost group. Looked at every LOOK_S in each of
-            these waits, which it ends: a machine without power closes no connection.
+        connect_timeout_s: Longest wait for the connection, and for the greeting, which is sent at once; default
+            timeout_s.
+        is_over: Whether the server is of no use any more, such as one of a lost group. Ends every wait, in which it is
+            polled every LOOK_S: a machine without power closes no connection.
 
     Raises:
-        TurnedAway: The server has too much to do now.
-        TransferBroken: Nobody is there, or it is over.
+        TurnedAway: The server is busy.
+        TransferBroken: No server answers, or it is over.
     """
 
     def __init__(
@@ -56,13 +55,7 @@ class PieceClient:
         self._channel = Channel(self._connection, address.token, nonce, timeout_s, is_over)
 
     def fetch(self, name: str, step: int, piece: Piece) -> memoryview:
-        """The piece of the state of this name, as of this step.
-
-        Raises:
-            WrongStep: The state there is of another step.
-            NotOffered: It is not to be had there.
-            TransferBroken: The connection is of no use any more.
-        """
+        """The piece of the state of this name and step. Raises `WrongStep`, `NotOffered` or `TransferBroken`."""
         return self._channel.ask(Request(name=name, step=step, piece=piece))
 
     def close(self) -> None:
@@ -70,11 +63,7 @@ class PieceClient:
 
 
 def _connect(address: Address, timeout_s: float, is_over: Callable[[], bool]) -> socket.socket:
-    """A connection to the server.
-
-    Raises:
-        TransferBroken: There is none in time, or it is over.
-    """
+    """A connection to the server. Raises `TransferBroken` if there is none in time, or it is over."""
     connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
     try:
         connection.setblocking(False)
@@ -91,11 +80,7 @@ def _connect(address: Address, timeout_s: float, is_over: Callable[[], bool]) ->
 
 
 def _await_connection(connection: socket.socket, timeout_s: float, is_over: Callable[[], bool]) -> None:
-    """Returns when the connection stands or has failed.
-
-    Raises:
-        TimeoutError: Neither has happened in time, or it is over.
-    """
+    """Waits until the connection stands or has failed. Raises `TimeoutError` if it is late or over."""
     ready = select.poll()
     ready.register(connection, select.POLLOUT)
     end_s = time.monotonic() + timeout_s

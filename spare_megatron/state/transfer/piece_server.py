@@ -20,32 +20,27 @@ from spare_megatron.process.piece_wire import (
 )
 
 _MOST_CONNECTIONS = 64
-"""Served at a time; more are turned away. A rank is the donor of a few."""
+"""Connections at a time; more are turned away. A rank is the donor of a few others."""
 _PAUSE_S = 0.05
-"""After a client that could not be let in: descriptors may be there again."""
+"""After a failed accept: file descriptors may be available again."""
 _IDLE_S = 60.0
-"""A client that asks for nothing for so long is gone."""
+"""A client that requests nothing for this long is dropped."""
 
 
 class Source(Protocol):
-    """What is served. Read by several threads."""
+    """The state that is served. Several threads read it."""
 
     def read(self, name: str, step: int, piece: Piece) -> bytes:
         """The piece of the state of this name, as of this step.
 
-        Raises:
-            WrongStep: The state is of another step.
-            NotOffered: There is none of this name, or it has no such range.
+        Raises `WrongStep` if the state is of another step, `NotOffered` if the name or the range is unknown.
         """
 
 
 class PieceServer:
-    """The server of one rank. Its threads are daemons: they end with the rank at the latest.
+    """The server of one rank, on a free port. Its threads are daemons: they end with the process at the latest.
 
-    Args:
-        host: IP address of this machine to listen on; the port is a free one.
-        source: What is served.
-        timeout_s: Longest wait for a client to take an answer.
+    `timeout_s` is the longest wait for a client to take an answer.
     """
 
     def __init__(self, host: str, source: Source, timeout_s: float) -> None:
@@ -56,7 +51,7 @@ class PieceServer:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._serving: list[threading.Thread] = []  # also those that have let go of their connection, and yet to end
+        self._serving: list[threading.Thread] = []  # some may have closed their connection, and be about to end
         self._is_closed = False
         self._accepting = threading.Thread(target=self._accept, name="pieces", daemon=True)
 
@@ -69,7 +64,7 @@ class PieceServer:
             self._is_closed = True
             open_now, serving = set(self._connections), self._serving
         for connection in (self._listener, *open_now):
-            with contextlib.suppress(OSError):  # the other side was faster
+            with contextlib.suppress(OSError):  # the client was faster
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in (self._accepting, *serving):
             thread.join()

@@ -1,4 +1,4 @@
-"""The digests of a group's state, as its ranks agree on them, its journal has them and its votes say them."""
+"""Digests of a group's state: its ranks agree on them, its journal records them, its votes carry them."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -18,16 +18,10 @@ from spare_megatron.voting.agreement import GroupAgreement
 
 
 class StateDigests:
-    """One rank's part in them.
+    """One rank's part in its group's digests.
 
-    Args:
-        trainer: The rank's part of the model.
-        agreement: The group's voice.
-        journal: The rank's journal; only leaders write here.
-        probe: Told what the rank is about.
-        every_steps: Steps between comparisons of the state of all groups; 0 for those after a recovery and at the end
-            only.
-        hosted: The slices that the group hosts at first, where there are any.
+    `every_steps` is the number of steps between regular comparisons; 0 compares only after recoveries, for saves and at
+    the end. `hosted` are the state partitions that the group hosts at first.
     """
 
     def __init__(
@@ -47,43 +41,36 @@ class StateDigests:
         self._every_steps = every_steps
         self._hosted = frozenset(hosted)
         self._copying: frozenset[SliceId] = frozenset()
-        self._unproven: frozenset[SliceId] = frozenset()  # copied since all hosts were last compared
+        self._unproven: frozenset[SliceId] = frozenset()  # copied, and not yet compared with all hosts
         self.value = Digests()
-        """What is known of the state; empty where it is not compared."""
+        """Digests of the present state; empty where it is not compared."""
         self._hashing: Future[str] | None = None
         self._copied_from: GroupId | None = None
         self.is_wanted = False
-        """Whether state is compared in any case as soon as it is held: after a loss, to save, before hosts let go."""
-        self._after_save = 0  # steps after which what comes of saved state is compared
+        """Compare as soon as all parameters are here: after a loss, for a save, before a host drops a copy."""
+        self._after_save = 0  # committed steps after the update that follows a save
 
     def host(self, action: StartRepairs) -> None:
-        """The group hosts other slices from now on."""
+        """The group hosts other partitions from now on."""
         member = self._agreement.member
         hosted = frozenset(SliceId(number) for number, row in enumerate(action.hosts) if member in row)
-        # Whatever else comes to be hosted begins here, at the start or from a checkpoint.
+        # State that is hosted anew without a copy begins here, at the start or from a checkpoint.
         self._unproven = (self._unproven | (hosted - self._hosted) & self._copying) & hosted
         self._hosted = hosted
         self._copying = frozenset(copy.slice for copy in action.copies if copy.receiver == member)
         self.is_wanted |= action.is_compared
 
     def proven(self, copies: Iterable[SliceCopy]) -> None:
-        """A commit says that these have been compared."""
+        """A commit says that these copies have been compared."""
         member = self._agreement.member
         self._unproven -= {copy.slice for copy in copies if copy.member == member}
 
     def check_saved(self, step: int, num_restarts: int, *, has_params: bool, is_last: bool) -> None:
-        """The next vote compares the state that is saved after this many steps, and one compares what comes of it.
+        """Has the state saved after `step` committed steps compared twice: in the next vote and after the next update.
 
-        What is wrong in the optimizer's moments shows in the parameters one update later, and so does what changes in
-        this state while it is copied. After the last step there is no update, and moments are compared themselves.
-
-        Collective over: all ranks of the group.
-
-        Args:
-            step: The steps.
-            num_restarts: Of the run.
-            has_params: Whether the group has all parameters; else they are compared when they are together.
-            is_last: Whether the run has no further steps.
+        Wrong optimizer moments show in the parameters one update later, and so does state that changed while it was
+        copied. After the last step (`is_last`) there is no update, and moments are compared themselves. Parameters that
+        are lacking (`has_params`) are compared once they are here. Collective over: all ranks of the group.
         """
         self._after_save = step + 1
         if not has_params:
@@ -98,7 +85,7 @@ class StateDigests:
         self.value = Digests()
 
     def hold(self, step: int, num_restarts: int) -> None:
-        """All parameters are those after this many steps. The next vote compares them if due or wanted.
+        """All parameters are those after `step` committed steps; the next vote compares them if due or wanted.
 
         Collective over: all ranks of the group.
         """
@@ -109,10 +96,7 @@ class StateDigests:
         self.is_wanted = False
 
     def take(self) -> None:
-        """Takes the digests of the state as it is.
-
-        Collective over: all ranks of the group.
-        """
+        """Computes the digests of the present state. Collective over: all ranks of the group."""
         hosted, stacked = sorted(self._hosted), self._trainer.stacked
         with self._probe.during(Operation.CHECK):
             own = [self._trainer.params_sha256()]
@@ -129,22 +113,17 @@ class StateDigests:
         )
 
     def hash_rest(self, *, copied_from: GroupId | None = None) -> None:
-        """The next vote tells of all other state, too, where every group holds all of it.
+        """The next vote also carries a digest of all other state, where every group holds all of it.
 
-        It is hashed beside the training until that vote, and does not change before the update after it.
-
-        Args:
-            copied_from: The group that it has just been taken over from.
+        A thread hashes it until that vote; it does not change before the update after that. `copied_from` names its
+        donor.
         """
         if self._trainer.stacked is None:
             self._hashing = _in_background(self._trainer.rest_of_state().sha256)
             self._copied_from = copied_from
 
     def told(self) -> Digests:
-        """What the next vote says of the state.
-
-        Collective over: all ranks of the group.
-        """
+        """The digests for the next vote. Collective over: all ranks of the group."""
         if self._hashing is not None:
             with self._probe.during(Operation.CHECK):
                 own = self._hashing.result()
@@ -155,7 +134,7 @@ class StateDigests:
         return self.value
 
     def write(self, step: int, num_restarts: int) -> None:
-        """Journals them as those after this many committed steps of a run that has started again so often."""
+        """Journals the digests as those after `step` committed steps of a run with so many restarts."""
         if self._agreement.is_leader:
             record = ParamsRecord(
                 group=self._agreement.member.group,
@@ -167,16 +146,13 @@ class StateDigests:
             self._journal.write(record)
 
     def check(self, step: int, num_restarts: int) -> None:
-        """Takes and journals them.
-
-        Collective over: all ranks of the group.
-        """
+        """Computes and journals the digests. Collective over: all ranks of the group."""
         self.take()
         self.write(step, num_restarts)
 
 
 def _in_background(work: Callable[[], str]) -> Future[str]:
-    """What the work gives or raises, done by a thread that keeps no process from ending."""
+    """Runs the work in a daemon thread."""
     future: Future[str] = Future()
 
     def run() -> None:

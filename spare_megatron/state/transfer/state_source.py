@@ -1,4 +1,4 @@
-"""What a rank lets others read of its state: whole pieces of one step, never one that is changing."""
+"""The state that a rank lets others read: whole pieces of one step, never while it changes."""
 
 import contextlib
 import threading
@@ -12,24 +12,16 @@ from spare_megatron.stacking.layout import SliceId
 
 
 class Content(Protocol):
-    """Something to be read in pieces."""
+    """State that is read in pieces."""
 
     num_bytes: int
 
     def read(self, piece: Piece) -> bytes:
-        """The bytes of the piece.
-
-        Raises:
-            NotOffered: It is not here now.
-        """
+        """The bytes of the piece. Raises `NotOffered` if they are not here now."""
 
 
 class StateSource:
-    """The state of one rank between two updates; a `piece_server.Source`.
-
-    Args:
-        always: What may be read after every update.
-    """
+    """The state of one rank between two updates; a `piece_server.Source`. `always` is readable after every update."""
 
     def __init__(self, always: Mapping[str, Content] | None = None) -> None:
         self._always = always or {}
@@ -38,16 +30,16 @@ class StateSource:
         self._offered: dict[str, Content] = {}
 
     def offer(self, step: int, contents: Mapping[str, Content]) -> None:
-        """Lets these be read, which are the state after this many steps, until it changes."""
+        """Offers these contents, the state after `step` committed steps, until it changes."""
         with self._lock:
             self._step = step
             self._offered = dict(contents)
 
     @contextlib.contextmanager
     def changing(self, step: int) -> Iterator[None]:
-        """Inside the block nobody reads, and after it the state is that after this many steps.
+        """Blocks readers inside the block, after which the state is that after `step` committed steps.
 
-        It is entered as soon as the pieces have been copied that are being read.
+        Entering waits for pieces that are being read, and withdraws what was offered.
         """
         with self._lock:
             self._offered = {}
@@ -65,12 +57,7 @@ class StateSource:
 
 
 class SliceContent:
-    """The state of one slice; a `state_source.Content`. Its pieces are the optimizer's, and only whole ones are read.
-
-    Args:
-        optimizer: The rank's slices.
-        number: The slice.
-    """
+    """The state of one partition; a `Content`. Its pieces are the optimizer's, and only whole ones are read."""
 
     def __init__(self, optimizer: StackedOptimizer, number: SliceId) -> None:
         self._optimizer = optimizer
@@ -79,7 +66,6 @@ class SliceContent:
 
     @property
     def name(self) -> str:
-        """By which it is asked for."""
         return f"slice-{self._number}"
 
     @property
@@ -87,26 +73,22 @@ class SliceContent:
         return self._optimizer.slices.num_pieces(self._number)
 
     def piece(self, index: int) -> Piece:
-        """The bytes of one of its pieces."""
+        """The byte range of one of its pieces."""
         place = self._optimizer.slices.place(self._number, index)
         return Piece(place.start * self._optimizer.element_bytes, place.stop * self._optimizer.element_bytes)
 
     def read(self, piece: Piece) -> bytes:
-        """The bytes of a piece.
-
-        Raises:
-            NotOffered: The slice is not hosted here, or it has no such piece.
-        """
+        """The bytes of a piece. Raises `NotOffered` if the partition is not hosted here or has no such piece."""
         index = piece.start // self.piece(0).size
         if self._number not in self._optimizer.hosted or piece != self.piece(index):
             raise NotOffered(f"slice {self._number}, {piece}")
         return self._optimizer.read_piece(self._number, index).data
 
     def install(self, index: int, step: int, data: bytes) -> bool:
-        """Takes over a piece as of a step; False if that is not the present one, and nothing is changed."""
+        """Installs a piece as of a step; False, changing nothing, if the state here is of another step."""
         return self._optimizer.install_piece(self._number, index, PieceState(num_updates=step, data=data))
 
 
 def slice_contents(optimizer: StackedOptimizer) -> list[SliceContent]:
-    """All slices, whoever hosts them, by their numbers."""
+    """All state partitions by number, hosted here or not."""
     return [SliceContent(optimizer, SliceId(number)) for number in range(optimizer.slices.num_slices)]

@@ -1,4 +1,4 @@
-"""A group that is admitted has its state confirmed by others."""
+"""Copies state to groups that are admitted, and has it confirmed by the other groups."""
 
 import contextlib
 import threading
@@ -24,31 +24,23 @@ _VOTE_POLL_S = 0.005
 
 
 NO_DIGEST = "lacking"
-"""What a group tells newcomers that lacks parameters itself: none will come."""
+"""A group that lacks parameters publishes this for the newcomers instead of a digest."""
 
 
 class JoinFailed(Exception):
-    """The group was admitted and could not take the state over. It has nothing to go on with."""
+    """The group could not get the state with which it was to take part."""
 
 
 def confirm(
     digest: str, action: AdmitGroups, head: int, agreement: GroupAgreement, timeout_s: float, probe: RankProbe
 ) -> None:
-    """Makes sure that more than half of those who took part before hold the parameters that were taken over.
+    """Checks that more than half of the groups that took part before hold the copied parameters (`digest`).
 
-    Otherwise the copy of a wrong state could outvote the right ones in the next comparison. Whoever has been lost
-    since the admission has no say: it may never tell.
-
-    Args:
-        digest: Of the parameters taken over.
-        action: The admission.
-        head: Entries of the log folded so far, that of the admission the last.
-        agreement: The group's voice.
-        timeout_s: Longest wait for the others.
-        probe: Told that the rank is there while it waits, and of the end.
+    Otherwise copies of a wrong state could outvote the right ones in the next comparison. Groups that were lost since
+    the admission, the last of the `head` log entries folded, do not count: they may never publish a digest.
 
     Raises:
-        JoinFailed: They do not, or have not said so in time.
+        JoinFailed: They do not, or have not published digests within `timeout_s`.
     """
     end_s = time.monotonic() + timeout_s
     while (verdict := majority_holds(digest, _told(action, head, agreement))) is None:
@@ -62,13 +54,13 @@ def confirm(
 
 
 def _told(action: AdmitGroups, head: int, agreement: GroupAgreement) -> list[str | None]:
-    """What those have told so far who took part before and still do."""
+    """The digests published so far by groups that took part before and still do."""
     left = [member.group for member in action.earlier if not agreement.is_lost(member, head)]
     return agreement.digests(head - 1, left)
 
 
 def majority_holds(digest: str, others: Sequence[str | None]) -> bool | None:
-    """Whether more than half of the others hold the same parameters; None while too few have said so.
+    """Whether more than half of the others hold the same parameters; None while too few digests are known.
 
     >>> [majority_holds("a", others) for others in (["a", None, "a"], ["a", None, "b"], ["b", "b", None])]
     [True, None, False]
@@ -85,22 +77,16 @@ _POLL_S = 0.005
 _LOG_POLL_S = 0.010
 
 _DESCRIPTION, _TENSORS = "description", "tensors"
-"""The two parts of a state, as they are offered."""
+"""Names of the two parts of a state, as they are offered."""
 
 
 class StateTransfer:
     """One rank's part in admitting groups: rank j of a donor gives, rank j of the newcomer takes.
 
-    All who took part before let their state be read, so that the loss of a donor does not cost the newcomer its life.
-    They go on meanwhile: their state does not change before the next update, which needs the newcomer.
+    All groups that took part before offer their state, so that the loss of a donor does not end the newcomer's
+    incarnation. They go on meanwhile: their state does not change before the next update, which needs the newcomer.
 
-    Args:
-        trainer: The rank's part of the model.
-        agreement: The group's voice.
-        source: What others may read of this rank's state.
-        find_server: Where the rank of the same position of a member serves its state.
-        timeout_s: Longest wait for a donor to come so far, and for each piece of its state.
-        probe: Told before a transfer begins, and that the rank is there while it waits.
+    `timeout_s` is the longest wait for a donor to reach the step, and for each piece of its state.
     """
 
     def __init__(
@@ -121,20 +107,12 @@ class StateTransfer:
         self._probe = probe
 
     def run(self, action: AdmitGroups, head: int, *, has_state: bool) -> Member | None:
-        """Offers the state to those who are admitted, or takes it, if this group is one of them.
+        """Offers the state to the groups that are admitted or, if this is one of them, takes it.
 
-        Collective over: all ranks of the group.
+        `has_state` says whether all parameters here are those of this step; `head` counts the log entries folded so
+        far. Returns the donor; None if this group took part before.
 
-        Args:
-            action: Who is admitted, and who gives to whom.
-            head: Entries of the log folded so far.
-            has_state: Whether this group has a state to give: all parameters are those of this step.
-
-        Returns:
-            Who has given its state to this group; None if it took part before.
-
-        Raises:
-            JoinFailed: The state has not come.
+        Collective over: all ranks of the group. Raises `JoinFailed` if no state has come.
         """
         member, donor = self._agreement.member, None
         if member in (*action.donors, *action.members):
@@ -155,7 +133,7 @@ class StateTransfer:
         self._source.offer(step, {_DESCRIPTION: LengthFirst(state.description), _TENSORS: tensors})
 
     def _take(self, action: AdmitGroups, head: int) -> Member:
-        """Takes the state of the first who gives it to all ranks of the group: whose it is goes into their vote."""
+        """Takes the state of the first donor that gives it to all ranks of the group: the vote names one donor."""
         failure = ""
         for donor in in_order_to_give(action, self._agreement.member):
             fetch = self._fetch_from(donor, action.step, head)
@@ -168,17 +146,17 @@ class StateTransfer:
             why = fetch.failure if fetch.state is None else "another rank of this group could not take it"
             failure = f"group {donor.group} has not given its state: {why}"
             say(failure)
-            del fetch  # there is no room for a second state
+            del fetch  # memory has no room for a second state
             if self._agreement.is_lost(self._agreement.member, head):
                 break
         raise JoinFailed(failure)
 
     def _fetch_from(self, donor: Member, step: int, head: int) -> "_Fetch":
-        """What has come from this donor. It is left as soon as the log says that it is lost."""
+        """Fetches from this donor, and gives up as soon as the log says that it is lost."""
         fetch = _Fetch(self._find_server(donor), step, self._trainer, self._timeout_s, self._probe)
         fetch.start()
         ask_log_at_s = 0.0
-        # Until it has ended: it may still write where the state of another is to go.
+        # Until the thread has ended: it may still write where another donor's state is to go.
         while fetch.is_alive():
             fetch.join(_POLL_S)
             self._probe.progress()
@@ -191,10 +169,8 @@ class StateTransfer:
 class _Fetch(threading.Thread):
     """Fetches the state of another rank into this one's tensors, beside the main thread.
 
-    Attributes:
-        state: The state, when all of its bytes are here.
-        failure: Why they are not, for people.
-        is_left: Set by the main thread: the other rank's group is lost.
+    `state` is None until all bytes are here; `failure` says why they are not. The main thread sets `is_left` when the
+    donor is lost.
     """
 
     def __init__(
@@ -227,7 +203,7 @@ class _Fetch(threading.Thread):
             self.failure = "it is lost" if self.is_left else str(error)
 
     def _description(self, client: PieceClient) -> bytes:
-        """All but the tensors, as soon as the donor has come so far."""
+        """All but the tensors, as soon as the donor has reached the step."""
         end_s = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -248,7 +224,7 @@ class _Fetch(threading.Thread):
 
 
 class _Told:
-    """Content that a probe is told of before the first of it is given."""
+    """Content that calls a probe before its first piece is read."""
 
     def __init__(self, content: Content, probe: Callable[[FaultPoint], None]) -> None:
         self._content = content
@@ -262,7 +238,7 @@ class _Told:
 
 
 class LengthFirst:
-    """Bytes to be read in pieces by who does not know how many they are.
+    """Bytes with their length in front, for readers that do not know it.
 
     >>> content = LengthFirst(b"abc")
     >>> b"".join(content.read(piece) for piece in LengthFirst.pieces(content.read(LengthFirst.PIECE)))
@@ -281,6 +257,6 @@ class LengthFirst:
 
     @classmethod
     def pieces(cls, length: bytes | memoryview) -> Iterator[Piece]:
-        """The pieces of the content, from the bytes that hold its length."""
+        """The pieces of the content, given the bytes that hold its length."""
         for piece in pieces_of(int.from_bytes(length)):
             yield Piece(piece.start + cls.PIECE.stop, piece.stop + cls.PIECE.stop)

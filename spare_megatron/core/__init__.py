@@ -1,5 +1,4 @@
-"""Every decision of a run: the log's entries, events and actions, and the controller that folds them.
+"""The decisions of a run: log entries, events, actions, and the controller that folds the log. Pure.
 
-Pure: no clock, socket, thread or tensor; imports `stacking` alone.
 Start with `controller`, then `entries`, `events` and `actions`.
 """

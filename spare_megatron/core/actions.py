@@ -1,12 +1,8 @@
-"""What the controller says to a driver where the optimizer state is cut into slices (`stacking.state_partitions`).
+"""Actions: what the controller asks a driver to do.
 
-GatherParams follows an update, and StartRepairs a loss, a return or a finished copy. A step counts as done only when
-all parameters are whole: a group that could not gather them computes nothing and says so in its next vote; after the
-Retry all groups gather once more, from the owners that are left, and those groups compute what the others have. After
-the last step AttemptFinish is the vote that says so, and the entry Finish its answer. A slice without a host is a
-wipe-out at once, for nobody can update it. Copies that have become whole are named in votes; the commit that these
-decide makes their members hosts. If that is for a move, the next votes compare all state, and the commit that they
-decide has the donors let go. Where hosts differ (`core.comparison`) all groups gather all parameters anew.
+With state partitions (`stacking.state_partitions`), GatherParams follows every update, and StartRepairs every loss,
+return or finished copy. A step counts as done only when all groups hold all parameters, so the last one is followed by
+AttemptFinish and the entry Finish. How gathers, retries, repairs and moves work together is in docs/protocol.md.
 """
 
 from collections.abc import Mapping
@@ -22,18 +18,15 @@ from spare_megatron.stacking.state_partitions import Hosts, Ownership, Repair, S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
-    """An action: save the parameters and all state after this many committed steps.
+    """Save the parameters and all state after this many committed steps.
 
     Attributes:
-        step: The committed steps.
-        member: Who saves: everything, or all but slices.
-        voters: Who takes part then, and may be writing an earlier checkpoint.
-        epoch: Number of the set of groups.
-        cadence: Why now, where the run decides by what it has measured.
-        hosts: For each slice of the optimizer's state, who holds it; none where everybody has all state.
-        owners: For each slice, the host that is to write it (`core.partition_saves`).
-        is_last: The run has no further steps.
-        doubtful: Steps after which something was saved that is not known to be right; this is one of them.
+        member: The group that saves everything, or everything but the state partitions.
+        voters: The groups that take part then and may still be writing an earlier checkpoint.
+        cadence: The interval that made it due, if the run derives it from measurements.
+        hosts: For each state partition, its hosts; empty if every group holds all state.
+        owners: For each state partition, the host that is to write it (`core.partition_saves`).
+        doubtful: Steps of saved checkpoints that are not known to be valid, this one included.
     """
 
     step: int
@@ -49,14 +42,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefuseCheckpoint:
-    """An action: see to it that nobody begins with this checkpoint, for it holds state that was found to be wrong.
-
-    Attributes:
-        step: Committed steps that it holds.
-        member: Who has saved it, or is about to.
-        epoch: Number of the set of groups then.
-        reason: What was wrong.
-    """
+    """Make sure that no run starts from this checkpoint of `member`: it holds state that is or may be wrong."""
 
     step: int
     member: Member
@@ -66,15 +52,13 @@ class RefuseCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeSnapshot:
-    """An action: the holders copy the state after this many committed steps.
+    """The holders copy the state after this many committed steps, the last by `attempt`, to their nodes' memory.
 
     Attributes:
-        step: The steps.
-        attempt: Of the last one's commit.
-        previous: Of the snapshot before, the only one that is kept; -1 if there is none.
-        settled_by: The copy is made before the update that makes so many committed steps.
-        holders: For each rank position the groups that keep it.
-        slice_holders: For each slice the groups all of whose ranks keep it.
+        previous: Attempt of the snapshot before, the only one to keep; -1 if there is none.
+        settled_by: The copy is made before the update that makes this many committed steps.
+        holders: For each rank position, the groups that keep it.
+        slice_holders: For each state partition, the groups all of whose ranks keep it.
     """
 
     step: int
@@ -87,17 +71,12 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherParams:
-    """Gather all parameters over the cross-group communicator, unless this group has them.
+    """Gather all parameters after `step` committed steps from the owners of the state partitions.
 
-    Every member takes part, also those that have them. Where it breaks, or the log goes on, the group lacks parameters:
-    it skips what needs them, and says so in its next vote. Whoever sees it break says so at once, and all others, who
-    would have to do it again in any case, give it up.
-
-    Attributes:
-        step: Committed steps that they hold.
-        owners: For each slice, who sends it.
-        is_anew: Nobody has them: those that were gathered may come from an owner that was put out for wrong ones. The
-            next vote compares them again.
+    Collective over: all members, including those that have the parameters. If it fails or the log advances, the group
+    lacks parameters: it skips work that needs them and reports that in its next vote. A group that sees a failure
+    announces it at once, and the others, which would have to repeat the gather anyway, abandon it. `is_anew`: no group
+    has valid parameters, because an owner was fenced for wrong ones; the next vote compares them again.
     """
 
     step: int
@@ -107,15 +86,15 @@ class GatherParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRepairs:
-    """Make these copies in the background; they take the place of all that were to be made before.
+    """Make these copies in the background; replaces all earlier requests.
 
     Attributes:
-        repairs: Those that are missing, the most urgent first.
-        hosts: For each slice, who holds the whole state. Whoever is neither a host of a slice nor to copy it lets go of
-            what it has of it.
-        moves: Copies that take the place of their donors', those included that are made and about to be compared.
-        first_step: Committed steps that state must have seen to go into a copy that was not asked for before: gradients
-            of the step under way may have been summed without its receiver (`stacking.state_partitions`).
+        repairs: Missing copies, the most urgent first.
+        hosts: For each state partition, its hosts. A group drops what it has of a partition that it neither hosts nor
+            is to copy.
+        moves: Copies that replace those of their donors, including complete ones that are about to be compared.
+        first_step: Committed steps that state must include to enter a copy that was not requested before: gradients of
+            the step under way may have been summed without its receiver (`stacking.state_partitions`).
     """
 
     repairs: tuple[Repair, ...]
@@ -130,12 +109,12 @@ class StartRepairs:
 
     @property
     def copies(self) -> tuple[Repair, ...]:
-        """What is still to be copied, the most urgent first."""
+        """The copies still to be made, the most urgent first."""
         return (*self.repairs, *(move for move in self.moves if not self._is_made(move)))
 
     @property
     def is_compared(self) -> bool:
-        """Whether the next vote compares all state: nobody lets go of a slice for a copy that may differ."""
+        """Whether the next vote compares all state: no donor releases its copy for one that may differ."""
         return any(map(self._is_made, self.moves))
 
     def _is_made(self, move: Repair) -> bool:
@@ -146,13 +125,7 @@ class StartRepairs:
 class AttemptFinish:
     """Vote on the state after the last step, so that the run can end. Nothing is computed or reduced.
 
-    On whether this group holds all parameters, and what is in the checkpoint that was taken of it.
-
-    Attributes:
-        step: Committed steps.
-        attempt: The attempt.
-        voters: All groups that are left, each with its incarnation.
-        plan_digest: Digest of the work of the last step, for the vote.
+    The vote says whether this group holds all parameters and carries digests of what the last checkpoint contains.
     """
 
     step: int
@@ -162,12 +135,9 @@ class AttemptFinish:
 
 
 class CheckpointCandidate(NamedTuple):
-    """A checkpoint that lacks nothing at a glance: its manifest is what was written, and all files have their sizes.
+    """A checkpoint that looks complete: its manifest is as written, and all files have the right sizes.
 
-    Attributes:
-        step: Committed steps that it holds.
-        num_files: Of the manifest, which go by their numbers in the order of their names.
-        digest: Of the manifest: what others have read counts for the same files alone.
+    Files are numbered in the order of their names. What other groups read counts only for the same manifest digest.
     """
 
     step: int
@@ -176,14 +146,9 @@ class CheckpointCandidate(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a group has read of a checkpoint, each file from its first to its last byte.
+    """Files of a checkpoint, by number, that a group has read completely and found whole or damaged.
 
-    Attributes:
-        offer: The checkpoint.
-        whole: Files that are what was written.
-        damaged: Files that are not.
-        reason: What is wrong with the first of these.
-        num_bytes: Read so far, also of files that are under way.
+    `reason` describes the first damaged one; `num_bytes` includes files in progress.
     """
 
     offer: CheckpointCandidate
@@ -195,12 +160,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadFiles:
-    """Read these files of a checkpoint against what was written, unless that is done.
-
-    Attributes:
-        offer: The checkpoint.
-        numbers: The files.
-    """
+    """Verify these files of a checkpoint, by their numbers, against its manifest, unless that is done."""
 
     offer: CheckpointCandidate
     numbers: tuple[int, ...]
@@ -208,25 +168,20 @@ class ReadFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithdrawOffers:
-    """Do not offer these checkpoints any more, but earlier ones.
-
-    Attributes:
-        reasons: Why not.
-    """
+    """Stop offering these checkpoints, for these reasons, and offer earlier ones."""
 
     reasons: Mapping[CheckpointCandidate, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheckpoint:
-    """Take over the checkpoint after this many committed steps; 0: the parameters with which the run began.
+    """Load the checkpoint after this many committed steps; 0 is the initial parameters of the run.
 
     Attributes:
-        step: The steps.
         rework_steps: Steps that were committed after it and are computed again.
-        hosts: For each slice of the optimizer's state, who takes it over; none where everybody takes all state.
-        snapshot: Instead of a checkpoint the snapshot of this attempt, from the memory of nodes.
-        members: Who takes part from here on, and does the same.
+        hosts: For each state partition, the members that load it; empty if every group loads all state.
+        snapshot: Load the snapshot of this attempt from node memory instead of a checkpoint.
+        members: The groups that take part from here on; all of them load.
     """
 
     step: int
@@ -241,19 +196,11 @@ class LoadCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptReduce:
-    """Reduce over these groups what is not kept, out of place, and vote on it.
+    """Reduce all sums that are not kept over these groups, out of place, and vote on the result.
 
-    A group that lacks parameters lets go of the communicator instead, so that no other waits for it, and votes at once.
-
-    Attributes:
-        step: The step.
-        attempt: The attempt.
-        epoch: Number of the set of groups.
-        members: The groups, ascending.
-        voters: The same, each with its incarnation.
-        plan_digest: Digest of all the work that the step consists of, for the vote.
-        kept: For each rank of a group, the first buckets whose sums stay as they are.
-        ownership: Who holds which slice, where there are any.
+    Collective over: `members`. A group that lacks parameters drops the communicator instead, so that no other waits for
+    it, and votes at once. `voters` are the members with their incarnations, `plan_digest` covers all the work of the
+    step, and `kept` is the number of leading buckets, for each rank of a group, whose sums stay as they are.
     """
 
     step: int
@@ -270,13 +217,9 @@ class AttemptReduce:
 class ComputeStep:
     """Start a step from zero sums and compute this group's part of the plan, unless that is done.
 
-    A plan comes again, and the patches after it, where some group lacked the parameters to compute it. Their digests
-    tell which of them this group has computed. A group that lacks parameters computes none.
-
-    Attributes:
-        plan: The plan.
-        into: The attempt that the sums go into; parts of them may leave as soon as they are complete. None where a
-            patch follows.
+    If some group lacked the parameters to compute it, the plan and its patches are sent again; their digests show what
+    this group has computed. A group that lacks parameters computes nothing. `into` is the attempt that complete buckets
+    may enter during the computation; None if a patch follows.
     """
 
     plan: StepPlan
@@ -285,12 +228,7 @@ class ComputeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePatch:
-    """Add this group's part of the patch to the step's local sums, as far as they are not kept, unless that is done.
-
-    Attributes:
-        plan: The patch.
-        into: As in `ComputeStep`.
-    """
+    """Add this group's part of the patch to those local sums that are not kept, unless that is done."""
 
     plan: StepPlan
     into: AttemptReduce | None
@@ -298,13 +236,9 @@ class ComputePatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildCommunicator:
-    """Let go of the cross-group communicator and begin to build this one; the next attempt uses it.
+    """Drop the cross-group communicator and start to build this one for the next attempt. Collective over: `members`.
 
-    Attributes:
-        key: Index of the log entry that made the one before useless, so that no name is ever used twice;
-            -1 for the first.
-        epoch: Number of the set of groups.
-        members: The groups it connects, ascending.
+    `key` is the index of the log entry that made the previous one useless (-1 for the first): names never repeat.
     """
 
     key: int
@@ -314,12 +248,9 @@ class BuildCommunicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadVotes:
-    """Leaders that are to read them: report the votes on this attempt, if all who are left may have voted.
+    """Leaders that read votes: report those on this attempt once the `num_left` remaining voters may have voted.
 
-    Attributes:
-        attempt: The attempt.
-        voters: Who began it, also those who were lost since.
-        num_left: How many were not.
+    `voters` are all that began the attempt.
     """
 
     attempt: int
@@ -329,7 +260,7 @@ class ReadVotes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendEntry:
-    """Leaders: write this entry at this index unless another stands there."""
+    """Leaders: write this entry at this index, unless another one is there."""
 
     index: int
     entry: Entry
@@ -344,14 +275,9 @@ class ReadEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateModel:
-    """The step is committed: apply the sums of this attempt to the parameters.
+    """The step is committed: apply the sums of this attempt to the parameters and to all copies of state partitions.
 
-    With slices, to every copy that this group has, also to what it has of one that is still being made.
-
-    Attributes:
-        step: The step.
-        attempt: The attempt.
-        proven: Copies of slices that have been compared, whose digests count from here on.
+    That includes received parts of incomplete copies. Digests of `proven` copies count from here on.
     """
 
     step: int
@@ -361,14 +287,7 @@ class UpdateModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitGroups:
-    """These take part from this step on: give them the present state.
-
-    Attributes:
-        step: The step.
-        members: Who takes part now.
-        donors: Who gives the state to each of them: groups that took part before, as many different ones as there are.
-        earlier: All groups that took part before.
-    """
+    """Admit these members from this step on. Each gets the present state from its donor, one of the earlier members."""
 
     step: int
     members: tuple[Member, ...]
@@ -385,20 +304,20 @@ class FinishRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopWipeOut:
-    """These shards (all where no group is left), or these slices, have no surviving host: only a checkpoint helps."""
+    """These shards (all if no group is left) or state partitions have no surviving host: only a checkpoint helps."""
 
     step: int
     shards: tuple[ShardId, ...] = ()
     slices: tuple[SliceId, ...] = ()
     cause: str = ""
-    """Why the last hosts were put out, where they are not lost by themselves."""
+    """Why the last hosts were fenced, if for wrong state."""
     reason: str = ""
-    """Why training does not start again; empty where that is still to be decided."""
+    """Why training does not restart; empty while that is undecided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopHalted:
-    """The groups cannot agree: stop and say why."""
+    """The run cannot go on correctly: stop and say why."""
 
     step: int
     reason: str

@@ -1,39 +1,21 @@
-"""How far one rank is with the buckets of its flat gradient space, and which sums everybody holds.
+"""Progress of one rank through the gradient buckets of an attempt, and which sums every member holds for certain.
 
-The buckets of an attempt are reduced in order, each out of place, and at most `WINDOW` are in flight. While it is not
-certain that every member holds the sum of a bucket, each member keeps its own local sum of it: should the attempt fail,
-what is missing is added to the local sums, and the next attempt reduces them again. From then on the sum takes the
-place of the local sum, and its staging buffer is free.
-
-Nobody has to ask for that certainty. A member whose bucket i is complete has heard from all that they posted i; where
-the sums go to some members alone, a small sum for all that goes along says so. All follow the same rule: who posts i
-has so many buckets complete itself. So these are complete on every member. The rule is that at most `WINDOW` buckets
-are in flight and at most `MAX_STAGED` staged, from the first that may be incomplete somewhere to the one that is
-posted; so it follows from itself, bucket by bucket:
-
-    bucket posted                       0 1 2 3 4 5 6 7 8
-    complete on the member by then      0 0 1 3 4 4 5 7 8
-
-    complete here      0 1 2 3 4 5      6 of them; 5 is complete, so all have posted it, with 4 of them complete
-    complete on all    0 1 2 3          their sums take the place of the local sums
-    staged                     4 5 6    and 7 waits until 6 is complete here, thus 4 on all
-
-Two of four buckets are posted while another is in flight. With four staging buffers all could be, with two none.
-
-The least number of complete buckets over the survivors of a failed attempt is therefore at least what any of them has
-written over its local sums, and every survivor holds the sums of all buckets before it, as far as they go to it
-(`stacking.state_partitions`): they stay, with what a lost group contributed to them.
+Buckets are reduced in order, out of place, at most `WINDOW` in flight and at most `MAX_STAGED` staged. A rank keeps its
+local sum of a bucket until every member must hold the reduced sum; only then does the reduced sum replace it. Bucket i
+being complete proves that all members have posted i, and, since all follow the same rule, how many buckets each of them
+had complete. After a failed attempt all survivors therefore hold every bucket that any of them has overwritten. Proof
+and example: docs/protocol.md.
 """
 
 WINDOW = 2
 """Buckets in flight: one is reduced while the next is copied and connected."""
 
 MAX_STAGED = 3
-"""Staging buffers that a rank needs at most; more than `WINDOW`, or no bucket could be posted that none waits for."""
+"""Staging buffers that a rank needs at most; above `WINDOW`, or two buckets would never be in flight."""
 
 
 def cut(num_elements: int, bucket_elements: int) -> tuple[range, ...]:
-    """The buckets of a flat space: equal but for the last.
+    """The buckets of a flat space, of equal size but for the last.
 
     >>> cut(10, 4)
     (range(0, 4), range(4, 8), range(8, 10))
@@ -43,15 +25,9 @@ def cut(num_elements: int, bucket_elements: int) -> tuple[range, ...]:
 
 
 class BucketWindow:
-    """One rank's progress through the buckets of one attempt.
+    """One rank's progress through the buckets of one attempt, which begins after the `kept` ones of earlier attempts.
 
-    Args:
-        num_buckets: Buckets of the rank's gradient space.
-        kept: Buckets whose sums every survivor holds from earlier attempts; this one begins after them.
-
-    Attributes:
-        num_posted: Buckets that are in flight, complete or kept.
-        num_complete: Buckets whose sums this rank holds, counted from the first.
+    `num_posted` buckets are in flight, complete or kept; the rank holds the sums of the first `num_complete`.
     """
 
     def __init__(self, num_buckets: int, kept: int) -> None:
@@ -65,7 +41,7 @@ class BucketWindow:
 
     @property
     def num_everywhere(self) -> int:
-        """Buckets whose sums every member of the attempt holds for certain."""
+        """Leading buckets whose sums every member of the attempt holds for certain."""
         num_complete = self.num_complete - self._kept
         return self._kept + (self._complete_before[num_complete - 1] if num_complete else 0)
 
@@ -74,25 +50,25 @@ class BucketWindow:
         return self.num_complete == self._num_buckets
 
     def may_post(self, num_ready: int) -> bool:
-        """Whether the next bucket can be sent, of those whose local sums are ready: the first `num_ready`."""
+        """Whether the next bucket may be sent; the local sums of the first `num_ready` are ready."""
         if self.num_posted >= min(num_ready, self._num_buckets):
             return False
         return self.num_complete - self._kept >= self._complete_before[self.num_posted - self._kept]
 
     def post(self) -> int:
-        """Sends the next bucket. Returns which."""
+        """Records the next bucket as sent and returns its index."""
         self.num_posted += 1
         return self.num_posted - 1
 
     def complete(self) -> range:
-        """The first bucket in flight is complete. Returns the buckets that every member holds as of now."""
+        """Records the first bucket in flight as complete; returns the buckets that every member now holds, too."""
         before = self.num_everywhere
         self.num_complete += 1
         return range(before, self.num_everywhere)
 
 
 def _complete_before(num_buckets: int) -> list[int]:
-    """For each bucket of an attempt, how many are complete at least on a member that posts it.
+    """For each bucket of an attempt, the least number of complete buckets on a member that posts it.
 
     >>> _complete_before(9)
     [0, 0, 1, 3, 4, 4, 5, 7, 8]

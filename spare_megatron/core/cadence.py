@@ -1,4 +1,4 @@
-"""When to save: the one rule, for planning and for a run."""
+"""The optimal interval between saves, for planning and for a run."""
 
 from dataclasses import dataclass
 from math import expm1, sqrt
@@ -8,18 +8,15 @@ from scipy.optimize import brentq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """An interval between saves, and all that it follows from.
+    """An interval between saves, and the figures it follows from.
 
     Attributes:
-        interval_s: Seconds from one save to the next.
-        save_s: Seconds that training stands still for a save.
+        save_s: Seconds that training stalls for a save.
         group_interval_s: Mean seconds until a given group is lost.
         absence_s: Mean seconds until a lost group takes part again; None if none does.
-        time_to_wipe_out_s: Mean seconds until some shard has no host, with the groups that are there now; 0 if one has
-            none already: what is committed is saved before the wipe-out that follows.
-        num_losses: Groups lost so far.
-        exposure_s: Seconds that groups have taken part so far, over all of them.
-        num_members: Groups that take part now.
+        time_to_wipe_out_s: Mean seconds until some shard has no host, with the present groups. 0 if one has none
+            already, so that committed steps are saved before the wipe-out that follows.
+        exposure_s: Seconds that groups have taken part so far, summed over groups.
     """
 
     interval_s: float
@@ -33,7 +30,7 @@ class Cadence:
 
 
 _FEW = 1e-6
-"""Of T_s / T_f: below, the series is exact, and the equation would cancel to nothing."""
+"""T_s / T_f below which the series is used: exact there, while the equation would suffer cancellation."""
 
 
 def optimal_cadence_s(save_s: float, mean_time_to_failure_s: float) -> float:
@@ -44,19 +41,14 @@ def optimal_cadence_s(save_s: float, mean_time_to_failure_s: float) -> float:
         t + exp(-t) = 1 + e,   e = T_s / T_f:
 
     the maximum over T_c of the availability (T_c - T_s) / ((T_f + T_r) (exp(T_c / T_f) - 1)), whatever T_r is
-    (`planner.plan`; J. T. Daly, Future Generation Computer Systems 22, 2006). By the Lambert function
-    T_c* = T_s + T_f (1 + W0(-exp(-1 - e))). For rare failures that is near sqrt(2 T_s T_f) (Young, 1974).
+    (`planner.plan`; J. T. Daly, Future Generation Computer Systems 22, 2006). By the Lambert function T_c* = T_s + T_f
+    (1 + W0(-exp(-1 - e))). For rare failures that is near sqrt(2 T_s T_f) (Young, 1974). With s = sqrt(2 e) the root is
+    s + s^2/6 + s^3/36 + s^4/270 + O(s^5): exact to 1e-14 where it is used.
 
     Args:
-        save_s: T_s, seconds that training stands still for one save; above 0.
-        mean_time_to_failure_s: T_f, mean seconds of training and saving until only a checkpoint helps; above 0. A lost
-            group is no failure in this sense, a wipe-out is.
-
-    Raises:
-        ValueError: A time is out of its range.
-
-    Notes:
-        With s = sqrt(2 e) the root is s + s^2/6 + s^3/36 + s^4/270 + O(s^5): exact to 1e-14 where it is used.
+        save_s: T_s, seconds that training stalls for one save; above 0, else ValueError.
+        mean_time_to_failure_s: T_f, mean seconds of training and saving until a wipe-out (not a mere lost group); above
+            0, else ValueError.
 
     >>> round(optimal_cadence_s(60.0, 300.0 * 300), 1)
     3306.5

@@ -1,8 +1,7 @@
-"""The clock of the log: seconds since the run began, the same for everybody who has read the same entries.
+"""When to save checkpoints, decided from the log and its clock, and which ones to keep.
 
-Every commit says the time by its writer's clock, and everybody sets theirs by it. So the time is known to a group that
-has only just read the log, and needs no wall clock. Between a wipe-out and the first commit after it the clock goes on
-for those who know when the wipe-out was found.
+All times are those of the log's clock: seconds since the run began, equal for all processes that have read the same
+entries. Every commit carries the time of its writer and sets the clock of its readers, so no wall clock is needed.
 """
 
 from collections import Counter
@@ -21,10 +20,9 @@ from spare_megatron.stacking.state_partitions import Ownership
 
 
 class LogClock:
-    """One process's reading.
+    """A process's reading of the log's clock; `at_s` is the time of the last commit.
 
-    Attributes:
-        at_s: The time of the last commit.
+    Between commits it advances with the process's own monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -32,11 +30,11 @@ class LogClock:
         self._ahead_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """The run begins, at this time of the process's own monotonic clock."""
+        """The run begins at this time of the process's own monotonic clock."""
         self._ahead_s = -now_s
 
     def set_by(self, at_s: float, now_s: float) -> None:
-        """A commit of this time has been read. The sooner it was, the less of its way is in the difference."""
+        """Sets the clock by a commit of `at_s`, read at `now_s`. The fastest delivery so far has the least error."""
         self.at_s = at_s
         self._ahead_s = max(self._ahead_s, at_s - now_s)
 
@@ -53,29 +51,24 @@ class LogClock:
 
 
 PRIOR_SAVE_S = 1.0
-"""What a save is taken to cost before the first one."""
+"""Assumed cost of a save before the first one."""
 
 LEAST_SAVE_S = 1e-3
-"""With free saves there is no best interval."""
+"""Lower limit of a save's cost: free saves have no best interval."""
 
 
 _LAST_SAVES = 8
 
 _OVERDUE = 5.0
-"""A group that is away for this many times the mean absence is taken not to come back, and nobody else either."""
+"""If a group is away for this many times the mean absence, no lost group is expected back."""
 
 
 class Experience:
-    """Folded by everybody. All times are those of the log's clock.
+    """Losses, absences and saves measured in a run, and the cadence that follows; equal on all ranks.
 
-    Args:
-        group_life_s: Prior mean seconds until a given group is lost.
-        placement: Who hosts what.
-        last_resort: Every group can compute every shard.
-
-    Notes:
-        Losses of a group are a Poisson process whose rate has the prior Gamma(1, group_life_s): it weighs as much as
-        one loss seen in group_life_s. After k losses in the exposure T its mean is (1 + k) / (group_life_s + T).
+    `group_life_s` is the prior of the mean time until a given group is lost. Losses of a group are a Poisson process
+    whose rate has the prior Gamma(1, group_life_s), which weighs as much as one loss seen in group_life_s. After k
+    losses in the exposure T the mean rate is (1 + k) / (group_life_s + T).
     """
 
     def __init__(self, group_life_s: float, placement: Placement, *, last_resort: bool) -> None:
@@ -86,7 +79,7 @@ class Experience:
         self._num_losses = 0
         self._exposure_s = 0.0
         self._is_restarting = False
-        self._step_s = 0.0  # the last that no restart is in
+        self._step_s = 0.0  # the last step without a restart
         self._num_members = 0
         self._lost_at_s: dict[GroupId, float] = {}
         self._absences_s: list[float] = []
@@ -94,7 +87,6 @@ class Experience:
         self._cadence_of: tuple[tuple[object, ...], Cadence] | None = None
 
     def committed(self, at_s: float, num_members: int) -> None:
-        """A step of this many groups is committed."""
         passed_s, self._at_s = at_s - self._at_s, at_s
         if not self._is_restarting:
             self._step_s = passed_s
@@ -102,34 +94,31 @@ class Experience:
         self._exposure_s += self._step_s * num_members
 
     def lost(self, groups: Iterable[GroupId]) -> None:
-        """Groups that took part are lost."""
         for group in groups:
             self._num_losses += 1
             self._lost_at_s[group] = self._at_s
 
     def admitted(self, groups: Iterable[GroupId]) -> None:
-        """Groups take part again."""
         for group in groups:
             if group in self._lost_at_s:
                 self._absences_s.append(self._at_s - self._lost_at_s.pop(group))
 
     def saved(self, stall_s: float) -> None:
-        """A save has ended well."""
         self._saves_s = [*self._saves_s, stall_s][-_LAST_SAVES:]
 
     def restarted(self) -> None:
-        """Training starts again.
+        """Training restarts.
 
-        How long the restart took is not told apart from what its first step and the one that was struck took: they
-        count as one and as half of one like the last before.
+        The duration of the restart is not known separately from that of its first step and of the interrupted one. In
+        the exposure, the first step counts as one step of the last known length, the interrupted one as half of it.
         """
         self._is_restarting = True
         self._exposure_s += 0.5 * self._step_s * self._num_members
         self._lost_at_s.clear()
 
     def cadence(self, members: Collection[GroupId]) -> Cadence:
-        """The best interval with these groups, by all that is known."""
-        # Times change it little from one step to the next: by their square root.
+        """The best interval with these groups, from all measurements."""
+        # The cadence grows only with the square root of times, so a coarse exposure serves as key.
         exposure = int(16 * log2(1 + self._exposure_s / self._group_life_s))
         known = (self._num_losses, len(self._absences_s), self._absence_s() is None, exposure)
         key = (tuple(members), tuple(self._saves_s), known)
@@ -163,7 +152,7 @@ class Experience:
     def _time_to_wipe_out_s(
         self, members: Collection[GroupId], group_interval_s: float, absence_s: float | None
     ) -> float:
-        if self._last_resort:  # until the last is lost, as if nobody came back
+        if self._last_resort:  # until the last group is lost, without returns
             return group_interval_s * sum(1 / left for left in range(1, len(members) + 1))
         mask = self._placement.alive_mask(frozenset(members))
         num_shards = Counter(int(count) for count in mask[self._placement.host_array].sum(axis=1))
@@ -175,19 +164,11 @@ class Experience:
 def superseded(
     steps: Iterable[int], doubtful: Collection[int], keep_last: int, keep_every_steps: int | None
 ) -> frozenset[int]:
-    """The checkpoints that are of no use any more.
+    """Steps of the checkpoints that are no longer needed.
 
-    Only those that are known to be right supersede others. One that is not stays until a later one is: it may turn out
-    to be wrong, and then there is nothing else.
-
-    Checkpoints need not lie at multiples of anything, so one is kept for good out of every `keep_every_steps` steps:
-    the first in each such stretch.
-
-    Args:
-        steps: Committed steps that each checkpoint holds.
-        doubtful: Of these, those that are not known to be right.
-        keep_last: How many of the newest that are right are kept; at least 1.
-        keep_every_steps: Length of the stretches; None keeps only the newest.
+    Only checkpoints known to be right supersede others. A doubtful one stays until a later one is right: it may turn
+    out to be wrong, and then there is nothing else. The newest `keep_last` right ones are kept, and for good the first
+    right one in every stretch of `keep_every_steps` steps, if any.
 
     >>> sorted(superseded([10, 20, 30, 40, 50], [50], 2, None))
     [10, 20]
@@ -206,21 +187,18 @@ def superseded(
 
 
 _FIRST_RETRY = 1 / 8
-"""Of an interval in seconds passes after a save that has failed; with every further failure twice as much, up to the
-whole. Steps that were stated stay as they are.
+"""Share of an interval in seconds until a failed save is repeated.
+
+Doubles with every further failure, up to the whole. Intervals in steps are unaffected.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
-    """When checkpoints are due.
+    """When checkpoints are due: seconds or steps after the last one, or by what the run measures; None is never.
 
-    Attributes:
-        interval_s: Seconds from one checkpoint to the next; None saves at no time.
-        interval_steps: Steps from one checkpoint to the next; None saves after no number of steps.
-        group_life_s: Instead: the best interval by what the run has measured; with this as prior mean time until a
-            given group is lost.
-        saves_last: The last step of the run is saved, too.
+    With `group_life_s`, the prior mean time until a given group is lost, the interval follows from measurements.
+    `saves_last` also saves the last step of the run.
     """
 
     interval_s: float | None = None
@@ -230,14 +208,10 @@ class SavePolicy:
 
 
 class Saves:
-    """What the log has said of saves so far. All times are those of the log's clock.
+    """Saves in the log so far, and when the next is due; never without a policy.
 
-    Args:
-        policy: When they are due; None: never.
-        placement: Who hosts what.
-        first_step: Committed steps with which the run begins.
-        num_steps: Those with which it ends at the latest.
-        last_resort: Every group can compute every shard.
+    The run begins with `first_step` and ends with at most `num_steps` committed steps. `last_resort`: every group can
+    compute every shard.
     """
 
     def __init__(
@@ -249,32 +223,25 @@ class Saves:
         self._last_step = first_step
         self._num_saves = 0
         self._num_failed = 0  # in a row
-        self._share = 1.0  # of an interval in seconds, until the next save
+        self._share = 1.0  # share of an interval in seconds until the next save
         self._under_way: tuple[int, Member] | None = None
         self._gone: set[Member] = set()  # since the last save was begun
         self._lost_since_commit: set[Member] = set()
         self._first_step = first_step
-        self._taken: set[int] = set()  # committed steps, but for what is refused, or undone
-        self._refused: Member | None = None  # who has saved what was refused last
+        self._taken: set[int] = set()  # committed steps, without those refused or undone
+        self._refused: Member | None = None  # writer of the save refused last
         self.void: set[int] = set()
-        """Steps after which was saved what is refused, or undone."""
+        """Steps with a save that is refused or undone."""
         life_s = self._policy.group_life_s
         self._experience = None if life_s is None else Experience(life_s, placement, last_resort=last_resort)
 
     @property
     def saved(self) -> frozenset[int]:
-        """Committed steps of which this training may have checkpoints that are sound, those it began with included."""
+        """Steps of which this training may have sound checkpoints, including the one it began with."""
         return frozenset((self._first_step, *self._taken))
 
     def is_due(self, step: int, at_s: float, members: Sequence[GroupId], *, is_last: bool) -> bool:
-        """Whether the commit after which this many steps are committed takes a checkpoint.
-
-        Args:
-            step: The steps.
-            at_s: The time.
-            members: The groups that take part.
-            is_last: It ends the run before all steps are trained.
-        """
+        """Whether the commit that brings the run to `step` takes a checkpoint; `is_last` ends the run early."""
         policy = self._policy
         if policy.saves_last and (is_last or step == self._num_steps):
             return True
@@ -286,7 +253,6 @@ class Saves:
         return policy.interval_steps is not None and step - self._last_step >= policy.interval_steps
 
     def committed(self, at_s: float, num_members: int, ends: Iterable[SaveEnd]) -> None:
-        """A step is committed, and with it saves are told to have ended."""
         self._lost_since_commit = set()
         if self._experience is not None:
             self._experience.committed(at_s, num_members)
@@ -309,7 +275,7 @@ class Saves:
         self._share = min(1.0, _FIRST_RETRY * 2 ** (self._num_failed - 1))
 
     def lost(self, members: Iterable[Member]) -> None:
-        """These are lost. What one of them was saving is due again at once, but where steps are stated."""
+        """Members are lost. The save of one of them is due again at once, except by an interval in steps."""
         gone = set(members) - self._lost_since_commit
         self._gone |= gone
         self._lost_since_commit |= gone
@@ -317,23 +283,21 @@ class Saves:
             self._experience.lost(member.group for member in gone)
 
     def refused(self, refusals: Iterable[RefuseCheckpoint]) -> None:
-        """These checkpoints do not count."""
         for refusal in refusals:
             self._taken.remove(refusal.step)
             self.void.add(refusal.step)
             self._refused = refusal.member
 
     def lacks_last(self, step: int) -> bool:
-        """Whether the run ends after this many steps, and nothing that was saved of them counts."""
+        """Whether the policy asks for a save of this last step and no valid one exists."""
         return self._policy.saves_last and step not in self.saved
 
     def admitted(self, members: Iterable[Member]) -> None:
-        """These take part again."""
         if self._experience is not None:
             self._experience.admitted(member.group for member in members)
 
     def restarted(self, step: int, at_s: float) -> None:
-        """Training begins again after this many committed steps: later ones are undone."""
+        """Training restarts after this many committed steps: later saves are undone."""
         self.void |= {saved for saved in self._taken if saved > step}
         self._taken = {saved for saved in self._taken if saved <= step}
         self._begin(step, at_s)
@@ -352,9 +316,9 @@ class Saves:
         *,
         is_last: bool = False,
     ) -> SaveCheckpoint:
-        """The save that a commit asks for: by the groups in turn, for where one cannot write, the next may.
+        """The save that a commit asks for. Groups take turns: if one cannot write, the next may.
 
-        Or another one of the same steps, by somebody else: whoever has written what is refused may be at it still.
+        After a refused save of the same steps another group is chosen, as the first may still be writing.
         """
         cadence = None
         if self._experience is not None:

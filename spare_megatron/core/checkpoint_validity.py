@@ -1,12 +1,10 @@
-"""Which checkpoints hold wrong state, or may, by what the log says after they were begun.
+"""Which checkpoints hold wrong state, or may, judged by the log entries after their save began.
 
-State is compared in the step after the save, and once more after the update that follows: what was wrong in the
-optimizer's moments shows in the parameters only then, and so does what changed after its digest had been taken, while
-it was copied. A checkpoint that two commits have come after is right.
-
-Until then it does not count if somebody who writes of it is put out for wrong state, or has raised an error, of which
-wrong state may be the cause; or if groups differ and nobody knows who is wrong. Nor does it if somebody who writes of
-it is lost before the first of these commits, in a step in which wrong state is found: nobody can compare its own.
+State is compared in the step after the save, and again after the next update, which brings errors in optimizer moments,
+and changes after the digest was taken, into the parameters. A checkpoint followed by two commits is right. Until then
+it is refused if a writer is fenced for wrong state or raised an error (wrong state may be the cause), if groups differ
+and it is unknown which is wrong, or if a writer is lost before the first of these commits in a step in which wrong
+state is found, because its own cannot be compared.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,18 +15,12 @@ from spare_megatron.core.entries import Commit, Entry, Fence, Halt, Restart, Ret
 from spare_megatron.stacking.layout import Member
 
 _COMMITS = 2
-"""After a save, by which it is compared."""
+"""Commits after a save by which it is compared."""
 
 
 @dataclass(slots=True)
 class _Save:
-    """One that is to be compared yet.
-
-    Attributes:
-        action: The save.
-        writers: Who writes of it, or may.
-        num_commits: That have come after it.
-    """
+    """A save that is still to be compared, its possible writers, and the commits since."""
 
     action: SaveCheckpoint
     writers: frozenset[Member]
@@ -41,21 +33,20 @@ class CheckpointValidity:
     def __init__(self) -> None:
         self._saves: list[_Save] = []
         self._fences: list[Fence] = []  # since the last commit
-        self._wrong = ""  # what was found since then
-        self._is_explained = False  # by whoever was put out: why nothing of the attempt may stay
+        self._wrong = ""  # wrong state found since then
+        self._is_explained = False  # a fence explains why the attempt is discarded
 
     def begun(self, action: SaveCheckpoint) -> None:
-        """This is to be compared."""
         writers = frozenset((action.member,)).union(*action.hosts)
         self._saves.append(_Save(action=action, writers=writers))
 
     @property
     def unsettled(self) -> frozenset[int]:
-        """Committed steps of what is left to be compared."""
+        """Steps of the saves that are still to be compared."""
         return frozenset(save.action.step for save in self._saves)
 
     def fold(self, entry: Entry) -> tuple[RefuseCheckpoint, ...]:
-        """What does not count for this entry. Each is said once."""
+        """Checkpoints that this entry invalidates; each is returned once."""
         match entry:
             case Fence():
                 self._fences.append(entry)
@@ -66,7 +57,7 @@ class CheckpointValidity:
             case Retry(recompute=recompute):
                 is_explained, self._is_explained = self._is_explained, False
                 if recompute and not is_explained:
-                    # All hosts of each slice agree: what they agreed on before, and have updated since, was right.
+                    # All hosts of each partition agree, so saves that were compared before and updated since are right.
                     reason = "groups hold different parameters, and nobody knows who is right"
                     return self._refuse((save, reason) for save in self._saves if not save.num_commits)
             case Halt(discard=True, reason=reason):
@@ -74,13 +65,13 @@ class CheckpointValidity:
             case Commit():
                 self._committed()
             case Restart():
-                # What was saved later is undone, and what was saved earlier all have loaded.
+                # Later saves are undone, and all groups have loaded what earlier ones hold.
                 self._saves.clear()
                 self._forget()
         return ()
 
     def _doubt_by_loss(self, save: _Save) -> str:
-        """Empty where there is none."""
+        """Why losses invalidate the save; empty if they do not."""
         lost = [fence for fence in self._fences if any(map(fence.hits, save.writers))]
         if lost and self._wrong and not save.num_commits:
             return self._wrong
@@ -97,7 +88,7 @@ class CheckpointValidity:
     def _committed(self) -> None:
         for save in self._saves:
             save.num_commits += 1
-            # A later life of the group is another writer's.
+            # A later incarnation of a fenced writer is another writer.
             save.writers -= {writer for writer in save.writers if any(fence.hits(writer) for fence in self._fences)}
         self._saves = [save for save in self._saves if save.num_commits < _COMMITS]
         self._forget()
@@ -108,13 +99,13 @@ class CheckpointValidity:
 
 
 def _wrong_with(fence: Fence) -> str:
-    """What is known, or may be, to be wrong with the state of whoever is lost; empty if nothing."""
+    """What is, or may be, wrong with the lost group's state; empty if nothing is."""
     found = fence.reason if fence.discard else fence.error
     return f"group {fence.group}: {found}" if found else ""
 
 
 def why_refused(action: SaveCheckpoint, entries: Iterator[Entry]) -> str:
-    """Why the checkpoint does not count, by the entries since it was begun; empty if it does as far as they go."""
+    """Why the checkpoint does not count, by the entries since its save began; empty if it does as far as they go."""
     doubts = CheckpointValidity()
     doubts.begun(action)
     for entry in entries:

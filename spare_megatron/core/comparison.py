@@ -1,30 +1,10 @@
-"""Whose state is wrong, by the digests that votes tell of it.
+"""Finds wrong state by the digests in votes, and decides which groups to fence.
 
-Where all groups hold all state, the parameters of the majority of all who voted are right. What else they hold, the
-optimizer's moments above all, is compared where a group has taken it over: it has that of one other group, its donor,
-and would make a majority of the two one update later. So what a donor says and what was copied from it is one word
-where it is the same. What most words say is right. What is saved after the last step, of which no update comes, is
-compared likewise.
-
-With slices a group has most parameters from their owners, and a wrong value may come to the majority. So it is the
-hosts of each slice that are compared first: they have computed it independently of each other, and all to the same
-bits. What more than half of them say is right, as long as it is told by copies that are proven, which means that a
-commit has found the copy, and those of all other hosts at that time, to be alike: one made since then says what its
-donor has. One that is to take its donor's place is a host beyond those that a slice is to have, and makes nobody's word
-count for less. Without such a majority nobody knows the slice's state, and all of its hosts are put out, which is a
-wipe-out of the slice.
-
-Where all hosts agree and parameters differ, somebody has a value that it has not computed, or not as it was sent. Those
-that differ from the majority are put out, unless the majority may be wrong: it is if all hosts of a slice are among
-those that differ, and may be if somebody was lost who has not voted. Then nobody is put out, if each slice has two
-hosts to confirm it: what the hosts say is right.
-
-Nor is anybody put out where those who tell of their state differ and others tell nothing, for these had the parameters
-at another time: in the next attempt all tell of it.
-
-In all these cases the attempt is void. All groups gather all parameters anew, for those that they have may come from
-whoever was put out, and compute the step from zero sums. Nothing is compared while a member lacks parameters: its vote
-is missing, and no commit can come of the attempt.
+Without state partitions, the parameters of the majority of all votes are right; copied state counts as one opinion with
+its donor's. With partitions, hosts are compared first, because each computes its partition independently to the same
+bits: what more than half say is right, counting only proven copies; without such a majority all hosts are fenced. If
+hosts agree and parameters differ, the minority is fenced, or no group if the majority may be wrong. The attempt is void
+then, and groups with partitions gather all parameters again. Rules and reasons: docs/protocol.md.
 """
 
 from collections import Counter
@@ -35,21 +15,17 @@ from spare_megatron.core.votes import Attempted, SliceDigest, Vote
 from spare_megatron.stacking.layout import GroupId, SliceId
 
 LEAST_HOSTS_TO_COMPARE = 3
-"""Hosts of a slice of which more than half are right when the state of one of them is wrong."""
+"""Hosts of a partition of which more than half are right when the state of one of them is wrong."""
 
 _Told = dict[SliceId, dict[GroupId, SliceDigest]]
-"""What the hosts of each slice say."""
+"""Digests of the hosts of each state partition."""
 
 
 def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | None:
-    """What has to be said of state that differs, or None if there is nothing more to say.
+    """The entry that objects to differing state, or None.
 
-    One group after the other is put out, the lowest first. Whoever is lost already needs that only if nobody else has
-    discarded the attempt.
-
-    Args:
-        attempted: The attempt, on which all members have voted.
-        votes: Of all who voted, also of those that were lost since.
+    Fences one group at a time, the lowest first; a lost group only if no other fence has discarded the attempt. All
+    members have voted; `votes` includes groups lost since.
     """
     if any(votes[group].lacks_params for group in attempted.members):
         return None
@@ -73,7 +49,7 @@ def objection(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> Entry | No
 
 
 def _wrong_slices(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
-    """The groups whose state of some slice is wrong, or not known to be right, and why."""
+    """The groups whose state of some partition is wrong, or not known to be right, and why."""
     wrong: dict[GroupId, str] = {}
     step, ownership = attempted.step, attempted.ownership
     for number, by_group in sorted(told.items()):
@@ -95,7 +71,7 @@ def _wrong_slices(attempted: Attempted, told: _Told) -> dict[GroupId, str]:
 def _wrong_params(
     attempted: Attempted, votes: Mapping[GroupId, Vote], told: _Told
 ) -> dict[GroupId, str] | Retry | Halt | None:
-    """The groups whose parameters are wrong, and why; or what to do where nobody is put out. All hosts agree."""
+    """The groups whose parameters are wrong, and why; or the entry if none is fenced. All hosts agree."""
     counts = Counter(vote.params_digest for vote in votes.values() if vote.params_digest)
     if len(counts) < 2:
         return None
@@ -115,7 +91,7 @@ def _wrong_params(
 
 
 def _wrong_state(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> dict[GroupId, str] | Halt | None:
-    """The groups whose state is wrong where each holds all of it, and why; or that nobody knows whose."""
+    """Without partitions: the groups whose state is wrong, and why; Halt if it is unknown whose is."""
     told = {group: vote for group, vote in votes.items() if vote.state_digest}
     if len({vote.state_digest for vote in told.values()}) < 2:
         return None
@@ -132,7 +108,7 @@ def _wrong_state(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> dict[Gr
 
 
 def by_value(votes: Mapping[GroupId, Vote], field: str) -> str:
-    """`value: groups` for every value that the votes hold, for a message."""
+    """`value: groups` for every value of a vote's field, for a message."""
     groups: dict[str, list[int]] = {}
     for group in sorted(votes):
         groups.setdefault(str(getattr(votes[group], field))[:12] or "none", []).append(group)

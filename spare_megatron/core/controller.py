@@ -1,4 +1,8 @@
-"""What a run's controller is told once and for all."""
+"""The controller of a run: folds the decision log and answers events with actions.
+
+Pure: membership, epoch, step and attempt follow from the log, time comes from the driver, and the driver executes the
+actions. Every rank runs one controller; the simulator drives the same class.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +44,6 @@ from spare_megatron.stacking.state_partitions import Ownership, Slicing, StateWi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSetup:
-    """What is fixed for a run."""
-
     placement: Placement
     microbatches_per_shard: int
     num_steps: int
@@ -50,33 +52,33 @@ class ControllerSetup:
     first_step: int = 0
     """Committed steps of the checkpoint that the run begins with."""
     last_resort: bool = False
-    """Every group can read all data: shards without a surviving host go to any survivors; microbatches only."""
+    """All groups can read all data: survivors may compute shards without a host. Microbatch granularity only."""
     ends_at_s: float | None = None
-    """On the driver's clock: the first commit written from then on is the last. None: all steps are trained."""
+    """On the driver's clock: the first commit decided at or after this time is the last. None trains all steps."""
     slices: Slicing | None = None
-    """How the optimizer state is spread over the groups; None: each has all of it."""
+    """How the optimizer state is partitioned over the groups; None if each holds all of it."""
     restarts: RestartLimits | None = None
-    """When training starts again after a wipe-out; None leaves that to the driver."""
+    """Limits of restarts after a wipe-out; None leaves restarts to the driver."""
     snapshots: SnapshotPolicy | None = None
 
 
 MAX_RETRIES_WITHOUT_LOSS = 5
-"""Attempts of one step that may fail in a row without any group being lost: one that always does halts the run."""
+"""Attempts of one step that may fail in a row without a loss; one more halts the run."""
 
 
 class Controller:
-    """Folds the log of one run. Every rank has one, and all are equal after the same entries."""
+    """Folds the log of one run. Controllers of all ranks are equal after the same entries."""
 
     def __init__(self, setup: ControllerSetup) -> None:
         self._setup = setup
-        self.ends_at_s = setup.ends_at_s  # may be set to a time that has come, to end the run early
+        self.ends_at_s = setup.ends_at_s  # a driver may set it to end the run early
         self.members: tuple[GroupId, ...] = tuple(GroupId(g) for g in range(setup.placement.num_groups))
         self.voters: tuple[Member, ...] = tuple(Member(group) for group in self.members)
         self.epoch = 0
         self.head = 0
         self.step = setup.first_step
         self.attempt = 0
-        self._attempted_by = self.voters  # of this attempt, also those that were lost since it began
+        self._attempted_by = self.voters  # voters of this attempt, including those lost since it began
         self._everybody = self.members
         self._last_fenced: dict[GroupId, int] = {}  # incarnation
         self._first_order = initial_order(
@@ -87,11 +89,11 @@ class Controller:
         self._plans: list[StepPlan] = []  # of this step: the plan, then its patches
         self._orphans: list[Microbatch] = []
         self.ownership = None if setup.slices is None else first_ownership(setup.slices, self.voters)
-        self._num_steps = setup.num_steps  # fewer once a commit has said that it is the last
+        self._num_steps = setup.num_steps  # lowered by a commit that is the last
         self._is_over = False  # all of them are committed
         self._retries_without_loss = 0
         self._last_error = ""  # of a group lost in this step
-        self._is_discarded = False  # the attempt: a group with wrong parameters contributed to it
+        self._is_discarded = False  # a group with wrong state contributed to the attempt
         self._is_communicator_unused = False
         last_resort = setup.last_resort
         self._saves = Saves(setup.saves, setup.placement, setup.first_step, setup.num_steps, last_resort=last_resort)
@@ -101,14 +103,10 @@ class Controller:
         self.restarts = Restarts(setup.restarts, setup.placement, setup.snapshots, self.step, last_resort=last_resort)
 
     def handle(self, event: Event, *, now_s: float) -> tuple[Action, ...]:
-        """The actions that follow from an event.
-
-        Args:
-            event: What has happened.
-            now_s: The driver's clock. It tells how time passes, and nothing else.
+        """The actions that follow from an event; `now_s` is the driver's monotonic clock.
 
         Raises:
-            ValueError: An entry is not the one at the head, or does not fit the state: the log is damaged.
+            ValueError: An entry is not the one at the head or does not fit the state: the log is damaged.
         """
         match event:
             case RunStarted():
@@ -122,7 +120,7 @@ class Controller:
             case VotesRead(attempt=attempt):
                 return self._decide(event, now_s) if attempt == self.attempt else ()
             case WaitingRead():
-                over = {**self._last_fenced, **dict(self.voters)}  # whoever took part waits in a new life
+                over = {**self._last_fenced, **dict(self.voters)}  # only later incarnations wait
                 return self.restarts.decide(event, self._saves.saved, over, self._clock.at_s, self.head)
 
     # ------------------------------------------------------------------------------------------- folding the log
@@ -162,15 +160,15 @@ class Controller:
     def _lose(self, fence: Fence) -> tuple[Action, ...]:
         group = fence.group
         self._last_fenced[group] = max(fence.incarnation, self._last_fenced.get(group, -1))
-        # With thousands of groups a call for each would be most of this.
+        # Compare ids first: with thousands of groups a call for each would dominate.
         left = tuple(voter for voter in self.voters if voter.group != group or not fence.hits(voter))
         self._saves.lost(voter for voter in self._attempted_by if voter.group == group and fence.hits(voter))
         self.restarts.snapshots.lost(group, self.step if fence.discard else None)
         if len(left) == len(self.voters):
-            # Two who saw it both wrote it, or nobody took part who is lost. It may stand where a decision was to stand.
+            # A second fence of one loss, or of a group that took no part. It may occupy the index of a decision.
             return self._await_votes()
         if fence.error and fence.error == self._last_error:
-            # Whoever computes that microbatch next would meet it too, until no group is left.
+            # Every further group that computes that microbatch would fail, too, until none is left.
             reason = f"two groups raised the same in one step, which no redundancy masks: {fence.error}"
             return (StopHalted(step=self.step, reason=reason),)
         self._last_error = fence.error or self._last_error
@@ -207,13 +205,13 @@ class Controller:
         if is_last:
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
         actions += self.restarts.snapshots.after(self.step, commit.attempt, self.members, self.ownership)
-        # Whoever wrote the commit may have heard of two for one group, of one lost meanwhile, or of one too early.
+        # The commit may name two incarnations of a group, one fenced meanwhile, or one whose group still takes part.
         asked = [member for member in self._not_fenced(commit.admit) if member.group not in self.members]
         admitted = tuple(Member(group, incarnation) for group, incarnation in dict(asked).items())
         if admitted:
             earlier = self.voters
             self._change_voters((*self.voters, *admitted))
-            # In turn, so that the same groups do not always have the trouble.
+            # Donors take turns, which spreads the cost.
             donors = tuple(earlier[(self._num_admitted + number) % len(earlier)] for number in range(len(admitted)))
             self._num_admitted += len(admitted)
             self._saves.admitted(admitted)
@@ -242,7 +240,7 @@ class Controller:
         self._saves.restarted(step, self._clock.read_s(now_s))
         self._order = self._first_order
         self._ordered_for = self._everybody
-        self._is_over = step == self._num_steps  # what was saved of the last step has yet to be compared
+        self._is_over = step == self._num_steps  # the state saved after the last step has yet to be compared
         actions = (load, self._build_communicator(), *self._own(ownership))
         if self._is_over and self.voters:
             return (*actions, self._attempt_finish(), ReadEntry(index=self.head))
@@ -251,7 +249,7 @@ class Controller:
     def _retry(self, retry: Retry) -> tuple[Action, ...]:
         self.attempt += 1
         self._is_discarded = False
-        # A loss during the attempt has brought a new communicator already. Without one, the attempt's own is broken.
+        # A loss during the attempt has requested a new communicator. Without a loss, the attempt's own is broken.
         build = () if self._is_communicator_unused else (self._build_communicator(),)
         self._retries_without_loss += len(build)
         if self._retries_without_loss > MAX_RETRIES_WITHOUT_LOSS:
@@ -259,7 +257,7 @@ class Controller:
             return (StopHalted(step=self.step, reason=reason),)
         gather = self._gather_params(is_anew=retry.recompute) if retry.gather else ()
         if self._is_over:
-            # What was saved of the last step may be refused.
+            # The checkpoint of the last step may have been refused.
             again = (self._save(self._clock.at_s, is_last=True),) if self._saves.lacks_last(self.step) else ()
             return (*build, *gather, *again, self._attempt_finish(), ReadEntry(index=self.head))
         if retry.recompute:
@@ -269,12 +267,12 @@ class Controller:
         except WipeOut as wipe_out:
             return self.restarts.wiped_out(StopWipeOut(step=self.step, shards=wipe_out.shards))
         reduce = self._attempt_reduce(retry.kept)
-        # Who lacked parameters has all of the step's work still to do.
+        # A group that lacked parameters has all of the step's work still to do.
         compute = _compute(self._plans[:1], self._plans[1:], reduce) if retry.gather else _compute([], [patch], reduce)
         return (*build, *gather, *compute, reduce, ReadEntry(index=self.head))
 
     def _not_fenced(self, members: Iterable[Member]) -> list[Member]:
-        """Those in whose place no fence stands yet, in ascending order."""
+        """The members that no fence covers, ascending."""
         return sorted(member for member in members if member.incarnation > self._last_fenced.get(member.group, -1))
 
     def _change_voters(self, voters: Iterable[Member]) -> None:
@@ -295,7 +293,7 @@ class Controller:
             ownership=self.ownership,
         )
         is_last = self.ends_at_s is not None and now_s >= self.ends_at_s
-        is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # once more, after a restart
+        is_last |= self.step + 1 == self._num_steps < self._setup.num_steps  # an early end, again after a restart
         at_s = self._clock.read_s(now_s)
         is_due = self._saves.is_due(self.step + 1, at_s, self.members, is_last=is_last)
         entry = decide(attempted, event, save=is_due, is_last=is_last, at_s=at_s)
@@ -327,7 +325,7 @@ class Controller:
 
     @property
     def _plan_digest(self) -> str:
-        """Of all the work of the step."""
+        """Digest of all the work of the step."""
         return self._plans[-1].digest
 
     # --------------------------------------------------------------------------------------------------- actions
@@ -338,7 +336,7 @@ class Controller:
         return replace(action, doubtful=tuple(sorted(self._saves.void | self._doubts.unsettled)))
 
     def _own(self, ownership: Ownership | None, first_step: int = 0) -> tuple[Action, ...]:
-        """The slices are held like this from here on."""
+        """Sets the ownership; asks for its copies if it has changed."""
         earlier, self.ownership = self.ownership, ownership
         return () if ownership is None or ownership == earlier else (StartRepairs.of(ownership, first_step),)
 
@@ -375,7 +373,7 @@ class Controller:
 
 
 def _compute(plans: Sequence[StepPlan], patches: Iterable[StepPlan], into: AttemptReduce) -> list[Action]:
-    """What there is to compute of a step, in order: sums may leave only while the last of it is computed."""
+    """The computations of a step, in order; only the last may send sums into the attempt."""
     asked = [patch for patch in patches if patch.work.num_microbatches]
     intos = [None] * (len(plans) + len(asked) - 1) + [into]
     steps = [ComputeStep(plan=plan, into=intos.pop(0)) for plan in plans]

@@ -1,8 +1,8 @@
-"""What the next entry says once every survivor has voted on an attempt.
+"""Decides an attempt: the next log entry once every survivor has voted.
 
-Commit if each of them holds the complete sum (what a group contributed before it was lost stays counted), Retry
-otherwise, which keeps the buckets whose sums all of them hold. Before that come the objections: different plans, or
-state that differs (`core.comparison`).
+First come the objections: different plans, or state that differs (`core.comparison`). Then Commit if every survivor
+holds the complete sum, including what groups lost since contributed to it; otherwise Retry, which keeps the buckets
+whose sums all survivors hold.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,21 +16,16 @@ from spare_megatron.stacking.state_partitions import Ownership, SliceCopy
 
 
 def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool, at_s: float) -> Entry | None:
-    """The entry that decides the attempt, or None while somebody has yet to vote.
+    """The entry that decides the attempt, or None while a vote is missing.
 
-    Args:
-        attempted: The attempt.
-        event: The votes on it.
-        save: Whether a commit is to take a checkpoint.
-        is_last: Whether a commit is to end the run.
-        at_s: The time on the clock of the log.
+    `save` and `is_last` go into a commit; `at_s` is the time on the clock of the log.
     """
     votes = event.votes
     try:
         counted = list(map(votes.__getitem__, attempted.members))
     except KeyError:
         return None
-    # With 1000 groups every pass counts, and a driver may hand in one vote for all of them.
+    # Each pass over 1000 votes costs; a driver may pass one vote object for all groups.
     first = next(iter(counted), None)
     different = counted[:1] + [vote for vote in counted if vote is not first]
     objection = _objection(attempted, votes, different)
@@ -62,12 +57,12 @@ def decide(attempted: Attempted, event: VotesRead, *, save: bool, is_last: bool,
 
 
 def _kept(votes: Sequence[Vote]) -> tuple[int, ...]:
-    """For each rank, the buckets whose sums all of these hold; none if one of them tells of no buckets."""
+    """For each rank, the leading buckets whose sums all votes hold; empty if a vote reports no buckets."""
     return tuple(map(min, zip(*(vote.num_complete for vote in votes), strict=False)))
 
 
 def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: Sequence[Vote]) -> Entry | None:
-    """What has to be said before anybody asks whether the sum is complete."""
+    """The entry that objects to different plans or state, before completeness counts."""
     if len({vote.plan_digest for vote in of_members}) > 1:
         return Halt(step=attempted.step, reason=f"groups have different plans: {by_value(votes, 'plan_digest')}")
     cast = of_members if len(votes) == len(attempted.members) else votes.values()
@@ -77,13 +72,13 @@ def _objection(attempted: Attempted, votes: Mapping[GroupId, Vote], of_members: 
 
 
 def _differ(field: str, votes: Iterable[Vote]) -> bool:
-    """Whether those who tell of it tell different things."""
+    """Whether votes that report this digest differ."""
     return len({getattr(vote, field) for vote in votes} - {""}) > 1
 
 
 def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[SliceCopy, ...]:
     if len(attempted.members) < len(attempted.voters):
-        return ()  # a copy whose donor has been lost since the vote begins anew
+        return ()  # a copy whose donor was lost after the vote starts anew
     incarnations = dict(attempted.voters)
     return tuple(
         SliceCopy(index, Member(group, incarnations[group]))
@@ -93,10 +88,10 @@ def _restored(attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[Slic
 
 
 def _proven(ownership: Ownership, attempted: Attempted, votes: Mapping[GroupId, Vote]) -> tuple[SliceCopy, ...]:
-    """Copies whose word counts from here on: all hosts of the slice, at least one more, have told the same state.
+    """Copies whose digests count from here on: all hosts of the partition, at least two, have reported its state.
 
-    A group may be alone in telling of its state, where it had the parameters later than the others. A copy that tells
-    the same as its donor alone would make a majority of the two, and put out a third host that is right.
+    They agree, or there would be an objection. A copy compared with its donor alone would form a majority of two with
+    it and could fence a third host that is right.
     """
     digests = [(group, digest) for group in attempted.members for digest in votes[group].slice_digests]
     fresh = [(group, digest.slice) for group, digest in digests if not digest.is_proven]

@@ -1,7 +1,7 @@
-"""What crosses ranks as entries of the decision log, and what a driver and the controller say to each other.
+"""Entries of the decision log, the single point of agreement, and their encoding.
 
-The decision log is the single point of agreement. Entry i is written once, by compare-and-set; membership,
-epoch, step and attempt are the fold of the log, done by `core.controller`.
+Entry i is written once, by compare-and-set; membership, epoch, step and attempt are the fold of the log, done by
+`core.controller`.
 """
 
 import json
@@ -14,20 +14,14 @@ from spare_megatron.stacking.state_partitions import SliceCopy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """After a wipe-out: training does not start again."""
+    """After a wipe-out: training does not restart."""
 
     step: int
     reason: str
 
 
 class SaveEnd(NamedTuple):
-    """How a save has ended.
-
-    Attributes:
-        step: Committed steps that it was to hold.
-        is_saved: It is visible.
-        stall_s: How long it kept training waiting.
-    """
+    """Result of a save of these committed steps: whether the checkpoint is visible, and how long training stalled."""
 
     step: int
     is_saved: bool
@@ -42,20 +36,17 @@ class Commit:
     """The sums of this attempt are the gradient of this step.
 
     Attributes:
-        step: The step.
-        attempt: The attempt.
-        save: A checkpoint is taken of the parameters after this step.
-        admit: Who takes part from the next step on. They are named here and not in an entry of their own, for
-            any entry between two commits makes groups abandon the reduction they are in. Void for those who are
-            fenced by then, and where the group takes part already.
-        is_last: The run ends with this step, whatever the number of steps it was to have.
-        restored: Copies of slices that have become whole: their members are hosts from here on. Void where nothing asks
-            for them any more.
-        released: Copies of slices that their members let go of: an earlier commit has made others hosts in their place,
-            and these have been compared since.
-        proven: Copies of slices that the votes have compared for the first time since they were made.
-        at_s: Seconds since the run began, as its writer knows: the clock of the log, the same for everybody.
-        save_ends: Saves that have ended.
+        save: A checkpoint is taken of the state after this step.
+        admit: Members that take part from the next step on. Part of the commit, because any entry between two commits
+            makes groups abandon the reduction they are in. Void for members fenced by then and for groups that take
+            part already.
+        is_last: The run ends with this step, whatever its configured number of steps.
+        restored: Completed copies of state partitions: their members are hosts from here on. Void if no longer asked
+            for.
+        released: Copies that their members release: an earlier commit has made other members hosts in their place, and
+            those have been compared since.
+        proven: Copies that the votes have compared for the first time since they were made.
+        at_s: Seconds since the run began, on the writer's clock: it sets the clock of the log for all groups.
     """
 
     step: int
@@ -74,20 +65,20 @@ class Commit:
 class Fence:
     """The group is lost, in this and every earlier incarnation: it can neither vote nor reduce from here on.
 
-    A later incarnation is not meant, however late the entry is written. One that waits to be admitted can be fenced,
-    too: its admission is void from then on.
+    Later incarnations are unaffected, however late the entry is written. A member that waits for admission can be
+    fenced, too, which voids its admission.
     """
 
     group: GroupId
     incarnation: int = 0
     reason: str = ""
     error: str = ""
-    """The exception that ended it, if a program's or the data's fault may be behind it: others may meet it too."""
+    """The exception that ended it, if the program or the data may be at fault and other groups may raise it, too."""
     discard: bool = False
-    """What it contributed to the attempt under way is wrong, so that the attempt cannot be committed."""
+    """Its contribution to the attempt under way is wrong, so that the attempt cannot be committed."""
 
     def hits(self, member: Member) -> bool:
-        """Whether this is the loss of the member.
+        """Whether this entry fences the member.
 
         >>> Fence(group=GroupId(3), incarnation=1).hits(Member(GroupId(3), 2))
         False
@@ -100,13 +91,11 @@ class Retry:
     """The attempt failed on some survivor: compute what is missing and reduce again.
 
     Attributes:
-        step: The step.
-        attempt: The attempt.
-        kept: For each rank of a group, the first buckets whose sums all survivors hold: they stay as they are, and only
-            the others are patched and reduced. None if empty.
-        recompute: No sum of this step may stay: everybody computes all of its work again, from zero sums.
-        gather: Some survivor lacks parameters: they are gathered once more before anything else. With `recompute` they
-            may be wrong everywhere, and all take them.
+        kept: For each rank of a group, the number of leading buckets whose sums all survivors hold: they stay, and only
+            the others are patched and reduced. Empty keeps none.
+        recompute: No sum of this step is valid: all groups compute all of their work again, from zero sums.
+        gather: Some survivor lacks parameters: all groups gather them once more first. With `recompute` the parameters
+            may be wrong on all groups, and all replace them.
     """
 
     step: int
@@ -118,23 +107,24 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """All steps are committed, and every group holds all parameters. Without slices the last commit says as much."""
+    """All steps are committed, and every group holds all parameters; answers AttemptFinish.
+
+    Not written if the last commit ends the run by itself: without state partitions and without a save after it.
+    """
 
     step: int
-    """Committed steps."""
     attempt: int
-    """The attempt to end the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Training starts again from a checkpoint or a snapshot, with these members alone but for those who are fenced."""
+    """Training restarts from a checkpoint or a snapshot with exactly these members, except those that are fenced."""
 
     step: int
-    """Committed steps that it holds: the next step to train. 0 is the beginning, which needs none."""
+    """Committed steps that it holds: the next step to train. 0 is the beginning, which needs no checkpoint."""
     members: tuple[Member, ...]
     snapshot: int | None = None
-    """The attempt whose commit the snapshot was taken after; None: it is a checkpoint."""
+    """The attempt whose commit the snapshot was taken after; None restarts from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +134,7 @@ class Halt:
     step: int
     reason: str
     discard: bool = False
-    """The state of some group is wrong, and nobody knows of which: a checkpoint of it counts for nothing."""
+    """Some group's state is wrong, and it is unknown which: checkpoints that are still to be compared are refused."""
 
 
 Entry = Commit | Fence | Retry | Finish | Restart | GiveUp | Halt
@@ -153,7 +143,6 @@ _ENTRY_KINDS: dict[str, type[Entry]] = {kind.__name__.lower(): kind for kind in 
 
 
 def entry_fields(entry: Entry) -> dict[str, Any]:
-    """The entry as plain values, its kind under `entry`."""
     return {"entry": type(entry).__name__.lower(), **asdict(entry)}
 
 
@@ -161,7 +150,7 @@ _USUAL = {kind: {field.name: field.default for field in fields(kind)} for kind i
 
 
 def encode_entry(entry: Entry) -> str:
-    """One line of JSON, equal for equal entries. What is as usual is left out: every group reads every entry.
+    """One line of JSON, equal for equal entries. Defaults are left out, because every group reads every entry.
 
     >>> encode_entry(Commit(step=3, attempt=4))
     '{"attempt": 4, "entry": "commit", "step": 3}'
@@ -172,11 +161,7 @@ def encode_entry(entry: Entry) -> str:
 
 
 def decode_entry(text: str) -> Entry:
-    """The entry that `encode_entry` wrote.
-
-    Raises:
-        ValueError: The text is no entry of a kind that this version knows.
-    """
+    """The inverse of `encode_entry`. Raises ValueError for a kind that this version does not know."""
     values = json.loads(text)
     kind = values.pop("entry", None)
     if kind not in _ENTRY_KINDS:

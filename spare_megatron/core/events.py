@@ -1,4 +1,4 @@
-"""What is said after a wipe-out, beside `core.entries`."""
+"""Events: what a driver reports to the controller."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,17 +15,15 @@ from spare_megatron.stacking.layout import GroupId, Member
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartState:
-    """A group that was started again after a wipe-out.
+    """State of a group, in its new incarnation, that was started again after a wipe-out.
 
     Attributes:
-        member: The group in its new life.
-        offers: The checkpoints that it might load.
-        held: Snapshots of its rank positions that are whole on its nodes.
-        slices: Snapshots of slices that are whole on its nodes, those of all of its ranks.
-        failure: Why it cannot look for checkpoints, for people; empty where it can.
-        readings: What it has read.
-        is_reading: It has yet to read files.
-        silent_s: Seconds for which it has said nothing new, on the clock of whoever reads this.
+        offers: Checkpoints that it might load.
+        held: Complete snapshots of its rank positions on its nodes.
+        slices: State partitions of which its nodes have complete snapshots of all its ranks.
+        failure: Why it cannot look for checkpoints, for messages; empty if it can.
+        readings: What it has verified so far; `is_reading` if files remain.
+        silent_s: Seconds since it last reported anything new, on the reader's clock.
     """
 
     member: Member
@@ -40,12 +38,9 @@ class RestartState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRead:
-    """Who waits for training to start again. Only the driver of the leader of a group that waits reads them.
+    """Groups that have ever reported to wait for a restart, each once, and seconds for which `group` has waited.
 
-    Attributes:
-        group: That group.
-        waiting: All who have ever said so, each group once.
-        waited_s: Seconds for which this group has waited.
+    Only the drivers of the leaders of waiting groups report it.
     """
 
     group: GroupId
@@ -63,20 +58,15 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryRead:
-    """The entry at the controller's head has been read."""
-
     index: int
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VotesRead:
-    """The votes cast so far on an attempt. Only the driver of a group's leader reads them.
+    """The votes cast so far on an attempt. Only drivers of group leaders report them.
 
-    Attributes:
-        attempt: The attempt.
-        votes: The votes, also of groups that took part in the attempt and were lost since.
-        waiting: Who is up, holds a copy of the model, and waits to be taken in.
+    `votes` includes groups lost since. `waiting` are members that hold a copy of the model and wait for admission.
     """
 
     attempt: int

@@ -1,10 +1,10 @@
-"""The moments of a step that a fault can be aimed at."""
+"""The moments of a step at which a fault can be injected."""
 
 from enum import StrEnum
 
 
 class FaultPoint(StrEnum):
-    """A moment in a step of one rank, in the order they are reached."""
+    """A moment in a step of one rank, in the order in which they are reached."""
 
     FORWARD = "forward"
     """Before the forward pass of a microbatch."""
@@ -29,25 +29,25 @@ class FaultPoint(StrEnum):
     AFTER_COMMIT = "after_commit"
     """The step is committed, the optimizer has not run."""
     BEFORE_GATHER = "before_gather"
-    """The slices hosted here are updated, the gathering of all parameters has not begun."""
+    """The state partitions hosted here are updated, the gathering of all parameters has not begun."""
     IN_GATHER = "in_gather"
     """Parameters are being gathered, and this rank has not sent its last ones."""
     REPAIR = "repair"
-    """A piece of a copy of a slice has come and is not installed, in a thread beside the training."""
+    """A piece of a copy of a state partition has come and is not installed, in a background thread."""
     JOIN_WAIT = "join_wait"
-    """A group that comes back is up, and has not said so."""
+    """A returning group is up and has not reported it."""
     JOIN = "join"
-    """Before the state is given to or taken by a group that comes back, between two steps."""
+    """Before the state is given to or taken by a returning group, between two steps."""
     JOIN_TRANSFER = "join_transfer"
-    """The first tensors are given to or taken by a group that comes back, in a thread beside the main one."""
+    """The first tensors are given to or taken by a returning group, in a background thread."""
     JOIN_CONFIRM = "join_confirm"
-    """The group that comes back holds the state, and nobody has confirmed it; on the others, before they do."""
+    """The returning group holds the state, which is not confirmed; on the other groups, before they confirm it."""
     JOIN_DONE = "join_done"
-    """The state of the group that comes back is confirmed, its first step has not begun."""
+    """The state of the returning group is confirmed, its first step has not begun."""
     LOAD_SEARCH = "load_search"
     """After a wipe-out, before a group looks for checkpoints that are whole."""
     LOAD_WAIT = "load_wait"
-    """After a wipe-out, a group has said which checkpoints are whole, and waits."""
+    """After a wipe-out, a group has reported which checkpoints are whole, and waits."""
     LOAD = "load"
     """Before a checkpoint is loaded, at the start or after a wipe-out."""
     LOAD_READ = "load_read"
@@ -57,33 +57,33 @@ class FaultPoint(StrEnum):
     SAVE = "save"
     """Before the state of a checkpoint is copied, between two steps."""
     SAVE_WRITE = "save_write"
-    """The first tensors of a checkpoint are written, in a thread beside the training from here on."""
+    """The first tensors of a checkpoint are written; from here on in a background thread."""
     SAVE_MANIFEST = "save_manifest"
-    """All files of a checkpoint are written and verified, its manifest is not; on the group's first rank alone."""
+    """All files of a checkpoint are written and verified, its manifest is not; only on the group's first rank."""
     SAVE_RENAME = "save_rename"
-    """A checkpoint is whole and not yet visible; on the group's first rank alone."""
+    """A checkpoint is whole and not yet visible; only on the group's first rank."""
     SAVE_DROP = "save_drop"
-    """A checkpoint is visible, those that it supersedes are there still; on the group's first rank alone."""
+    """A checkpoint is visible, and those that it supersedes still exist; only on the group's first rank."""
 
 
 PHASES_OF_A_SAVE = frozenset(
     {FaultPoint.SAVE, FaultPoint.SAVE_WRITE, FaultPoint.SAVE_MANIFEST, FaultPoint.SAVE_RENAME, FaultPoint.SAVE_DROP}
 )
-"""Phases that only the group reaches that saves."""
+"""Reached only by the group that saves."""
 
 PHASES_OF_A_JOIN = frozenset(
     {FaultPoint.JOIN_WAIT, FaultPoint.JOIN, FaultPoint.JOIN_TRANSFER, FaultPoint.JOIN_CONFIRM, FaultPoint.JOIN_DONE}
 )
-"""Phases of the admission of a group that comes back."""
+"""Phases of the admission of a returning group."""
 
 PHASES_AFTER_A_WIPE_OUT = frozenset({FaultPoint.LOAD_SEARCH, FaultPoint.LOAD_WAIT})
-"""Phases of a load that one at the start has not."""
+"""Phases of a load that are absent at the start of a run."""
 
 PHASES_OF_A_LOAD = PHASES_AFTER_A_WIPE_OUT | {FaultPoint.LOAD, FaultPoint.LOAD_READ, FaultPoint.LOAD_DONE}
-"""Phases of taking over a checkpoint. After a wipe-out they belong to the step that was wiped out."""
+"""Phases of loading a checkpoint. After a wipe-out they belong to the step that was wiped out."""
 
 PHASES_BETWEEN_STEPS = PHASES_OF_A_SAVE | PHASES_OF_A_JOIN | PHASES_OF_A_LOAD
-"""Nobody knows beforehand between which steps they are reached: what is aimed at them strikes at or after its step."""
+"""The step at which they are reached is not known beforehand: such a fault strikes at or after its step."""
 
 PHASES_WITH_SLICES = frozenset({FaultPoint.BEFORE_GATHER, FaultPoint.IN_GATHER, FaultPoint.REPAIR})
-"""Phases that are reached only where the optimizer state is cut into slices."""
+"""Reached only with partitioned optimizer state."""

@@ -1,10 +1,10 @@
-"""Who writes which slice of a checkpoint, and when all of it is there.
+"""Which group writes which state partition of a checkpoint, and when the checkpoint is complete.
 
-The group whose turn it is saves the parameters and all else. The state of every slice is written by one of its hosts,
-all of which keep a copy of it as of that step: by its owner, and if that is lost, by the next host. Each tells what it
-has written. The group whose turn it is makes the checkpoint visible when everything is there. If it is lost, or a slice
-with all its hosts, the save has failed, and nothing of it is ever visible. Two hosts may write the same slice, where
-one has heard of a loss sooner: both write the same bits.
+The saving group writes the parameters and all else. Each partition is written by its owner, or if that is lost by the
+next host; all hosts keep a copy as of that step, and writers report what they have written. The saving group publishes
+the checkpoint once everything is there. If it is lost, or a partition with all its hosts, the save has failed, and
+nothing of it becomes visible. Two hosts may write the same partition if one has learnt of a loss sooner; both write the
+same bits.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,12 +16,7 @@ from spare_megatron.stacking.layout import Member, SliceId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteShare:
-    """Slices that a group has written.
-
-    Attributes:
-        member: The group.
-        slices: What it has written.
-    """
+    """The state partitions that a group reports to have written."""
 
     member: Member
     slices: tuple[SliceId, ...]
@@ -29,33 +24,27 @@ class WriteShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSlices:
-    """Write these, and tell it."""
+    """Write these state partitions and report it."""
 
     slices: tuple[SliceId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
-    """Everything is there: make it one checkpoint."""
+    """Everything is written: make the checkpoint visible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandon:
-    """The save has failed."""
-
     reason: str
 
 
 def next_move(
     save: SaveCheckpoint, member: Member, shares: Collection[WriteShare], lost: Collection[Member]
 ) -> WriteSlices | Publish | Abandon | None:
-    """What a group is to do next for a save; None while others have something to do.
+    """What a group, a host of some partition or the saving one, is to do next for a save; None while others act.
 
-    Args:
-        save: The save.
-        member: The group; a host of some slice, or the one that saves.
-        shares: What has been told.
-        lost: The groups that the log has lost since the save was begun.
+    `shares` have been reported so far; `lost` are the groups fenced since the save began.
 
     >>> from spare_megatron.stacking.layout import GroupId
     >>> a, b, c = (Member(GroupId(group)) for group in range(3))
@@ -82,7 +71,7 @@ def next_move(
 
 
 def _writers(save: SaveCheckpoint, lost: Collection[Member]) -> Iterator[tuple[SliceId, Member | None]]:
-    """Of each slice the first of its owner and its other hosts that is not lost."""
+    """For each partition, its first writer that is not lost: the owner, then its other hosts."""
     for index, (owner, hosts) in enumerate(zip(save.owners, save.hosts, strict=True)):
         left = [host for host in (owner, *hosts) if host not in lost]
         yield SliceId(index), left[0] if left else None

@@ -1,18 +1,16 @@
-"""Large states in pieces: which ranges of bytes there are, and when the next may go."""
+"""Splits large states into pieces, and limits their rate."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 PIECE_BYTES = 1 << 20
-"""Bytes of a piece: what a thread copies at a time, so that others wait for no more than that."""
+"""Bytes that a thread copies at a time, which bounds how long others wait."""
 
 LARGEST_PIECE_BYTES = 2 * PIECE_BYTES
-"""Nobody asks for more at a time: pieces of slices are so many elements, whatever state each of them has."""
+"""Largest request. Pieces of state partitions are counted in elements, whatever state each of these has."""
 
 
 class Piece(NamedTuple):
-    """A range of bytes, from start up to stop."""
-
     start: int
     stop: int
 
@@ -22,7 +20,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(num_bytes: int) -> Iterator[Piece]:
-    """The pieces of so many bytes, in their order.
+    """The pieces of this many bytes, in order.
 
     >>> [piece.size for piece in pieces_of(2 * PIECE_BYTES + 5)] == [PIECE_BYTES, PIECE_BYTES, 5]
     True
@@ -32,11 +30,9 @@ def pieces_of(num_bytes: int) -> Iterator[Piece]:
 
 
 class TokenBucket:
-    """Keeps a receiver to so many bytes a second. A piece is earned byte by byte before it may be asked for.
+    """Limits a receiver to a rate. A piece is earned byte by byte before it may be requested.
 
-    Args:
-        bytes_per_s: The rate.
-        now_s: The present time of a clock that never goes back. There is nothing in the bucket.
+    The bucket is empty at `now_s`, a time of a monotonic clock.
     """
 
     def __init__(self, bytes_per_s: float, now_s: float) -> None:
@@ -44,7 +40,7 @@ class TokenBucket:
         self._earned_at_s = now_s
 
     def take(self, num_bytes: int, now_s: float) -> float:
-        """When so many bytes more have been earned; now, if that was before. The next ones are earned from then on.
+        """When this many more bytes are earned, at the earliest now; later bytes are earned from that time on.
 
         >>> bucket = TokenBucket(bytes_per_s=100.0, now_s=1.0)
         >>> [bucket.take(50, now_s) for now_s in (1.0, 1.25, 2.75, 2.75)]

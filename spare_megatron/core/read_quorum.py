@@ -1,9 +1,8 @@
-"""Whether a checkpoint is what was written: told by all groups that wait together, each of which reads some files.
+"""Verifies a checkpoint after a wipe-out: the waiting groups divide its files and read them.
 
-At a glance everybody sees that files are missing or have other sizes. A changed bit shows only to whoever reads the
-file from its first to its last byte, which takes minutes where checkpoints are large. So the files are divided among
-the groups, which say what they have found. A file that is whole for one group is whole. One that is damaged for one is
-read by another, too: it may be the way of the first one to the storage that is bad. What two find damaged is damaged.
+Missing files and wrong sizes show at a glance; a changed bit only in a complete read, which takes minutes for large
+checkpoints. A file that is whole for one group is whole. One that is damaged for one group is read by another, as the
+first one's path to the storage may be bad; what two groups find damaged is damaged.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,17 +12,11 @@ from spare_megatron.core.events import RestartState
 from spare_megatron.stacking.layout import GroupId
 
 _NUM_WITNESSES = 2
-"""Groups that have to find a file damaged, if there are as many."""
+"""Groups that must find a file damaged, if there are as many."""
 
 
 class FileVerification:
-    """What has been read of one checkpoint.
-
-    Args:
-        offer: The checkpoint.
-        waiting: What all groups say, each once.
-        readers: Among whom its files are divided, ascending, at least one.
-    """
+    """What all groups have read of one checkpoint. The `readers` (ascending, one or more) divide its files."""
 
     def __init__(self, offer: CheckpointCandidate, waiting: Iterable[RestartState], readers: Sequence[GroupId]) -> None:
         self._offer = offer
@@ -39,11 +32,10 @@ class FileVerification:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every file is."""
         return len(self._whole) == self._offer.num_files
 
     def damage(self) -> str:
-        """What is wrong with it; empty while that is not known."""
+        """What is wrong with the checkpoint; empty while that is not known."""
         damaged = [number for number in self._damaged if number not in self._whole and self._is_certain(number)]
         if not damaged:
             return ""
@@ -51,14 +43,13 @@ class FileVerification:
         return self._told[witness].reason
 
     def against(self, group: GroupId) -> str:
-        """Why the group must not load it: it is damaged, or another finds whole what this group does not."""
+        """Why the group must not load it: it is damaged, or the group finds damaged what another group finds whole."""
         reason = self.damage()
         if not reason and group in self._told and self._whole.intersection(self._told[group].damaged):
             reason = f"{self._told[group].reason}; another group finds it whole"
         return reason
 
     def to_read(self, group: GroupId) -> tuple[int, ...]:
-        """The files that the group has to read now, if any."""
         return tuple(
             number
             for number in range(self._offer.num_files)
@@ -69,7 +60,7 @@ class FileVerification:
         return len(self._damaged.get(number, ())) >= min(_NUM_WITNESSES, len(self._readers))
 
     def _next_reader(self, number: int) -> GroupId | None:
-        """The groups in turn; after one that finds it damaged the next."""
+        """The reader of a file: groups take turns, skipping those that have found it damaged."""
         readers, seen = self._readers, self._damaged.get(number, set())
         first = number % len(readers)
         in_turn = (readers[(first + shift) % len(readers)] for shift in range(len(readers)))

@@ -1,9 +1,8 @@
-"""When training starts again after a wipe-out, with whom, and from where; and when it does not.
+"""Restarts after a wipe-out: when, with which groups, and from which checkpoint or snapshot; or that the run ends.
 
-All ranks of the run have ended by then, or hold nothing. Every group that is started again says which checkpoints lack
-nothing at a glance, and which snapshots are whole in the memory of its nodes. The newest checkpoint that comes into
-question is read by all of them together (`core.read_quorum`) before it counts; whoever sees that enough groups wait,
-and that all of it is whole, writes the entry.
+All ranks have ended by then or hold nothing. Every restarted group reports the checkpoints that look complete and the
+snapshots in its nodes' memory. All groups together verify the newest candidate (`core.read_quorum`). A group that sees
+enough groups waiting and the checkpoint whole writes the entry.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,14 +19,11 @@ from spare_megatron.stacking.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimits:
-    """What keeps a run from starting again and again.
+    """Limits on repeated restarts.
 
-    Attributes:
-        max_restarts: Restarts within the window after which the next wipe-out ends the run.
-        window_s: Length of the window, on the clock of the log. A run that commits nothing between two wipe-outs
-            stands still on it, so that these always fall into one window.
-        wait_s: Longest wait for groups that have not come back, or get no further with what they read; the others then
-            start without them.
+    After `max_restarts` within `window_s` the next wipe-out ends the run; the window is on the clock of the log, which
+    stands still while nothing is committed. After `wait_s`, the others restart without groups that have not come back
+    or make no progress in reading.
     """
 
     max_restarts: int
@@ -38,17 +34,8 @@ class RestartLimits:
 class Restarts:
     """Wipe-outs and restarts of one run, as the log has them.
 
-    Args:
-        limits: None leaves it to the driver when training starts again.
-        placement: Who hosts what.
-        snapshots: When they are taken, and who keeps them; None: they are not.
-        first_step: Committed steps with which the run begins, whether or not there is a checkpoint.
-        last_resort: Every group can compute every shard.
-
-    Attributes:
-        wipe_out: That under way.
-        num_restarts: Times that training has started again.
-        snapshots: Those taken so far.
+    Without `limits`, restarts are left to the driver. The run begins with `first_step` committed steps, whether or not
+    there is a checkpoint. `last_resort`: every group can compute every shard.
     """
 
     def __init__(
@@ -73,12 +60,12 @@ class Restarts:
         return len(self._restarted_at_s)
 
     def wiped_out(self, stop: StopWipeOut) -> tuple[StopWipeOut]:
-        """Only a checkpoint helps; returns what the driver is told."""
+        """Records the wipe-out and returns it as the driver's action."""
         self.wipe_out = stop
         return (stop,)
 
     def restarted(self, step: int, at_s: float) -> None:
-        """Training starts again after this many committed steps, at this time on the clock of the log."""
+        """Training restarts after this many committed steps, at this time on the clock of the log."""
         self.wipe_out = None
         self._restarted_at_s.append(at_s)
         self.snapshots.restarted(step)
@@ -86,15 +73,10 @@ class Restarts:
     def decide(
         self, event: WaitingRead, saved: Collection[int], over: Mapping[GroupId, int], at_s: float, head: int
     ) -> tuple[()] | tuple[AppendEntry | ReadFiles | WithdrawOffers]:
-        """What follows from who waits, for the group that asks.
+        """What follows from the waiting groups, for the group that asks.
 
-        Args:
-            event: Who has ever said that it waits.
-            saved: Committed steps of which this training may have checkpoints. Others are what a restart has undone,
-                or hold state that was found to be wrong.
-            over: The last incarnation of each group that was lost or took part; only later ones wait.
-            at_s: The time on the clock of the log.
-            head: Where the next entry stands.
+        Only incarnations later than those in `over`, the last ones that were lost or took part, wait. Checkpoints of
+        steps that are not in `saved` are undone or hold wrong state. `head` is the index of the next entry.
         """
         if self._limits is None or self.wipe_out is None or self.wipe_out.reason:
             return ()
@@ -123,18 +105,12 @@ class Restarts:
 
 
 class Search:
-    """What those who wait have, and how far it is known to be whole.
-
-    Args:
-        placement: Who hosts what.
-        waiting: Groups in lives that have not taken part, each group once.
-        waited_s: Seconds for which whoever asks has waited.
-        limits: When to go on without groups.
-        snapshot: The newest that those who wait have whole.
+    """What the waiting groups (in incarnations that have not taken part) have, and how far it is known to be whole.
 
     Attributes:
-        able: Who may take part.
-        is_early: Others may be about to come.
+        able: Groups that may take part.
+        is_over: The asking group has waited for `limits.wait_s`.
+        is_early: Further groups may still come.
     """
 
     def __init__(
@@ -154,7 +130,7 @@ class Search:
         self._evidence: dict[CheckpointCandidate, FileVerification] = {}
 
     def evidence(self, offer: CheckpointCandidate) -> FileVerification:
-        """What has been read of a checkpoint, and who has to read the rest: of those who offer it, and may yet come."""
+        """What has been read of a checkpoint. Its offering groups (all groups while more may come) divide its files."""
         if offer not in self._evidence:
             groups = {item.member.group for item in self.able if offer in item.offers}
             readers = map(GroupId, range(self.placement.num_groups)) if self.is_early else groups
@@ -162,7 +138,7 @@ class Search:
         return self._evidence[offer]
 
     def refused_by(self, group: GroupId) -> dict[CheckpointCandidate, str]:
-        """What the group offers and must not load, and why."""
+        """The checkpoints that the group offers and must not load, and why."""
         offers = [offer for item in self.able if item.member.group == group for offer in item.offers]
         found = {offer: self.evidence(offer).against(group) for offer in offers}
         return {offer: reason for offer, reason in found.items() if reason}
@@ -171,22 +147,13 @@ class Search:
 def decide_restart(
     step: int, search: Search, num_recent: int, *, last_resort: bool = False, first_step: int = 0
 ) -> Restart | GiveUp | CheckpointCandidate | None:
-    """The entry that ends a wipe-out; or the checkpoint that has to be read before; None while it is better to wait.
+    """The entry that ends a wipe-out; the checkpoint to verify first; or None to wait.
 
-    The newest checkpoint counts that lacks nothing for all who wait: every one of them has to load it. Where there is
-    none, the newest counts that lacks nothing for groups with hosts of all shards, and the others are left out: one
-    group whose storage fails must not send all back to the beginning. They begin there only if nobody finds anything.
-    All files have to be read by somebody. While somebody offers what is known to be damaged, earlier ones may not have
-    been named: that is waited for. A snapshot that is not older is there sooner. Who cannot look for checkpoints, or
-    gets no further with reading, is waited for, too, where there is no snapshot: training from the beginning for want
-    of a folder that is back soon would cost much.
-
-    Args:
-        step: The step that was wiped out.
-        search: What those who wait have.
-        num_recent: Restarts within the window.
-        last_resort: Every group can compute every shard.
-        first_step: Committed steps with which the run begins: there is always that.
+    Picks the newest checkpoint that every waiting group offers; failing that (one group's bad storage must not send all
+    back to the beginning), the newest one whose offering groups host all shards, without the others. A snapshot that is
+    not older wins, as it loads faster. The beginning is used only if no group finds anything. Waits for groups whose
+    offers are known to be damaged to name earlier ones, and without a snapshot also for groups that cannot look for
+    checkpoints or make no progress in reading: a folder that is back soon beats training from the beginning.
 
     >>> from spare_megatron.stacking.placement import make_placement
     >>> from spare_megatron.stacking.layout import Member
@@ -220,21 +187,16 @@ def decide_restart(
     if newest is not None or not any(offers):
         return Restart(step=newest_step, members=_members(able))
     found = _newest_of_some(search, first_step, is_everywhere=last_resort) if search.is_over else None
-    # Whoever came last may offer what the others have found damaged, and not yet name what they do.
+    # The last group to come may offer what others have found damaged, and not yet the earlier ones that they offer.
     found = found or _newest_unread(search, set.union(*offers))
     return found or (GiveUp(step=step, reason=_nothing_in_common(able)) if search.is_over else None)
 
 
 def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> Restart | CheckpointCandidate | None:
-    """From the newest checkpoint that lacks nothing for groups with hosts of all shards, without the others.
+    """Restart from the newest checkpoint whose offering groups host all shards, without the others; None without one.
 
-    Args:
-        search: What those who wait have.
-        first_step: Only later steps count.
-        is_everywhere: Every group can compute every shard.
-
-    Returns:
-        None if there is none; the checkpoint if it has to be read.
+    Returns the checkpoint itself if it must be verified first. Only steps after `first_step` count; with
+    `is_everywhere` every group can compute every shard.
     """
     for newest in sorted({offer for item in search.able for offer in item.offers}, reverse=True):
         holders = [item for item in search.able if newest in item.offers]
@@ -246,12 +208,12 @@ def _newest_of_some(search: Search, first_step: int, *, is_everywhere: bool) -> 
 
 
 def _newest_unread(search: Search, offers: Collection[CheckpointCandidate]) -> CheckpointCandidate | None:
-    """The newest of these checkpoints of which files have yet to be read."""
+    """The newest of these checkpoints with files that are still to be read."""
     return next((offer for offer in sorted(offers, reverse=True) if not search.evidence(offer).is_whole), None)
 
 
 def _with_failure(item: RestartState, limits: RestartLimits) -> RestartState:
-    """Who has got no further with reading for too long cannot look for checkpoints."""
+    """A group without progress in reading for too long cannot look for checkpoints."""
     if not item.is_reading or item.silent_s < limits.wait_s:
         return item
     reason = (

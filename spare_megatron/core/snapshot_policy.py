@@ -1,14 +1,10 @@
-"""Snapshots: copies of the state in the memory of nodes. When they are taken, who keeps them, which one helps.
+"""Snapshots, copies of the state in node memory: when to take them, which groups hold them, which one to restart from.
 
-Where every group holds the whole state, rank j of each holds the same. So a copy on another node is one that the rank
-there makes of its own state, and nothing crosses the network before a restart. Each rank position is copied on a few
-groups alone, its holders, the positions on different ones: the least memory that outlives the loss of all holders but
-one. Where the optimizer's state is cut into slices, a position's copy has none of them: each slice is copied by as many
-of its hosts, on all of their ranks.
-
-A node keeps two of each: the newest that all holders have, and the one that they are copying. Nobody needs to be
-asked which is which: a rank has made its copy before it votes on the step before the next snapshot. So whoever comes to
-the next one knows that all others have the one before, and gives up what is older.
+Rank j of every group holds the same state, so a holder copies its own, and nothing crosses the network before a
+restart. Each rank position is copied by a few groups (holders) on different nodes, without partitioned optimizer state;
+each state partition is copied by as many of its hosts, on all of their ranks. A node keeps two of each: the newest one
+that all holders have, and the one being copied. A rank has made its copy before it votes on the step before the next
+snapshot, so at the next snapshot all others hold the present one, and older ones can go.
 """
 
 import hashlib
@@ -23,17 +19,13 @@ from spare_megatron.stacking.layout import GroupId, Layout, Member, SliceId
 from spare_megatron.stacking.state_partitions import Hosts, Ownership
 
 _NUM_REMEMBERED = 3
-"""Snapshots that a restart may go back to: nodes have two, and a third where one has come to it before another."""
+"""Snapshots that a restart may use: nodes have two, and a third if one node reaches it before another."""
 
 
 class Held(NamedTuple):
-    """A whole copy in the memory of some node.
+    """A complete copy of a rank position (rank inside its group) in some node's memory.
 
-    Attributes:
-        attempt: Of the commit whose state it is. It names the snapshot, for no two commits have the same, not even of a
-            step that is done again after a restart.
-        position: The rank inside its group.
-        sha256: Of the copy.
+    `attempt`, of the commit whose state it is, names the snapshot: no two commits share it, not even after a restart.
     """
 
     attempt: int
@@ -42,12 +34,9 @@ class Held(NamedTuple):
 
 
 class HeldSlice(NamedTuple):
-    """Whole copies of a slice's state, those of one rank or of all ranks of a group.
+    """Complete copies of a state partition, of one rank or of all ranks of a group.
 
-    Attributes:
-        attempt: As of `Held`.
-        slice: The slice.
-        sha256: Of the copy; of several, over theirs in the order of the ranks.
+    `sha256` is that of the copy; of several copies, over theirs in the order of the ranks.
     """
 
     attempt: int
@@ -56,12 +45,7 @@ class HeldSlice(NamedTuple):
 
 
 class WholeSnapshot(NamedTuple):
-    """One that has every rank position, and every slice.
-
-    Attributes:
-        step: Committed steps that it holds.
-        attempt: Of the last one's commit.
-    """
+    """A snapshot with every rank position and partition after `step` committed steps, the last by `attempt`."""
 
     step: int
     attempt: int
@@ -73,10 +57,9 @@ class SnapshotPolicy:
 
     Attributes:
         every_steps: Steps from one to the next, at least 2.
-        redundancy: Nodes that may be lost with it: one more keep each rank position.
-        layout: Which ranks stand on which nodes.
+        redundancy: Nodes that may be lost; each rank position has one holder more.
         groups_per_domain: Groups of consecutive ids that may be lost together.
-        num_slices: That the optimizer's state is cut into; 0 where every group has all of it.
+        num_slices: Partitions of the optimizer state; 0 if every group has all of it.
     """
 
     every_steps: int
@@ -87,11 +70,7 @@ class SnapshotPolicy:
 
 
 class Snapshots:
-    """Those of a run, as the log has them.
-
-    Args:
-        policy: None takes none.
-    """
+    """The snapshots of a run, as the log has them; none without a policy."""
 
     def __init__(self, policy: SnapshotPolicy | None) -> None:
         self._policy = policy
@@ -101,14 +80,7 @@ class Snapshots:
     def after(
         self, step: int, attempt: int, groups: Sequence[GroupId], ownership: Ownership | None = None
     ) -> tuple[()] | tuple[TakeSnapshot]:
-        """What follows from a commit.
-
-        Args:
-            step: Committed steps.
-            attempt: Of the commit.
-            groups: Who takes part.
-            ownership: Who hosts which slice, where there are any.
-        """
+        """The snapshot to take after the commit of this attempt, if one is due."""
         policy = self._policy
         if policy is None or step % policy.every_steps:
             return ()
@@ -127,27 +99,22 @@ class Snapshots:
         return (action,)
 
     def lost(self, group: GroupId, wrong_after: int | None) -> None:
-        """The group is lost.
+        """Records the loss of a group.
 
-        Args:
-            group: The group.
-            wrong_after: Committed steps after which its state was found to be wrong; None if it was not. What it
-                keeps of a snapshot of just these steps is wrong, too.
+        If its state was found to be wrong after `wrong_after` committed steps (None: it was not), snapshots of just
+        these steps that it holds are wrong, too.
         """
         self._taken = tuple(
             one for one in self._taken if one.step != wrong_after or group not in self._holders[one.attempt]
         )
 
     def restarted(self, step: int) -> None:
-        """What was committed after so many steps is undone."""
         self._taken = tuple(one for one in self._taken if one.step <= step)
 
     def newest_whole(self, held: Iterable[Held], slices: Iterable[HeldSlice] = ()) -> WholeSnapshot | None:
-        """The newest of which there is a copy of every rank position and slice, and all copies of one are alike.
+        """The newest with copies of every rank position and partition, all copies of one being equal.
 
-        Args:
-            held: Copies of rank positions.
-            slices: Copies of slices on all ranks of some group.
+        `slices` are copies of partitions on all ranks of some group.
         """
         if self._policy is None:
             return None
@@ -161,7 +128,7 @@ class Snapshots:
 
 
 def _alike(copies: Iterable[Held | HeldSlice]) -> dict[int, set[int]]:
-    """Attempt -> positions or slices of which there are copies, and all of them alike."""
+    """Attempt -> positions or partitions of which all copies are equal."""
     digests: dict[tuple[int, int], set[str]] = {}
     for attempt, what, sha256 in copies:
         digests.setdefault((attempt, what), set()).add(sha256)
@@ -173,13 +140,9 @@ def _alike(copies: Iterable[Held | HeldSlice]) -> dict[int, set[int]]:
 
 
 def held_by_group(of_ranks: Sequence[Sequence[HeldSlice]]) -> tuple[HeldSlice, ...]:
-    """The copies of slices that a group has on all of its ranks.
+    """The copies of partitions that a group has on all of its ranks, given those of each rank.
 
-    A group's word of each is as short as a rank's, however many ranks it has: after a wipe-out all groups read what all
-    groups have.
-
-    Args:
-        of_ranks: What each of its ranks has.
+    One digest per partition keeps a group's report as short as a rank's: after a wipe-out all groups read all reports.
 
     >>> both, one = HeldSlice(5, SliceId(0), "a"), HeldSlice(5, SliceId(1), "b")
     >>> [(held.attempt, held.slice) for held in held_by_group([[both, one], [both]])]
@@ -197,14 +160,10 @@ def held_by_group(of_ranks: Sequence[Sequence[HeldSlice]]) -> tuple[HeldSlice, .
 
 
 def holders_of_snapshot(policy: SnapshotPolicy, groups: Sequence[GroupId]) -> tuple[tuple[GroupId, ...], ...]:
-    """For each rank position the groups that keep it, redundancy + 1, fewer where there are no more nodes.
+    """For each rank position, its holders, ascending: redundancy + 1 groups, fewer if there are no more nodes.
 
-    No two stand on one node, nor in one domain where that can be. The positions go round the groups, domain by domain,
-    so that no node keeps many more than another.
-
-    Args:
-        policy: How many, and who stands where.
-        groups: Who takes part, ascending.
+    No two are on one node, nor in one domain if that is possible. Positions take the groups in turn, domain by domain,
+    so that nodes keep about equally many.
 
     >>> layout = Layout(num_groups=4, pipeline_parallel=2, num_nodes=4)
     >>> policy = SnapshotPolicy(every_steps=2, redundancy=1, layout=layout)
@@ -223,13 +182,9 @@ def holders_of_snapshot(policy: SnapshotPolicy, groups: Sequence[GroupId]) -> tu
 
 
 def holders_of_slices(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[GroupId, ...], ...]:
-    """For each slice those of its hosts that keep it: as many as of a rank position, and as far from each other.
+    """For each state partition, those of its hosts that keep it: as many, and as far apart, as for a rank position.
 
-    They begin with another host for each slice, so that no group keeps many more than another.
-
-    Args:
-        policy: How many, and who stands where.
-        hosts: Who has the whole state of each slice.
+    The search starts with a different host for each partition, so that groups keep about equally many.
 
     >>> from spare_megatron.stacking.layout import Member
     >>> layout = Layout(num_groups=3, num_nodes=3)
@@ -237,7 +192,7 @@ def holders_of_slices(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[Group
     >>> holders_of_slices(policy, [[Member(GroupId(group)) for group in row] for row in ((0, 1), (1, 2), (0, 2))])
     ((0,), (2,), (0,))
     """
-    # Groups that follow each other may share the nodes at their ends, and no others.
+    # Consecutive groups can share only the nodes at their ends.
     ends = [0, policy.layout.ranks_per_group - 1]
     holders: list[tuple[GroupId, ...]] = []
     for number, row in enumerate(hosts):
@@ -247,15 +202,10 @@ def holders_of_slices(policy: SnapshotPolicy, hosts: Hosts) -> tuple[tuple[Group
 
 
 def in_order_to_ask(holders: Iterable[Member], present: Collection[Member], asker: GroupId) -> list[Member]:
-    """Those who have a copy, as a group that wants it is to ask them.
+    """Holders of a copy in the order in which a group asks them.
 
-    First who takes part: the nodes of the others may be lost since they said that they have it. After a wipe-out many
-    groups ask at once, so that each begins with another holder.
-
-    Args:
-        holders: Who has a copy.
-        present: Who takes part.
-        asker: The group.
+    Groups that take part come first: nodes of the others may have been lost since they reported. Askers start with
+    different holders, because many ask at once after a wipe-out.
 
     >>> holders = [Member(GroupId(group)) for group in (1, 4, 6)]
     >>> [[holder.group for holder in in_order_to_ask(holders, holders[1:], GroupId(asker))] for asker in (0, 3)]
@@ -270,7 +220,7 @@ def in_order_to_ask(holders: Iterable[Member], present: Collection[Member], aske
 
 
 def _in_turn(groups: Sequence[GroupId], unit: int) -> list[GroupId]:
-    """The groups so that those of a unit, so many consecutive ids, are far from each other."""
+    """The groups ordered so that those of a unit (this many consecutive ids) are far apart."""
     seen: Counter[int] = Counter()
     turns: list[tuple[int, GroupId]] = []
     for group in groups:
@@ -280,7 +230,7 @@ def _in_turn(groups: Sequence[GroupId], unit: int) -> list[GroupId]:
 
 
 def _choose(policy: SnapshotPolicy, positions: Sequence[int], candidates: Sequence[GroupId]) -> tuple[GroupId, ...]:
-    """The first of the candidates that stand apart with these of their ranks, ascending."""
+    """The first redundancy + 1 candidates that share no node at these positions, in different domains if possible."""
     chosen: list[GroupId] = []
     for apart_by_domain in (True, False):
         for group in candidates:

@@ -1,8 +1,8 @@
 """Whether a run can begin without the groups that are lost before training does.
 
-A broken machine costs its groups, at the start as later, also one that never comes. What two machines raise is no fault
-of either: each group in turn would use up its lives, and come to the same. So the run ends at once, and names the
-exception. So it does where those who raised, and those whose nodes are not there, are all who host something.
+A broken machine costs its groups, at the start as later. An exception that groups on two machines raise is a fault of
+neither, and every group would use up its restarts on it; so the run ends at once and names it. It also ends if groups
+that raised, and groups whose nodes are missing, are all hosts of some shard or state partition.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,14 +16,10 @@ from spare_megatron.stacking.placement import make_placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyLoss:
-    """A group that is lost before training has begun.
+    """A group that is lost before training has begun, by a failed rank, or with its whole node (rank -1).
 
-    Attributes:
-        group: The group.
-        rank: The rank that showed it; -1 if its whole node is lost.
-        cause: Why, in a line.
-        error: The exception behind it, where other groups may meet the same; else empty.
-        concerns_all: It was raised for what holds for all groups.
+    `error` is the exception behind it if other groups may raise the same; `concerns_all`: the cause holds for all
+    groups.
     """
 
     group: GroupId
@@ -34,11 +30,7 @@ class EarlyLoss:
 
 
 class Start:
-    """What has been lost of a run that has yet to begin.
-
-    Args:
-        layout: Of the run.
-        setup: What is fixed for it.
+    """The losses of a run that has yet to begin.
 
     >>> placement = make_placement("golomb", 3, 2, 1)
     >>> setup = ControllerSetup(placement=placement, microbatches_per_shard=1, num_steps=1)
@@ -53,11 +45,7 @@ class Start:
         self._losses: list[EarlyLoss] = []
 
     def lose(self, loss: EarlyLoss) -> str:
-        """Why the run cannot begin; empty while it may, without the groups that are lost so far.
-
-        Args:
-            loss: One more. A group that is started again may be lost again.
-        """
+        """Adds a loss; returns why the run cannot begin, or an empty string while it can without the lost groups."""
         self._losses.append(loss)
         if loss.concerns_all:
             return f"group {loss.group} was lost before training began: rank {loss.rank}: {loss.cause}"
@@ -73,7 +61,7 @@ class Start:
                 f"groups {groups} raised the same before training began, which no redundancy masks: rank {loss.rank}: "
                 f"{loss.cause}"
             )
-        # Whoever was killed on a node that is there is started again.
+        # A group that was killed on a node that is present is started again.
         gone = self._first_of_each(lambda other: bool(other.error) or other.rank < 0)
         if any(gone.keys() >= set(hosts) for hosts in self._hosts):
             first = next(iter(gone.values()))
@@ -84,7 +72,6 @@ class Start:
         return ""
 
     def _first_of_each(self, is_meant: Callable[[EarlyLoss], bool]) -> dict[GroupId, EarlyLoss]:
-        """Of each group that has such losses the first, in the order in which they came."""
         found: dict[GroupId, EarlyLoss] = {}
         for loss in filter(is_meant, self._losses):
             found.setdefault(loss.group, loss)
@@ -92,7 +79,7 @@ class Start:
 
     @cached_property
     def _hosts(self) -> Sequence[Collection[GroupId]]:
-        """The groups of which one is needed: for each shard its hosts, and for each slice of the optimizer state."""
+        """Sets of groups of which one is needed: the hosts of each shard and of each state partition."""
         setup, slices = self._setup, self._setup.slices
         hosts = () if setup.last_resort else setup.placement.hosts
         if slices is None:
@@ -102,5 +89,5 @@ class Start:
 
 
 def _why(loss: EarlyLoss) -> str:
-    """For people. The cause of a whole node's loss names the node."""
+    """The cause for people. That of a whole node's loss names the node."""
     return f"rank {loss.rank}: {loss.cause}" if loss.rank >= 0 else loss.cause

@@ -1,9 +1,8 @@
-"""How long the groups that are there will host every shard: the mean time to a wipe-out from the present on.
+"""Mean time to a wipe-out: how long the present groups will host every shard.
 
-Symbols: a group that is up is lost at rate 1 / F; one that is down is back after a mean time R, or never. Of the r
-hosts of a shard i are down; it has no host when i reaches r. Shards are taken as independent. Those that share hosts
-fail together more often, so that the mean is a little low: by 6% at N = 60, r = 3 and by 1% at N = 600, r = 8, where
-nobody comes back.
+A group that is up is lost at rate 1 / F; one that is down is back after a mean time R, or never. Of the r hosts of a
+shard i are down; it has no host when i reaches r. Shards are taken as independent; those that share hosts fail together
+more often, so the mean is a little low: by 6% at N = 60, r = 3 and by 1% at N = 600, r = 8 without returns.
 """
 
 from collections.abc import Mapping
@@ -17,18 +16,14 @@ FloatArray = npt.NDArray[np.float64]
 _STEPS_PER_DOUBLING = 8
 _MAX_DOUBLINGS = 60
 LONGEST_S = 1e18
-"""Longer times to a wipe-out mean nothing and would overflow."""
+"""Cap on the time to a wipe-out: longer times mean nothing and would overflow."""
 
 
 def host_chain(redundancy: int, group_interval_s: float, absence_s: float | None) -> FloatArray:
-    """The generator of the birth-death chain over i, the hosts of a shard that are down; i = r is left out.
+    """Generator of the birth-death chain over i, the hosts of a shard that are down; i = r is left out.
 
-    Up at rate (r - i) / F, down at i / R.
-
-    Args:
-        redundancy: r.
-        group_interval_s: F; above 0.
-        absence_s: R, above 0; None if nobody comes back.
+    Up at rate (r - i) / F, down at i / R, with r = redundancy, F = group_interval_s > 0, R = absence_s > 0 (None: no
+    returns).
     """
     i = np.arange(redundancy)
     back_per_s = 0.0 if absence_s is None else 1 / absence_s
@@ -42,12 +37,8 @@ def host_chain(redundancy: int, group_interval_s: float, absence_s: float | None
 def shard_survival(generator: FloatArray, first_s: float) -> tuple[FloatArray, FloatArray]:
     """P(a shard has not lost its last host by t), for each number of hosts that are down at first.
 
-    Args:
-        generator: `host_chain`.
-        first_s: The first t; the others are spaced evenly in their logarithm.
-
-    Returns:
-        The times, and the probabilities of shape (times, r).
+    Returns the times, the first at `first_s` and all spaced evenly in their logarithm, and the probabilities of shape
+    (times, r).
     """
     starts = first_s * 2 ** (np.arange(_STEPS_PER_DOUBLING) / _STEPS_PER_DOUBLING)
     kernels = expm(generator * starts[:, None, None])
@@ -66,16 +57,9 @@ def time_to_wipe_out_s(
 ) -> float:
     """Mean seconds until some shard has no host.
 
-    The integral over t of the product over shards of P(it has a host until t).
-
-    Args:
-        num_shards: Hosts that are up -> how many shards have so many; each from 1 to r.
-        redundancy: r.
-        group_interval_s: F, mean seconds until one group is lost.
-        absence_s: R, mean seconds from its loss until it takes part again; None if none does.
-
-    Notes:
-        Cost: milliseconds for r up to 20, whatever the number of shards.
+    The integral over t of the product over shards of P(it has a host until t). `num_shards` maps hosts that are up,
+    from 1 to r, to the number of such shards; F = group_interval_s; R = absence_s, None without returns. Cost:
+    milliseconds for r up to 20, whatever the number of shards.
 
     >>> round(time_to_wipe_out_s({1: 1}, 1, 50.0, None), 3)
     50.0
@@ -95,11 +79,11 @@ def time_to_wipe_out_s(
 
 
 def spent_s(times_s: FloatArray, hazard: FloatArray) -> FloatArray:
-    """Mean seconds spent between each time and the one before without an event, given minus the log of its survival.
+    """Mean seconds without an event between each time and the one before; `hazard` is minus the log of the survival.
 
     The hazard is taken as linear in between: the integral of exp(-x) over a rise is (1 - exp(-rise)) / rise.
     """
-    hazard = np.maximum.accumulate(hazard)  # but for rounding it is
+    hazard = np.maximum.accumulate(hazard)  # monotone but for rounding
     rise = np.diff(hazard, prepend=0.0)
     before = np.exp(-np.concatenate(([0.0], hazard[:-1])))
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -1,4 +1,4 @@
-"""What one group says of one attempt, in the form in which it crosses ranks."""
+"""A group's vote on an attempt, and its encoding for the control store."""
 
 import json
 from dataclasses import dataclass, fields
@@ -10,13 +10,9 @@ from spare_megatron.stacking.state_partitions import Ownership
 
 
 class SliceDigest(NamedTuple):
-    """What a host says of a slice: the parameters that it has computed, and all optimizer state.
+    """A host's digest, over all its ranks, of a partition's parameters that it has computed and its optimizer state.
 
-    Attributes:
-        slice: The slice.
-        sha256: Over all ranks of the group. It is the same for all hosts of the slice.
-        is_proven: The copy has been compared with those of all other hosts at once. One that was made since tells only
-            what its donor has.
+    Proven copies have been compared with those of all other hosts; an unproven copy only repeats its donor.
     """
 
     slice: SliceId
@@ -26,16 +22,14 @@ class SliceDigest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests:
-    """What a vote says of the state before a step, where that is compared; else empty.
+    """Digests of the state before a step, where it is compared; otherwise empty.
 
     Attributes:
-        params: Digest of all parameters of the group.
-        slices: Of the state of each slice that the group hosts, ascending.
-        state: Of all else that each group holds where there are no slices, the optimizer's moments above all: where
-            state has been copied, or is the last of the run. What is wrong there shows in the parameters only after
-            the next update.
-        copied_from: The donor from which the group has taken its state over since the last commit: it tells what that
-            one has, and nothing of its own.
+        slices: The state of each partition that the group hosts, ascending.
+        state: Without partitions, all other state, mainly the optimizer's moments; set if state has been copied, or
+            after the last step. An error there reaches the parameters only with the next update.
+        copied_from: The donor whose state the group has taken over since the last commit: its digests repeat the
+            donor's.
     """
 
     params: str = ""
@@ -46,20 +40,16 @@ class Digests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What one group says of one attempt, once.
+    """The vote of one group on one attempt, cast once. For digests see `Digests`.
 
     Attributes:
         is_complete: Every rank of the group holds the whole cross-group sum of this attempt.
-        plan_digest: Digest of all the work the group believes the step consists of.
-        params_digest: As in `Digests`.
-        num_complete: For each rank of the group, the buckets whose sums it holds, from the first on; none if empty.
+        plan_digest: Digest of all the work of the step in the group's view.
+        num_complete: For each rank of the group, the number of leading buckets whose sums it holds; may be empty.
         lacks_params: The group could not gather the parameters of this step, has computed nothing, and reduces nothing.
-        restored: Slices of which the group has a whole copy, of the state before this step, that a repair or a move has
-            asked it for. It says so in every vote until the log has it: a commit makes it a host of them.
-        save_ends: Saves of the group that have ended; it says so, too, until a commit has it.
-        slice_digests: As in `Digests`.
-        state_digest: As in `Digests`.
-        copied_from: As in `Digests`.
+        restored: Partitions of which the group has completed a requested copy, of the state before this step. Repeated
+            in every vote until a commit makes the group a host of them.
+        save_ends: Saves of the group that have ended; repeated until a commit includes them.
     """
 
     is_complete: bool
@@ -78,18 +68,17 @@ _USUAL = {field.name: field.default for field in fields(Vote)}
 
 
 def encode_vote(vote: Vote) -> str:
-    """One line of JSON. What is as usual is left out.
+    """One line of JSON; fields with default values are left out.
 
     >>> encode_vote(Vote(is_complete=True, plan_digest="5d1e"))
     '{"is_complete": true, "plan_digest": "5d1e"}'
     """
-    # `asdict` would take twice as long as all this.
+    # `asdict` would take twice as long as this whole function.
     values = {name: getattr(vote, name) for name in _USUAL}
     return json.dumps({name: value for name, value in values.items() if value != _USUAL[name]})
 
 
 def decode_vote(text: str) -> Vote:
-    """The vote that `encode_vote` wrote."""
     values = json.loads(text)
     for name, of in (("save_ends", SaveEnd), ("slice_digests", SliceDigest)):  # JSON knows no tuples
         if name in values:
@@ -102,16 +91,10 @@ def decode_vote(text: str) -> Vote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempted:
-    """The attempt that is decided by votes, as the log has it by now.
+    """The attempt to decide, as of the latest log entry, with remaining members and all voters, including lost ones.
 
-    Attributes:
-        step: The step.
-        attempt: The attempt.
-        members: The groups that are left, ascending.
-        voters: All that began the attempt, also those that were lost since.
-        is_discarded: A group with wrong parameters contributed to it: the sum is never committed.
-        is_over: All steps are committed; it decides whether the run can end.
-        ownership: Who holds which slice, where there are any.
+    If it is discarded (a group with wrong state contributed), its sum is never committed. If the run is over (all steps
+    are committed), it decides whether the run can end.
     """
 
     step: int
@@ -124,5 +107,5 @@ class Attempted:
 
     @property
     def is_shared(self) -> bool:
-        """Whether each group has most parameters from others: where one is wrong, all may have it."""
+        """Whether each group gets most parameters from others, so that all may have the same wrong value."""
         return self.ownership is not None

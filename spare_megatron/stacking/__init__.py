@@ -1,5 +1,4 @@
-"""Who hosts which shard and which part of the optimizer state, and who computes what.
+"""Placement of data shards and optimizer-state partitions on groups, and assignment of work to them. Pure.
 
-Pure functions of ids and counts; imports nothing of ours.
 Start with `placement`, then `reorder` and `plans`.
 """

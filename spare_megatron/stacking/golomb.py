@@ -1,18 +1,10 @@
-"""Offsets whose pairwise differences repeat as little as possible modulo the number of groups.
+"""Offsets for cyclic placements: modular Golomb rulers that mix well.
 
-r offsets are a modular Golomb ruler mod N when all their r(r - 1) differences are distinct and not 0 mod N. That needs
-N >= r(r - 1) + 1, and there is equality for Singer's difference sets only.
-
-Distinct differences are not enough, though. The short rulers of the literature put all hosts of a shard within a
-narrow window of neighbours, and a window that loses more than its share of groups is slow to pass the surplus on, or
-cannot: chains of displacements grow long, and sometimes the least load is out of reach. So among rulers the one wins
-that mixes best: the least second singular value of the placement, max over k != 0 of |sum_o exp(2 pi i k o / N)|
-(the expander mixing lemma: the smaller, the closer every set of groups comes to its fair share of shards).
-
-Where groups of consecutive ids are lost together as domains, hosts in different domains come first, distinct
-differences second. The hosts of all shards shift the offsets to every place, so what counts is how many offsets lie
-among any d consecutive numbers mod N. A domain of d groups hosts d r of the N r hosts, so that some shard has at least
-ceil(d r / N) of its hosts there under any placement, and evenly spaced offsets reach that bound.
+r offsets are a modular Golomb ruler mod N if all their r(r - 1) differences are distinct and not 0 mod N, which needs
+N >= r(r - 1) + 1. Among rulers, the search prefers the least second singular value of the placement,
+max over k != 0 of |sum_o exp(2 pi i k o / N)|: by the expander mixing lemma it keeps chains of displaced microbatches
+short. With failure domains of d consecutive groups, few hosts per domain take precedence over distinct differences.
+The argument is in docs/protocol.md.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 _EXHAUSTIVE_LIMIT = 2_000_000
-"""Sets of offsets times N up to which all sets are looked at; above that, constructions and a bounded search."""
+"""Up to this number of offset sets times N the search is exhaustive; above it, constructed and bounded."""
 _NUM_SCATTERED = 64
 _SCATTER_DRAWS = 20_000
 _NUM_WINDOWS = 400
@@ -56,7 +48,7 @@ _SHORTEST_RULERS = (
     "0 3 7 17 61 66 91 99 114 159 171 199 200 226 235 246 277 316 329 348 350 366 372",
     "0 9 33 37 38 97 122 129 140 142 152 191 205 208 252 278 286 326 332 353 368 384 403 425",
 )
-"""The shortest ruler of each number of marks (en.wikipedia.org/wiki/Golomb_ruler). Length L: a ruler mod any N > 2L."""
+"""Shortest ruler of each number of marks (en.wikipedia.org/wiki/Golomb_ruler). Length L: a ruler mod any N > 2L."""
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)
 _SINGER_OF_PRIME_POWERS = {
@@ -65,15 +57,11 @@ _SINGER_OF_PRIME_POWERS = {
     91: "0 1 3 9 27 49 56 61 77 81",
     273: "1 2 4 8 16 32 64 91 117 128 137 182 195 205 234 239 256",
 }
-"""Difference sets of the projective planes of order 4, 8, 9 and 16 (Singer 1938); those of primes are computed."""
+"""Difference sets of the projective planes of order 4, 8, 9 and 16 (Singer 1938); those of prime order are computed."""
 
 
 def check_redundancy(num_groups: int, redundancy: int) -> None:
-    """Refuse a redundancy that the number of groups does not allow.
-
-    Raises:
-        ValueError: The redundancy is below 1 or above the number of groups.
-    """
+    """Raises ValueError unless the redundancy is between 1 and the number of groups."""
     if redundancy < 1:
         raise ValueError(f"spare.redundancy={redundancy} is below 1; set it to 1 (no spare hosts) or more")
     if redundancy > num_groups:
@@ -84,11 +72,7 @@ def check_redundancy(num_groups: int, redundancy: int) -> None:
 
 
 def check_groups_per_domain(groups_per_domain: int) -> None:
-    """Refuse domains without a group.
-
-    Raises:
-        ValueError: There is less than one group in a domain.
-    """
+    """Raises ValueError if a domain has less than one group."""
     if groups_per_domain < 1:
         raise ValueError(
             f"spare.groups_per_domain={groups_per_domain} is below 1; set it to 1 (groups are lost one by one) or more"
@@ -97,14 +81,14 @@ def check_groups_per_domain(groups_per_domain: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Domains:
-    """What domains of `size` consecutive groups ask of offsets: at most `most` of them in any such window mod n."""
+    """Limit on offsets: at most `most` of them in any window of `size` consecutive numbers mod n."""
 
     n: int
     size: int
     most: int
 
     def allow(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether sets of offsets, ascending along the last axis, keep to that. Holds for every subset, too."""
+        """Whether each set of offsets, ascending along the last axis, meets the limit; its subsets then do, too."""
         num_marks = offsets.shape[-1]
         if self.size == 1 or num_marks <= self.most:
             return np.ones(offsets.shape[:-1], dtype=np.bool_)
@@ -112,35 +96,27 @@ class _Domains:
         return np.asarray((around[..., self.most : self.most + num_marks] - offsets >= self.size).all(axis=-1))
 
     def allows(self, marks: Iterable[int]) -> bool:
-        """The same for one set in any order."""
         return self.size == 1 or bool(self.allow(np.array(sorted(marks), dtype=np.int64)))
 
 
 def golomb_offsets(num_groups: int, redundancy: int, groups_per_domain: int = 1) -> tuple[int, ...]:
-    """Offsets in ascending order from 0, with as few repeated differences mod N as we can find.
-
-    With domains of d groups at most ceil(r min(d, N) / N) offsets lie among any d consecutive numbers mod N: one, if
-    r d <= N. No placement has fewer hosts of a shard in a domain. This goes before distinct differences.
-
-    Guaranteed for d = 1: a modular Golomb ruler if N > 2L with L the length of the shortest ruler of r <= 24 marks,
-    if N is r(r - 1) + 1 with r - 1 a prime up to 23 or 4, 8, 9, 16, and wherever there is one if there are at most
-    2,000,000 / N sets of offsets to look at. In those small cases the offsets are optimal even when repeats cannot be
-    avoided: least multiplicity of the commonest difference, then least sum of squared multiplicities. In between a
-    ruler may be missed or not exist; `Placement.max_shared_hosts` > 1 tells. With domains the small cases are optimal
-    among the offsets that the domains allow; in the others the search is the same and nothing more is guaranteed.
+    """Offsets in ascending order from 0, with as few repeated differences mod N as the search finds.
 
     Args:
         num_groups: N, at least 1.
-        redundancy: r, from 1 to N.
-        groups_per_domain: d, at least 1.
-
-    Raises:
-        ValueError: The redundancy or the domains do not fit.
+        redundancy: r, from 1 to N; anything else raises ValueError.
+        groups_per_domain: d, at least 1. At most ceil(r min(d, N) / N) offsets lie among any d consecutive numbers mod
+            N, the least that any placement reaches. This takes precedence over distinct differences.
 
     Notes:
-        Deterministic: the work is bounded by counts, and the scattered candidates come from a fixed sequence. Ties go
-        to the better mixing, then to the first found. A set and its complement have the same repeats up to a
-        constant, so more than N/2 offsets are chosen as the complement of few. Under 0.5 s up to N = 10,000, r = 24.
+        For d = 1 the result is a modular Golomb ruler if N > 2L with L the length of the shortest ruler of r <= 24
+            marks, if N = r(r - 1) + 1 with r - 1 a prime up to 23 or 4, 8, 9 or 16, or if a ruler exists and there are
+            at most 2,000,000 / N candidate sets. In such small cases the offsets are optimal among those that the
+            domains allow: least multiplicity of the commonest difference, then least sum of squared multiplicities.
+            Elsewhere the search may miss a ruler; then `Placement.max_shared_hosts` exceeds 1.
+        Deterministic, with work bounded by counts: under 0.5 s up to N = 10,000, r = 24. Ties go to the better mixing,
+            then to the first found. More than N/2 offsets are the complement of a small set, which has the same repeats
+            up to a constant.
 
     >>> golomb_offsets(7, 3)
     (0, 1, 3)
@@ -170,7 +146,7 @@ def golomb_offsets(num_groups: int, redundancy: int, groups_per_domain: int = 1)
 
 
 def difference_counts(num_groups: int, offsets: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """How many ordered pairs of different offsets differ by d mod N, for d from 0 to N - 1.
+    """`counts[d]`: number of ordered pairs of different offsets that differ by d mod N, for d from 0 to N - 1.
 
     >>> difference_counts(7, (0, 1, 3)).tolist()
     [0, 1, 1, 1, 1, 1, 1]
@@ -186,19 +162,18 @@ def _is_ruler(n: int, offsets: tuple[int, ...]) -> bool:
 
 
 def _mixing(n: int, offsets: tuple[int, ...]) -> float:
-    """Second singular value, rounded so that the last bits of a float decide nothing."""
+    """Second singular value of the placement, rounded so that floating-point noise breaks no ties."""
     indicator = np.zeros(n)
     indicator[list(offsets)] = 1.0
     return round(float(np.abs(np.fft.rfft(indicator))[1:].max(initial=0.0)), 6)
 
 
 def _from_zero(n: int, marks: list[int]) -> tuple[int, ...]:
-    """The marks shifted so that the first is 0, in ascending order."""
     return tuple(sorted((mark - marks[0]) % n for mark in marks))
 
 
 def _exhaustive(n: int, r: int, domains: _Domains) -> tuple[int, ...]:
-    """The best of all sets that hold 0: fewest repeats, then best mixing, then first in order."""
+    """The best of all sets that contain 0: fewest repeats, then best mixing, then lexicographic order."""
     sets = np.array([(0, *rest) for rest in combinations(range(1, n), r - 1)], dtype=np.int64)
     sets = sets[domains.allow(sets)]
     differences = (sets[:, :, None] - sets[:, None, :]) % n
@@ -210,7 +185,7 @@ def _exhaustive(n: int, r: int, domains: _Domains) -> tuple[int, ...]:
 
 
 def _scattered(n: int, r: int, domains: _Domains) -> Iterator[tuple[int, ...]]:
-    """Rulers grown mark by mark from a fixed sequence of numbers, each mark kept if it repeats no difference."""
+    """Rulers grown from a fixed pseudo-random sequence; a mark joins if it repeats no difference."""
     state, num_found = 1, 0
     marks, used = [0], {0}
     for _ in range(_SCATTER_DRAWS):
@@ -226,13 +201,13 @@ def _scattered(n: int, r: int, domains: _Domains) -> Iterator[tuple[int, ...]]:
             num_found += 1
             marks, used = [0], {0}
         elif state % (16 * r) == 0:
-            marks, used = [0], {0}  # give up on a start that admits no further mark
+            marks, used = [0], {0}  # abandon a start that seems to admit no further mark
         if num_found == _NUM_SCATTERED:
             return
 
 
 def _constructed(n: int, r: int) -> Iterator[tuple[int, ...]]:
-    """Rulers mod N among the shortest one and the windows of r marks of the algebraic rulers."""
+    """Rulers mod N: the shortest known ruler and windows of r marks of the algebraic ones."""
     if r <= len(_SHORTEST_RULERS):
         shortest = tuple(map(int, _SHORTEST_RULERS[r - 1].split()))
         if shortest[-1] < n and _is_ruler(n, shortest):
@@ -244,7 +219,7 @@ def _constructed(n: int, r: int) -> Iterator[tuple[int, ...]]:
 
 
 def _windows(n: int, r: int, modulus: int, marks: list[int]) -> Iterator[tuple[int, ...]]:
-    """Rulers mod N among r consecutive marks of the multiples of a ruler mod another modulus, shortest first."""
+    """Rulers mod N among windows of r consecutive marks, over all multiples of a ruler mod `modulus`, by length."""
     units = np.array([u for u in range(1, modulus) if np.gcd(u, modulus) == 1])
     multiples = np.sort(units[:, None] * np.array(marks) % modulus, axis=1)
     around = np.concatenate((multiples, multiples + modulus), axis=1)
@@ -257,7 +232,7 @@ def _windows(n: int, r: int, modulus: int, marks: list[int]) -> Iterator[tuple[i
 
 
 def _algebraic(n: int, r: int) -> Iterator[tuple[int, list[int]]]:
-    """Rulers with at least r marks and about the modulus N: (modulus, marks)."""
+    """Rulers with at least r marks and a modulus of up to about 2 N, as (modulus, marks)."""
     for modulus, marks in _SINGER_OF_PRIME_POWERS.items():
         if len(marks.split()) >= r and modulus <= 2 * n:
             yield modulus, list(map(int, marks.split()))
@@ -271,12 +246,12 @@ def _algebraic(n: int, r: int) -> Iterator[tuple[int, list[int]]]:
 def _powers_in_plane(p: int, degree: int, modulus: int) -> list[int]:
     """Singer's (degree 3, mod p^2 + p + 1) or Bose's (degree 2, mod p^2 - 1) ruler for a prime p.
 
-    With t a generator of GF(p^degree): exponents of t whose power has leading coefficient 0 (Singer: the points of a
-    line), or 1 (Bose: t + a for a in GF(p)). Generators are tried until the result is a ruler.
+    The marks are the exponents of those powers of a generator t of GF(p^degree) whose leading coefficient is 0 (Singer:
+    the points of a line) or 1 (Bose: t + a for a in GF(p)). Tries generators until the result is a ruler.
     """
     wanted, num_wanted = (0, p + 1) if degree == 3 else (1, p)
     for coefficients in product(range(1, p), *[range(p)] * (degree - 1)):
-        # In plain numbers, as a placement waits for this: of degree 2 the first of three is always 0.
+        # Scalar arithmetic is fast enough to not delay a placement; for degree 2 the first coefficient is 0.
         first, second, third = coefficients if degree == 3 else (0, *coefficients)
         low, middle, lead = (1, 0, 0) if degree == 3 else (0, 1, 0)
         marks = []
@@ -292,10 +267,7 @@ def _powers_in_plane(p: int, degree: int, modulus: int) -> list[int]:
 
 
 def _fewest_repeats(n: int, r: int, domains: _Domains) -> tuple[int, ...]:
-    """Offsets by descent: move one offset at a time to where it repeats least, until nothing improves.
-
-    Cost: N r per move looked at, at most `_SEARCH_WORK` in all from each start.
-    """
+    """Moves one offset at a time to where it repeats least. Cost: N r per move, `_SEARCH_WORK` from each start."""
     starts = [] if domains.size > 1 and n * r * r > 2 * _SEARCH_WORK else [_grown(n, r, domains)]
     if domains.size > 1:
         starts += [[i * n // r for i in range(r)]]
@@ -304,7 +276,7 @@ def _fewest_repeats(n: int, r: int, domains: _Domains) -> tuple[int, ...]:
 
 
 def _grown(n: int, r: int, domains: _Domains) -> list[int]:
-    """Offsets chosen one by one, each the best beside the former; fewer than r if domains leave no place for more."""
+    """Offsets chosen greedily one by one; fewer than r if the domains allow no further one."""
     offsets = [0]
     while len(offsets) < r and (mark := _best_mark(n, offsets, domains)) is not None:
         offsets.append(mark)
@@ -330,7 +302,7 @@ def _descended(n: int, offsets: list[int], domains: _Domains) -> tuple[int, ...]
 
 
 def _best_mark(n: int, offsets: list[int], domains: _Domains) -> int | None:
-    """The lowest further mark whose differences are the rarest among those of the offsets; None if none is allowed."""
+    """The mark whose differences are rarest among those of the offsets, lowest on ties; None if none is allowed."""
     counts = difference_counts(n, tuple(offsets))
     marks = np.arange(n)[:, None]
     ahead = np.sort((marks - np.array(offsets)) % n, axis=1)

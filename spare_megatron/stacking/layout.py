@@ -1,4 +1,4 @@
-"""Ids, and the position of a rank inside its group."""
+"""Ids of groups, shards and state partitions, and the position of ranks inside groups and on nodes."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
@@ -8,12 +8,9 @@ GroupId = NewType("GroupId", int)
 
 
 class Member(NamedTuple):
-    """A group in one of its lives. The placement knows groups; votes, fences and admissions name members.
+    """One incarnation of a group. Placements name groups; votes, fences and admissions name members.
 
-    Attributes:
-        group: The group.
-        incarnation: 0 for the processes with which the run began. Whatever takes their place after a loss has a higher
-            number, which nobody else has had.
+    The processes that begin the run are incarnation 0; each later start of the group has a higher, unused number.
     """
 
     group: GroupId
@@ -24,19 +21,19 @@ ShardId = NewType("ShardId", int)
 """Index of a shard of every global batch. There are as many shards as groups."""
 
 SliceId = NewType("SliceId", int)
-"""Index of a slice of a rank position's flat parameter space. There are as many slices as groups."""
+"""Index of a state partition, a part of a rank position's flat parameter space. There are as many as groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel dimensions. A group is tensor x context x pipeline ranks."""
+    """Sizes of the parallel dimensions. A group has tensor x context x pipeline ranks."""
 
     num_groups: int
     tensor_parallel: int = 1
     context_parallel: int = 1
     pipeline_parallel: int = 1
     num_nodes: int = 1
-    """Machines; ranks are dealt out in equal consecutive blocks."""
+    """Machines; each holds an equal block of consecutive ranks."""
 
     @property
     def ranks_per_group(self) -> int:
@@ -51,7 +48,7 @@ class Layout:
         return self.num_ranks // self.num_nodes
 
     def ranks_on(self, node: int) -> list[tuple[GroupId, int]]:
-        """Group and rank inside it of the ranks of a node, ascending.
+        """Ranks of a node as (group, rank inside the group), ascending.
 
         >>> Layout(num_groups=2, pipeline_parallel=2, num_nodes=2).ranks_on(1)
         [(1, 0), (1, 1)]
@@ -61,11 +58,10 @@ class Layout:
         return [(GroupId(index // self.ranks_per_group), index % self.ranks_per_group) for index in ids]
 
     def node_of(self, group: GroupId, rank: int) -> int:
-        """The node of a rank."""
         return (group * self.ranks_per_group + rank) // self.ranks_per_node
 
     def is_first_on_node(self, group: GroupId, rank: int) -> bool:
-        """Whether no rank before this one of its group is on the same node.
+        """Whether no lower rank of the group is on the same node.
 
         >>> layout = Layout(num_groups=1, pipeline_parallel=4, num_nodes=2)
         >>> [layout.is_first_on_node(GroupId(0), rank) for rank in range(4)]
@@ -74,7 +70,7 @@ class Layout:
         return rank == 0 or self.node_of(group, rank) != self.node_of(group, rank - 1)
 
     def nodes_of(self, group: GroupId) -> list[int]:
-        """The nodes that have a rank of a group, ascending.
+        """Nodes that hold a rank of the group, ascending.
 
         >>> Layout(num_groups=2, pipeline_parallel=4, num_nodes=4).nodes_of(GroupId(1))
         [2, 3]
@@ -82,5 +78,5 @@ class Layout:
         return sorted({self.node_of(group, rank) for rank in range(self.ranks_per_group)})
 
     def groups_on(self, node: int) -> list[GroupId]:
-        """The groups that have a rank on a node, ascending."""
+        """Groups that have a rank on the node, ascending."""
         return sorted({group for group, _ in self.ranks_on(node)})

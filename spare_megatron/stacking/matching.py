@@ -1,16 +1,10 @@
-"""Spreading the demand of shards over their hosts: least capacity, then least cost.
+"""Assigns the demand of shards to hosts at least capacity, then least cost: the one transport problem of every reorder.
 
-One transport problem serves every kind of reorder. Shard s has `demand[s]` units; each goes to one of its surviving
-hosts; no host takes more than `capacity`. On a pair (s, h) the first `free[s, h]` units cost nothing, every further
-one costs 1: a unit that stays where it is costs nothing, a unit that moves costs 1.
-
-It is solved by the primal-dual method for minimum-cost flow (Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network
-Flows, section 9.8). Start from a flow that keeps as much as possible, with node potentials 0. Then, until nothing is
-unplaced: find the shortest distances from the unplaced units in the residual network, add them to the potentials, and
-push a maximum flow through the arcs of reduced cost 0. Reduced costs stay non-negative on every residual arc
-throughout, which is the proof that the final flow is one of least cost. A phase serves all shortest paths of one
-length, so there are as many phases as different lengths: mostly one, and a handful at worst, since a chain of k
-displacements reaches about (r - 1)^k hosts.
+Shard s has `demand[s]` units, each placed on one of its surviving hosts; no host takes more than `capacity`. On a pair
+(s, h) the first `free[s, h]` units cost 0 (they stay) and every further one costs 1 (it moves). The solver is the
+primal-dual method for minimum-cost flow (Ford and Fulkerson 1962; Ahuja, Magnanti, Orlin, Network Flows, section 9.8)
+with one maximum flow per distinct length of displacement chains, mostly one. Its optimality proof is in
+docs/protocol.md.
 """
 
 from dataclasses import dataclass
@@ -26,14 +20,13 @@ _SOURCE, _SINK, _FIRST_NODE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpreadProblem:
-    """Units of demand to spread over surviving hosts. Arrays of pairs are flat: shard * redundancy + column.
+    """Units of demand to place on surviving hosts. Arrays of pairs are flat: shard * redundancy + column.
 
     Attributes:
-        placement: The hosts of every shard.
         is_alive: For each group.
         demand: For each shard, its units.
         free: For each pair, how many units cost nothing there. 0 where the host is lost.
-        start: For each pair, the units that lie there at first; at most `free`, and per shard at most its demand.
+        start: For each pair, the units placed there at first; at most `free`, and per shard at most its demand.
     """
 
     placement: Placement
@@ -45,15 +38,13 @@ class SpreadProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
-    """A spread of least cost.
+    """A placement of all units at least cost.
 
     Attributes:
         flow: For each pair, its units.
-        capacity: The limit per host it was made for.
         cost: Units that are not free.
-        num_phases: Different lengths of displacement chains that were needed; 0 when the start was complete.
-        shard_potential: For each shard, its distance from the unplaced units: with `host_potential` the proof that
-            no spread costs less (see `is_certified`).
+        num_phases: Distinct lengths of displacement chains that were needed; 0 if the start was complete.
+        shard_potential: For each shard, its distance from the unplaced units; for `is_certified`.
         host_potential: The same for each group.
     """
 
@@ -67,12 +58,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """Shards whose surviving hosts together are too few: the proof that a capacity is too small.
-
-    Attributes:
-        demand: Units of these shards together.
-        num_hosts: Surviving groups that host any of them.
-    """
+    """Proof that a capacity is too small: units of shards that have only `num_hosts` surviving hosts in total."""
 
     demand: int
     num_hosts: int
@@ -84,10 +70,7 @@ class Bottleneck:
 
 
 def capacity_bound(problem: SpreadProblem) -> int:
-    """A capacity below which no spread exists: from all groups together, each shard, and each group alone with some.
-
-    Every shard with demand needs a surviving host. Cost: O(N r).
-    """
+    """A lower bound on the feasible capacity: from all groups together, each shard and each sole host. Cost: O(N r)."""
     placement, demand = problem.placement, problem.demand
     is_alive = problem.is_alive[placement.host_array]
     num_hosts = is_alive.sum(axis=1)
@@ -104,8 +87,7 @@ def capacity_bound(problem: SpreadProblem) -> int:
 def least_spread(problem: SpreadProblem) -> Spread:
     """The spread of least capacity and, at that capacity, of least cost.
 
-    Each failure yields a set of shards that needs more capacity (Hall's condition), so the search jumps from proven
-    bound to proven bound and ends at the least capacity; almost always at the first.
+    Each failure raises the proven bound (Hall's condition); almost always the first bound is feasible.
     """
     capacity = capacity_bound(problem)
     while True:
@@ -116,12 +98,10 @@ def least_spread(problem: SpreadProblem) -> Spread:
 
 
 def cheapest_spread(problem: SpreadProblem, capacity: int) -> Spread | Bottleneck:
-    """The spread of least cost under a capacity, or the proof that there is none.
+    """The spread of least cost under a capacity, or the bottleneck that proves there is none.
 
-    Which of several spreads of least cost is returned depends on the arguments alone: nodes and arcs are numbered by
-    ascending ids and the maximum flow of OR-Tools is deterministic.
-
-    Cost: per phase O(number of pairs) and one maximum flow over the pairs that lie on shortest chains.
+    Ties depend on the arguments alone: nodes and arcs are numbered by ascending ids, and the maximum flow of OR-Tools
+    is deterministic. Cost: per phase O(number of pairs) and one maximum flow over the pairs on shortest chains.
     """
     residual = _Residual(problem, capacity)
     num_phases = 0
@@ -142,10 +122,10 @@ def cheapest_spread(problem: SpreadProblem, capacity: int) -> Spread | Bottlenec
 
 
 def is_certified(problem: SpreadProblem, spread: Spread) -> bool:
-    """Do the potentials of a spread prove that it is feasible and of least cost?
+    """Whether the potentials of a spread prove that it is feasible and of least cost.
 
-    Complementary slackness: with gap = potential of host - potential of shard, a pair with a gap below 0 carries
-    nothing, with gap 0 at most its free units, with gap 1 at least those; larger gaps do not occur, a surviving host
+    Complementary slackness, with gap = potential of host - potential of shard: a pair with a gap below 0 carries
+    nothing, with gap 0 at most its free units, with gap 1 at least those; larger gaps do not occur. A surviving host
     below the highest potential is full, and no potential is negative. Cost: O(N r).
     """
     placement, r = problem.placement, problem.placement.redundancy
@@ -171,7 +151,7 @@ def is_certified(problem: SpreadProblem, spread: Spread) -> bool:
 
 
 class _Residual:
-    """A flow that is of least cost for what it has placed so far, with the potentials that prove it."""
+    """A flow of least cost for the units placed so far, with the potentials that prove it."""
 
     def __init__(self, problem: SpreadProblem, capacity: int) -> None:
         placement = problem.placement
@@ -189,7 +169,7 @@ class _Residual:
         self.unplaced = problem.demand - self.flow.reshape(self.num_groups, self.redundancy).sum(axis=1)
         load = np.bincount(self.hosts, weights=self.flow, minlength=self.num_groups).astype(np.int64)
         self.spare = np.where(self.is_alive, capacity - load, 0)
-        """Units a host can still take; negative where it has to give some away."""
+        """Units a host can still take; negative where it must give some away."""
         self.shard_potential = np.zeros(self.num_groups, dtype=np.int64)
         self.host_potential = np.zeros(self.num_groups, dtype=np.int64)
 
@@ -197,9 +177,10 @@ class _Residual:
         return bool((self.unplaced > 0).any() or (self.spare < 0).any())
 
     def distances(self) -> tuple[IntArray, IntArray, int] | Bottleneck:
-        """Reduced distances of shards and hosts from the excess, and that of the nearest spare host.
+        """Reduced distances of shards and hosts from the excess, and that of the nearest host with spare capacity.
 
-        Dial's algorithm, a whole level at a time; distances beyond the nearest spare host are upper bounds.
+        Dial's algorithm, one level at a time; distances beyond that host are upper bounds. Returns a `Bottleneck` if no
+        such host is reachable.
         """
         ahead, back = self._reduced_costs()
         to_shard = np.where(self.unplaced > 0, 0, _FAR)
@@ -218,7 +199,7 @@ class _Residual:
         return Bottleneck(demand=int(self.demand[to_shard < _FAR].sum()), num_hosts=int((to_host < _FAR).sum()))
 
     def _reduced_costs(self) -> tuple[IntArray, IntArray]:
-        """Of one unit more for each pair, by shard, and of one unit less, by host. `_FAR` where that cannot be."""
+        """Reduced costs of one unit more per pair, by shard, and of one unit less, by host; `_FAR` where impossible."""
         gap = self.host_potential[self.host_array] - self.shard_potential[:, None]
         flow, free = self.flow.reshape(gap.shape), self.free.reshape(gap.shape)
         ahead = np.where(self.is_alive[self.host_array], (flow >= free) - gap, _FAR)
@@ -226,7 +207,6 @@ class _Residual:
         return ahead, back.ravel()[self.pair_array]
 
     def augment(self, to_shard: IntArray, to_host: IntArray, level: int) -> None:
-        """Push as much as fits through the arcs on shortest chains."""
         self.shard_potential += np.minimum(to_shard, level)
         self.host_potential += np.minimum(to_host, level)
         near_host = (to_host <= level) & self.is_alive
@@ -246,7 +226,7 @@ class _Residual:
         self.unplaced -= np.bincount(pairs // self.redundancy, weights=change, minlength=n).astype(np.int64)
 
     def _push(self, pairs: IntArray, ahead: IntArray, back: IntArray, spare: IntArray) -> IntArray:
-        """Maximum flow from excess to spare over some pairs: units each pair gains (negative: loses)."""
+        """Maximum flow from excess to spare capacity over some pairs: units that each pair gains (negative: loses)."""
         shard_node = np.full(self.num_groups, -1, dtype=np.int64)
         host_node = np.full(self.num_groups, -1, dtype=np.int64)
         shards, hosts = pairs // self.redundancy, self.hosts[pairs]
@@ -285,7 +265,7 @@ class _Residual:
 
 
 def _relax(distance: IntArray, heads: IntArray, cost: IntArray, level: int) -> IntArray:
-    """Lower distances in place along arcs that leave a level; the nodes that came to stand at that level too."""
+    """Lowers distances in place along arcs that leave a level; returns the nodes that now are at that level, too."""
     better = cost < distance[heads] - level
     heads, cost = heads[better], cost[better]
     np.minimum.at(distance, heads, cost + level)

@@ -1,4 +1,4 @@
-"""The present order: who owns which microbatch until a group is lost."""
+"""The current assignment of microbatches to owners, at microbatch or shard granularity."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -20,36 +20,22 @@ class Order(Protocol):
 
     @property
     def work(self) -> Work:
-        """What each surviving group computes in a step."""
+        """The work of each surviving group in a step."""
 
     def for_groups(self, alive: frozenset[GroupId]) -> "Order":
-        """The order for just these groups, some lost or back since this one, with the fewest moves.
-
-        Raises:
-            WipeOut: Some shard has no surviving host.
-        """
+        """The order for exactly these groups, with the fewest moves; some may have come back. Raises WipeOut."""
 
     def patch(self, alive: frozenset[GroupId], orphans: Sequence[Microbatch]) -> Work:
-        """The orphans spread over these groups with the least makespan of the patch alone.
-
-        Raises:
-            WipeOut: Some shard of an orphan has no surviving host.
-        """
+        """The orphans spread over these groups with the least makespan of the patch alone. Raises WipeOut."""
 
 
 def initial_order(
     placement: Placement, num_microbatches: int, granularity: Granularity, *, last_resort: bool = False
 ) -> Order:
-    """The order while nothing is lost: every group owns its home shard.
+    """The order before any loss: every group owns its home shard.
 
-    Args:
-        placement: The hosts of every shard.
-        num_microbatches: Microbatches per shard.
-        granularity: Unit of reordering.
-        last_resort: Shards without a surviving host go to any survivors, for all groups can read the data.
-
-    Raises:
-        ValueError: Hosts of last resort are asked for whole shards.
+    With `last_resort` any survivor may compute a shard without a surviving host, as all groups can read all data;
+    raises ValueError at stack granularity.
     """
     if granularity == "stack" and last_resort:
         raise ValueError("hosts of last resort take single microbatches: set the granularity to microbatch")
@@ -60,8 +46,6 @@ def initial_order(
 
 
 class SingleMicrobatches:
-    """Each microbatch has an owner of its own."""
-
     def __init__(self, placement: Placement, owners: Owners, *, last_resort: bool = False) -> None:
         self._placement = placement
         self._owners = owners
@@ -85,12 +69,12 @@ class SingleMicrobatches:
         return Work(lend(work.owners, [item for item in orphans if item.shard in lost], alive))
 
     def _without_host(self, alive: frozenset[GroupId]) -> tuple[ShardId, ...]:
-        """The shards for a last resort: none if there is none, or nobody is left."""
+        """Shards that need a host of last resort; none if there is no last resort or no group is left."""
         return self._placement.uncovered(alive) if self._last_resort and alive else ()
 
 
 class WholeShards:
-    """Each shard has one owner, as in the SPARe paper. A patch hands out whole shards, too."""
+    """Each shard has one owner, as in the SPARe paper. A patch assigns whole shards, too."""
 
     def __init__(self, placement: Placement, stacks: StackOrder, owners: Owners, num_microbatches: int) -> None:
         self._placement = placement

@@ -1,12 +1,9 @@
-"""Which groups host which shard. Fixed for a run.
+"""Placement: which groups host which shard. Fixed for a run.
 
-A cyclic placement hosts shard s on the groups (s - o) mod N for a few offsets o. Two shards d apart then share as
-many hosts as there are pairs of offsets that differ by d mod N, so offsets of a modular Golomb ruler
-(`stacking.golomb`)
-let any two shards share at most one host, and the loss of a few groups never falls on the same few neighbours.
-
-Groups may stand in domains (racks, power): `groups_per_domain` groups of consecutive ids each, that may be lost
-together. Then no two hosts of a shard are in one domain where that is possible, which is r groups_per_domain <= N.
+A cyclic placement hosts shard s on groups (s - o) mod N for a few offsets o. Two shards d apart share as many hosts as
+pairs of offsets differ by d mod N. With a modular Golomb ruler (`stacking.golomb`) any two shards therefore share at
+most one host, and a few losses never fall on the same few neighbours. Failure domains (racks, power) are
+`groups_per_domain` groups of consecutive ids; no two hosts of a shard share one if r groups_per_domain <= N.
 """
 
 from dataclasses import dataclass, field
@@ -25,11 +22,7 @@ PlacementKind = Literal["golomb", "consecutive"]
 
 
 class WipeOut(Exception):
-    """Some shards have no surviving host: only a checkpoint helps.
-
-    Attributes:
-        shards: Those shards, in ascending order.
-    """
+    """Some shards, named in ascending order, have no surviving host: only a checkpoint helps."""
 
     def __init__(self, shards: tuple[ShardId, ...]) -> None:
         super().__init__(f"no surviving host for shards {', '.join(map(str, shards))}")
@@ -41,19 +34,16 @@ class WipeOut(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The hosts of every shard.
+    """The hosts of every shard. There are as many shards as groups.
 
-    There are as many shards as groups; every shard has `redundancy` hosts, every group hosts `redundancy` shards
-    and is the home of exactly one.
+    Every shard has `redundancy` hosts, every group hosts `redundancy` shards and is the home of exactly one; anything
+    else raises ValueError.
 
     Attributes:
-        hosts: `hosts[shard]`, the shard's home group first, then in the order of the offsets.
+        hosts: `hosts[shard]`: its home group first, then in the order of the offsets.
         host_array: The same as a read-only array of shape (num_groups, redundancy).
-        pair_array: Read-only, same shape. Row `group` holds the flat indices into `host_array` at which the group
-            stands, that is shard * redundancy + position of the group among the shard's hosts; home shard first.
-
-    Raises:
-        ValueError: The hosts are not of this form.
+        pair_array: Read-only, same shape. Row `group` holds the flat indices of the group in `host_array`, that is
+            shard * redundancy + position among the shard's hosts; home shard first.
 
     >>> ring = Placement(hosts=((0, 2), (1, 0), (2, 1)))
     >>> ring.stack(0), ring.redundancy, ring.max_shared_hosts
@@ -80,7 +70,7 @@ class Placement:
                 f"each of the {num_groups} groups has to be the home (first host) of one shard and to host "
                 f"{redundancy} different shards"
             )
-        # by_group counts column by column (home shards first); a pair counts row by row.
+        # by_group is column-major (home shards first); pairs are row-major.
         pairs = (by_group % num_groups) * redundancy + by_group // num_groups
         object.__setattr__(self, "host_array", _read_only(hosts))
         object.__setattr__(self, "pair_array", _read_only(pairs.reshape(num_groups, redundancy)))
@@ -97,19 +87,18 @@ class Placement:
         return len(self.hosts[0])
 
     def stack(self, group: GroupId) -> tuple[ShardId, ...]:
-        """The shards a group holds, its home shard first, then in the order of the offsets."""
+        """The shards of a group: its home shard first, then in the order of the offsets."""
         return tuple(ShardId(int(pair) // self.redundancy) for pair in self.pair_array[group])
 
     @property
     def stack_array(self) -> IntArray:
-        """All stacks, of shape (num_groups, redundancy)."""
+        """All stacks, shape (num_groups, redundancy)."""
         return self.pair_array // self.redundancy
 
     @property
     def max_shared_hosts(self) -> int:
-        """The most hosts that two different shards have in common; 0 when no two share any.
+        """The most hosts that two different shards share; above 1, a difference of offsets repeats.
 
-        1 is the best a redundancy of 2 or more allows. More means that the offsets had to repeat a difference.
         Cost: O(r^2) for cyclic placements, otherwise O(N r^2 log(N r)).
         """
         num_groups, r = self.num_groups, self.redundancy
@@ -123,11 +112,7 @@ class Placement:
         return int(np.unique(keys, return_counts=True)[1].max(initial=0))
 
     def max_hosts_in_domain(self, groups_per_domain: int) -> int:
-        """The most hosts of a shard that one domain holds; 1 is the best, and possible if r groups_per_domain <= N.
-
-        Raises:
-            ValueError: There is less than one group in a domain.
-        """
+        """The most hosts of a shard in one domain; 1 is the best, and possible if r groups_per_domain <= N."""
         check_groups_per_domain(groups_per_domain)
         domains = np.sort(self.host_array // groups_per_domain, axis=1)
         most = 1
@@ -136,11 +121,7 @@ class Placement:
         return most
 
     def alive_mask(self, alive: frozenset[GroupId]) -> BoolArray:
-        """`mask[group]`: is the group alive?
-
-        Raises:
-            ValueError: An id is not that of a group.
-        """
+        """`mask[group]`: whether the group is alive. Raises ValueError for an unknown id."""
         ids = np.fromiter(alive, dtype=np.int64, count=len(alive))
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_groups):
             raise ValueError(f"group ids go from 0 to {self.num_groups - 1}, got {ids.min()} to {ids.max()}")
@@ -149,24 +130,20 @@ class Placement:
         return mask
 
     def uncovered(self, alive: frozenset[GroupId]) -> tuple[ShardId, ...]:
-        """The shards without a surviving host, in ascending order: not empty means wipe-out. Cost: O(N r)."""
+        """Shards without a surviving host, ascending; any of them is a wipe-out. Cost: O(N r)."""
         lost = ~self.alive_mask(alive)[self.host_array].any(axis=1)
         return tuple(ShardId(int(shard)) for shard in np.flatnonzero(lost))
 
 
 def make_placement(kind: PlacementKind, num_groups: int, redundancy: int, groups_per_domain: int = 1) -> Placement:
-    """The cyclic placement of a kind.
+    """The cyclic placement of a kind. Raises ValueError if the arguments do not fit.
 
     Args:
-        kind: "golomb" for offsets of a modular Golomb ruler; "consecutive" for offsets 0 to r - 1, which exists for
-            comparison.
-        num_groups: Data-parallel groups N, at least 1; as many shards.
-        redundancy: Hosts per shard r, from 1 to N.
-        groups_per_domain: Groups of consecutive ids in a domain d, at least 1; the last domain may have fewer. Of the
-            hosts of a shard at most ceil(r min(d, N) / N) are in one domain; `Placement.max_hosts_in_domain` tells.
-
-    Raises:
-        ValueError: The redundancy or the domains do not fit, or the kind is unknown.
+        kind: "golomb" for offsets of a modular Golomb ruler; "consecutive" for offsets 0 to r - 1, for comparison only.
+        num_groups: N data-parallel groups, at least 1, and as many shards.
+        redundancy: r hosts per shard, from 1 to N.
+        groups_per_domain: d groups of consecutive ids per domain, at least 1; the last domain may have fewer. A domain
+            holds at most ceil(r min(d, N) / N) hosts of a shard.
 
     >>> make_placement("golomb", 7, 3).hosts[0]
     (0, 6, 4)

@@ -1,4 +1,4 @@
-"""Who computes which microbatch in one step."""
+"""Work and plans: which group computes which microbatch in a step or in a patch of it."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ Owners = npt.NDArray[np.int32]
 """Shape (num_shards, m): the group that computes each microbatch."""
 
 NOBODY = -1
-"""Stands where a microbatch has no owner."""
+"""Marks a microbatch without an owner."""
 
 
 class Microbatch(NamedTuple):
@@ -26,31 +26,23 @@ class Microbatch(NamedTuple):
 
 
 class Work:
-    """What each group computes in a step or a patch. Immutable.
-
-    Nothing is derived before it is asked for, and then once: a rank asks for its own microbatches alone, and a step
-    without a loss repeats the work of the step before.
-
-    Args:
-        owners: Shape (num_shards, m): the group that computes each microbatch, NOBODY where it is not part of the work.
-    """
+    """What each group computes in a step or a patch. Immutable. Owners are NOBODY for microbatches outside the work."""
 
     def __init__(self, owners: Owners) -> None:
         self.owners = owners
 
     def of(self, group: GroupId) -> tuple[Microbatch, ...]:
-        """The microbatches of one group in the order in which it computes them: ascending. Cost: O(N m)."""
+        """Microbatches of one group in order of computation: ascending. Cost: O(N m)."""
         shards, indices = np.nonzero(self.owners == group)
         return tuple(Microbatch(ShardId(s), k) for s, k in zip(shards.tolist(), indices.tolist(), strict=True))
 
     @cached_property
     def loads(self) -> npt.NDArray[np.int64]:
-        """Microbatches of each group, up to the last group that computes any."""
+        """Microbatches per group, up to the last group that computes any."""
         return np.bincount(self.owners[self.owners != NOBODY].ravel()).astype(np.int64)
 
     @property
     def makespan(self) -> int:
-        """The largest load: microbatches of the group that computes most."""
         return int(self.loads.max(initial=0))
 
     @property
@@ -59,18 +51,13 @@ class Work:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 in hex, equal on two ranks exactly when their work is."""
+        """SHA-256 in hex; equal on two ranks exactly if their work is."""
         shape = f"{self.owners.shape}|".encode()
         return hashlib.sha256(shape + np.ascontiguousarray(self.owners, dtype="<i4").tobytes()).hexdigest()
 
 
 def work_of(by_group: Mapping[GroupId, Sequence[Microbatch]], shape: tuple[int, int]) -> Work:
-    """Work from a mapping.
-
-    Args:
-        by_group: Group -> its microbatches; no microbatch twice.
-        shape: Number of shards, and of microbatches in each.
-    """
+    """Work of this shape (shards, microbatches per shard) from the microbatches of each group."""
     owners = np.full(shape, NOBODY, dtype=np.int32)
     for group, items in by_group.items():
         for item in items:
@@ -80,13 +67,9 @@ def work_of(by_group: Mapping[GroupId, Sequence[Microbatch]], shape: tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The work of one step, or of one patch of it.
+    """The work of one step, or of one patch of it, for the epoch's set of surviving groups.
 
-    Attributes:
-        step: The step, from 0.
-        epoch: Number of the agreed set of surviving groups the plan was made for.
-        work: Who computes what.
-        digest: Equal on two ranks exactly when step, epoch, work, and what was planned for the step before are.
+    The digest is equal on two ranks exactly if step, epoch, work and all earlier plans of the step are.
     """
 
     step: int
@@ -96,6 +79,6 @@ class StepPlan:
 
 
 def make_plan(step: int, epoch: int, work: Work, *, after: str = "") -> StepPlan:
-    """A plan with its digest, which continues the digest of the plan it patches."""
+    """A plan whose digest extends `after`, the digest of the plan that it patches."""
     digest = hashlib.sha256(f"{after}|{step}|{epoch}|{work.digest}".encode()).hexdigest()[:16]
     return StepPlan(step=step, epoch=epoch, work=work, digest=digest)

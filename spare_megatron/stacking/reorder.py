@@ -21,10 +21,10 @@ class Reorder:
 
     Attributes:
         owners: Read-only, shape (num_shards, m): the owner of each microbatch.
-        makespan: Microbatches of the group that computes most.
+        makespan: Largest number of microbatches of any group.
         num_moves: Microbatches whose owner changed, those of lost groups included.
-        path: What decided it, for statistics: "unchanged" (nothing had to move), "orphans" (only microbatches
-            without a surviving owner moved), "chains" (microbatches of survivors had to give way).
+        path: For statistics: "orphans" if only microbatches without a surviving owner moved, "chains" if others did,
+            too.
     """
 
     owners: Owners
@@ -34,12 +34,7 @@ class Reorder:
 
 
 def least_load(num_groups: int, num_alive: int, num_microbatches: int) -> int:
-    """The least makespan that any placement could allow: ceil(N m / alive).
-
-    Args:
-        num_groups: N, groups and shards at the start.
-        num_alive: Surviving groups, at least 1.
-        num_microbatches: m, microbatches per shard.
+    """Lower bound on the makespan of any placement: ceil(N m / alive), with m microbatches per shard.
 
     >>> least_load(200, 199, 16)
     17
@@ -48,11 +43,7 @@ def least_load(num_groups: int, num_alive: int, num_microbatches: int) -> int:
 
 
 def initial_owners(placement: Placement, num_microbatches: int) -> Owners:
-    """Owners when nothing is lost: each group owns its home shard. Read-only, shape (num_shards, m).
-
-    Raises:
-        ValueError: There is less than one microbatch per shard.
-    """
+    """Owners before any loss: each group owns its home shard. Read-only, shape (num_shards, m)."""
     if num_microbatches < 1:
         raise ValueError(f"{num_microbatches} microbatches per shard; a shard needs at least 1")
     return _read_only(np.repeat(placement.host_array[:, :1], num_microbatches, axis=1).astype(np.int32))
@@ -63,25 +54,15 @@ def reorder_microbatches(
 ) -> Reorder:
     """Owners of least makespan among surviving groups and, at that makespan, with the fewest moves.
 
-    Any earlier state will do as the present one: several groups may be newly lost, and groups may have come back. A
-    microbatch whose present owner is not a surviving host of its shard necessarily moves.
-
-    Args:
-        placement: The hosts of every shard.
-        alive: The surviving groups.
-        owners: Present owner of each microbatch, shape (num_shards, m).
-        left_out: Shards that are nobody's affair here: they need no host, and their owners stay as they are.
-
-    Raises:
-        WipeOut: Some shard that is not left out has no surviving host.
-        ValueError: The owners are not of this shape.
+    The present owners, of shape (num_shards, m), may come from any earlier state: several groups may be newly lost, and
+    groups may have come back. A microbatch whose owner is not a surviving host of its shard always moves. Shards
+    `left_out` need no host and keep their owners; any other shard without a host raises WipeOut.
 
     Notes:
-        Both optima are exact: see `stacking.matching`. Ties: how many microbatches of a shard each host gets is a
-        function
-        of the arguments alone (arcs in ascending order of ids); of those a host keeps, it keeps the lowest indices;
-        those it gets are handed out in ascending order of index to hosts in ascending order of id.
-        Cost: O(N (m + r) r) and, per length of displacement chains, one maximum flow over the pairs they touch.
+        Both optima are exact: see `stacking.matching`. Ties: the number of microbatches of a shard that each host gets
+            depends on the arguments alone (arcs in ascending order of ids); a host keeps its lowest indices; the others
+            go in ascending order of index to hosts in ascending order of id. Cost: O(N (m + r) r) and, per length of
+            displacement chains, one maximum flow over the pairs they touch.
     """
     if owners.ndim != 2 or len(owners) != placement.num_groups:
         raise ValueError(f"owners of shape {owners.shape} do not fit {placement.num_groups} shards")
@@ -109,26 +90,11 @@ def reorder_microbatches(
 def patch_work(
     placement: Placement, alive: frozenset[GroupId], orphans: Sequence[Microbatch]
 ) -> dict[GroupId, tuple[Microbatch, ...]]:
-    """The microbatches that lost groups still owed this step, spread over surviving hosts of their shards.
+    """Spreads the microbatches that lost groups still owed in this step over surviving hosts of their shards, by group.
 
-    The survivors have finished work of their own, so only the makespan of the patch counts: it is the least possible.
-
-    Args:
-        placement: The hosts of every shard.
-        alive: The surviving groups.
-        orphans: The microbatches still owed, in any order, each once.
-
-    Returns:
-        For each group that gets any, in ascending order of ids, its microbatches in ascending order. Groups without
-        are absent.
-
-    Raises:
-        WipeOut: Some shard of an orphan has no surviving host.
-        ValueError: An orphan is named twice.
-
-    Notes:
-        Ties: as in `reorder_microbatches`; within a shard, lower indices go to lower group ids. Depends on the set of
-        orphans, not on their order.
+    The makespan of the patch alone is the least possible, because the survivors have finished their own work. Groups
+    and their microbatches are ascending. Ties as in `reorder_microbatches`; within a shard, lower indices go to lower
+    group ids. The order of the orphans does not matter. Raises WipeOut if a shard of an orphan has no surviving host.
     """
     items = sorted(orphans)
     if len(set(items)) != len(items):
@@ -150,19 +116,11 @@ def patch_work(
 
 
 def lend(owners: Owners, items: Sequence[Microbatch], alive: frozenset[GroupId]) -> Owners:
-    """Owners with some microbatches given to any surviving groups, whichever have least to compute.
+    """Owners with some microbatches assigned to the least loaded surviving groups (at least one), hosts or not.
 
-    For data that every group can read. Whoever computes them reads them for that step alone, so that no owner is
-    better than another for having had them before.
-
-    Args:
-        owners: Present owners, NOBODY where a microbatch is not part of the work.
-        items: The microbatches to give away; what they count for now does not matter.
-        alive: The surviving groups, at least one.
-
-    Notes:
-        Ties to the lowest id; items in ascending order. No group's load grows beyond the larger of what it was and
-        ceil(total / alive), so that the makespan stays the least possible. Cost: O(n log N) for n items.
+    For data that every group can read. It is read anew for each step, so previous owners get no preference. Ties go to
+    the lowest id; items in ascending order. No load exceeds the larger of its earlier value and ceil(total / alive), so
+    the makespan stays the least possible. Cost: O(n log N) for n items.
     """
     changed = owners.copy()
     for item in items:
@@ -179,7 +137,7 @@ def lend(owners: Owners, items: Sequence[Microbatch], alive: frozenset[GroupId])
 
 def _count_owned(placement: Placement, owners: Owners) -> IntArray:
     """For each shard and each of its hosts, the microbatches the host owns now."""
-    # Microbatch by microbatch down the shards: sums over the first axis are several times faster.
+    # Transposed, because sums over the first axis are several times faster.
     by_index = np.ascontiguousarray(owners.T)
     hosts = placement.host_array.T.astype(owners.dtype)
     columns = [np.add.reduce(by_index == column, axis=0, dtype=np.int16) for column in hosts]
@@ -187,13 +145,13 @@ def _count_owned(placement: Placement, owners: Owners) -> IntArray:
 
 
 def _groups_in_order(hosts: IntArray, counts: IntArray) -> IntArray:
-    """Shard by shard, each host as often as counted, hosts of a shard in ascending order of ids."""
+    """Shard by shard, each host repeated by its count; hosts of a shard in ascending order of ids."""
     by_id = np.argsort(hosts, axis=1)
     return np.repeat(np.take_along_axis(hosts, by_id, 1).ravel(), np.take_along_axis(counts, by_id, 1).ravel())
 
 
 def _hand_over(placement: Placement, owners: Owners, kept: IntArray, flow: IntArray) -> Owners:
-    """Present owners, changed so that each host owns as many microbatches of each shard as the flow says."""
+    """The present owners, changed so that each host owns as many microbatches of each shard as the flow says."""
     stays = np.minimum(kept, flow)
     rows = np.flatnonzero(stays.sum(axis=1) < flow.sum(axis=1))
     hosts, old = placement.host_array[rows], owners[rows]

@@ -1,8 +1,8 @@
-"""Reordering whole shards: the least depth, then the fewest changes of stack order.
+"""Reorders whole shards: the least depth, then the fewest changes of stack order.
 
-In stack granularity (SPARe, arXiv 2603.00357) every group works through the first `depth` shards of its stack, the
-same depth for all, so a step takes depth x m microbatches. The depth is the least whole number S at which every shard
-has an owner among the surviving groups that have it within their first S.
+In stack granularity (SPARe, arXiv 2603.00357) every group computes the first `depth` shards of its stack, so a step
+takes depth x m microbatches. The depth is the least whole number S at which every shard has an owner among the
+surviving groups that hold it within their first S.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,9 @@ StackArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StackOrder:
-    """In which order each group works through its stack, and how far.
+    """How groups compute their stacks: the first `depth` shards of row `group` of `stacks`, in order.
 
-    Attributes:
-        stacks: Read-only, shape (num_groups, redundancy). Row `group`: its shards, first things first.
-        depth: Shards each group works through.
+    `stacks` is read-only, of shape (num_groups, redundancy).
     """
 
     stacks: StackArray
@@ -38,14 +36,13 @@ class StackReorder:
     """Stack order and owners after a reorder.
 
     Attributes:
-        owners: Read-only, for each shard the surviving group whose gradient counts. No group owns more than `depth`
-            shards, and what it owns is within the first `depth` of its stack.
-        order: The new order, with the new depth.
+        owners: Read-only; for each shard, the surviving group whose gradient counts. No group owns more than `depth`
+            shards, and all it owns are within the first `depth` of its stack.
         depth: The least possible; the same as `order.depth`.
-        num_moves: Shards that had to be brought into the first `depth` of a stack; each changes places with one that
-            its group does not own. 0 when only the depth changed.
-        phase: 1 if the present order served at its depth, else 3: the depth came from a matching in free order
-            (phase 2) and the moves from a minimum-cost flow (phase 3).
+        num_moves: Shards brought into the first `depth` of a stack, each by a swap with one that its group does not
+            own.
+        phase: 1 if the present order was valid at its depth; 3 if the depth came from a matching in free order (phase
+            2) and the moves from a minimum-cost flow (phase 3).
     """
 
     owners: StackArray
@@ -56,35 +53,25 @@ class StackReorder:
 
 
 def initial_order(placement: Placement) -> StackOrder:
-    """Every stack in the order of the offsets, at depth 1: each group computes its home shard."""
+    """Every stack in the order of the offsets at depth 1: each group computes its home shard."""
     return StackOrder(stacks=_read_only(placement.stack_array.astype(np.int32)), depth=1)
 
 
 def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: StackOrder) -> StackReorder:
     """The least depth for the surviving groups and, at that depth, the fewest changes of the present order.
 
-    A move brings a shard from beyond the first S of a group's stack to within it, so that the group can own it. The
-    two shards change places: everything else keeps its position. Groups keep their order otherwise, and lost ones
-    keep theirs.
-
-    Args:
-        placement: The hosts of every shard.
-        alive: The surviving groups.
-        order: The present order, with the depth of the last step; from any earlier state.
-
-    Raises:
-        WipeOut: Some shard has no surviving host.
-        ValueError: The order does not hold the stacks of this placement.
+    A move swaps a shard from beyond the first S of a group's stack with one within it, so that the group can own it.
+    All other positions, and the stacks of lost groups, stay as they are. The order may come from any earlier state.
+    Raises WipeOut if some shard has no surviving host.
 
     Notes:
-        Phase 1: the present order at the present depth S. A group has S shards within its first S, so no choice of
-        owners can overload it and the Hopcroft-Karp matching of the paper comes down to every shard being covered.
-        Accepted unless a lesser depth is possible (which takes groups that came back).
-        Phase 2: Hopcroft-Karp with every group as S slots, any host allowed, S growing from the proven bound; r
-        suffices at last, since a group can compute all of its stack.
-        Phase 3: `stacking.matching.cheapest_spread` at that S, where a host is free for the shards within its first S.
-        Ties: in phase 1 the owner is the surviving host that has the shard earliest, then the lowest id; in phase 3 as
-        in `stacking.matching`; shards come in in ascending order of ids, to the earliest positions that are given up.
+        Phase 1: keep the order at depth S if every shard is covered and no lesser depth is possible (which takes groups
+            that came back). A group has S shards within its first S, so no choice of owners overloads it, and the
+            paper's Hopcroft-Karp matching reduces to coverage. Phase 2: Hopcroft-Karp with S slots per group and any
+            host allowed, S growing from the proven bound; S = r always suffices. Phase 3:
+            `stacking.matching.cheapest_spread` at that S, where hosts are free for the shards within their first S.
+        Ties: phase 1 picks the surviving host that has the shard earliest, then the lowest id; phase 3 as in
+            `stacking.matching`; shards move in ascending order of ids to the earliest positions not owned.
     """
     lost = placement.uncovered(alive)
     if lost:
@@ -107,7 +94,7 @@ def reorder_stacks(placement: Placement, alive: frozenset[GroupId], order: Stack
 def _fewest_moves(
     placement: Placement, is_alive: BoolArray, order: StackOrder, position: IntArray, depth: int
 ) -> StackReorder:
-    """Phase 3 at a depth that is known to be possible."""
+    """Phase 3 at a depth that is known to be feasible."""
     free = (is_alive[placement.host_array] & (position < depth)).astype(np.int64)
     start = np.zeros_like(free)
     earliest = np.where(free > 0, position * placement.num_groups + placement.host_array, np.iinfo(np.int64).max)
@@ -151,7 +138,7 @@ def _one_unit_per_shard(placement: Placement, is_alive: BoolArray) -> SpreadProb
 
 
 def _has_matching(problem: SpreadProblem, depth: int) -> bool:
-    """Does every shard find a slot when every surviving group offers `depth` of them? Hopcroft-Karp."""
+    """Whether every shard gets a slot if every surviving group offers `depth` slots. Hopcroft-Karp."""
     hosts = problem.placement.host_array
     num_groups = problem.placement.num_groups
     shards, columns = np.nonzero(problem.is_alive[hosts])
@@ -165,7 +152,7 @@ def _has_matching(problem: SpreadProblem, depth: int) -> bool:
 
 
 def _earliest_host(placement: Placement, is_alive: BoolArray, position: IntArray) -> StackArray:
-    """For each shard the surviving host that has it earliest; of several the lowest id."""
+    """For each shard, the surviving host that has it earliest; lowest id on ties."""
     n = placement.num_groups
     key = np.where(is_alive[placement.host_array], position * n + placement.host_array, np.iinfo(np.int64).max)
     return _read_only((key.min(axis=1) % n).astype(np.int32))
@@ -174,7 +161,7 @@ def _earliest_host(placement: Placement, is_alive: BoolArray, position: IntArray
 def _bring_in(
     placement: Placement, order: StackOrder, is_owner: BoolArray, position: IntArray, depth: int
 ) -> StackArray:
-    """The order in which every owned shard from beyond the depth has changed places with one that is not owned."""
+    """The order after every owned shard beyond the depth has swapped places with one that is not owned."""
     stacks = order.stacks.copy()
     shards, columns = np.nonzero(is_owner & (position >= depth))
     owned = np.zeros(stacks.shape, dtype=np.bool_)

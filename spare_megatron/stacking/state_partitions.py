@@ -1,15 +1,10 @@
-"""Who holds the optimizer state of which slice, who sends its parameters, and which copies have to be made anew.
+"""Assigns partitions of the optimizer state to groups: hosts, owners, repairs and moves.
 
-Every rank position's flat parameter space is cut into as many slices as there are groups. A slice lives on r_o groups,
-its hosts, which update it alike with every commit; one of them, its owner, sends the parameters to all others. At first
-the hosts are those that `stacking.placement` gives for N and r_o, so that any two slices share at most one host where
-that
-is possible, and no two hosts of a slice one domain. A lost group takes its copies along. What then is missing is copied
-from a host to a group that has no copy: a repair. A host is only who holds the whole state of the present step.
-
-A group that comes back holds nothing, and others more than their share. When no copy is missing, slices move to those
-who hold the fewest: the copy is made as in a repair, and one commit after it has become a host's, when it has been
-compared with the others, the host that it came from lets go. So a slice never has fewer than r_o hosts for it.
+Each rank position's flat parameter space is cut into as many partitions as there are groups. A partition's r_o hosts
+hold its whole state of the present step and apply every commit to it identically; one of them, its owner, sends the
+parameters to all groups. The first hosts follow `stacking.placement`. After a loss, a repair copies the partition to a
+group without a copy. If no copy is missing, moves even out the load: the receiver becomes a host, the next commit's
+votes compare it, and only then the donor releases its copy. So no move leaves a partition with fewer than r_o hosts.
 """
 
 from collections import Counter
@@ -25,15 +20,11 @@ from spare_megatron.stacking.layout import GroupId, Member, SliceId
 from spare_megatron.stacking.placement import make_placement
 
 Hosts = tuple[tuple[Member, ...], ...]
-"""For each slice its hosts, ascending."""
+"""For each state partition, its hosts, ascending."""
 
 
 class StateWipeOut(Exception):
-    """Some slices have no surviving host: only a checkpoint has their state.
-
-    Attributes:
-        slices: Those slices, in ascending order.
-    """
+    """Some state partitions, named in ascending order, have no surviving host: only a checkpoint has their state."""
 
     def __init__(self, slices: tuple[SliceId, ...]) -> None:
         super().__init__(f"no surviving host for slices {', '.join(map(str, slices))}")
@@ -44,14 +35,14 @@ class StateWipeOut(Exception):
 
 
 class SliceCopy(NamedTuple):
-    """A copy of a slice's state, and who holds it."""
+    """A member's copy of a state partition."""
 
     slice: SliceId
     member: Member
 
 
 class Repair(NamedTuple):
-    """A copy to be made: the donor is a host, the receiver becomes one when it has everything."""
+    """A copy to make: the donor is a host, the receiver becomes one once its copy is complete."""
 
     slice: SliceId
     donor: Member
@@ -60,12 +51,9 @@ class Repair(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """What is fixed for a run.
+    """How the optimizer state is partitioned, fixed for a run: N partitions on r_o = `redundancy` groups each.
 
-    Attributes:
-        num_groups: N, and as many slices.
-        redundancy: r_o, hosts of each slice, from 1 to N.
-        groups_per_domain: Groups of consecutive ids that may be lost together.
+    Domains are `groups_per_domain` groups of consecutive ids that may be lost together.
     """
 
     num_groups: int
@@ -73,25 +61,22 @@ class Slicing:
     groups_per_domain: int = 1
 
     def domains_of(self, members: Iterable[Member]) -> set[int]:
-        """The domains that members stand in."""
         return {member.group // self.groups_per_domain for member in members}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
-    """The slices at one moment of the log. Every rank folds the same.
+    """Hosts, owners and pending copies of all state partitions at one point of the log, the same on every rank.
 
     Attributes:
-        slicing: What is fixed.
-        placed: For each slice, the groups that the placement gives it to.
-        members: Who takes part, ascending.
-        hosts: For each slice, who holds the whole state of the present step.
-        owners: For each slice, the host that sends its parameters. The most slices that one member owns are as few as
-            the hosts allow.
-        repairs: The copies to make, those of the slices with the fewest hosts first. Every slice gets as many as it
-            lacks: r_o hosts, or all members where there are fewer.
-        moves: The copies whose donors let go of theirs afterwards. Until that is folded, the receiver of one that is
-            whole is a host beside its donor.
+        placed: For each partition, its groups in the placement.
+        members: The groups that take part, ascending.
+        hosts: For each partition, the members that hold its whole state of the present step.
+        owners: For each partition, the host that sends its parameters; the most per member is as small as hosts allow.
+        repairs: The copies to make, those of the partitions with the fewest hosts first. Every partition gets as many
+            as it lacks of r_o hosts, or of all members if those are fewer.
+        moves: The copies whose donors release theirs afterwards. Until that is folded, the receiver of a complete one
+            is a host beside its donor.
     """
 
     slicing: Slicing
@@ -103,11 +88,7 @@ class Ownership:
     moves: tuple[Repair, ...] = ()
 
     def for_members(self, members: Iterable[Member]) -> "Ownership":
-        """The same with other members: copies of those who are gone are gone, whoever is new has none.
-
-        Raises:
-            StateWipeOut: Some slice has no host left.
-        """
+        """The ownership for other members; new ones hold none. Raises StateWipeOut if a partition has no host left."""
         present = tuple(sorted(members))
         left = set(present)
         hosts = tuple(tuple(host for host in row if host in left) for row in self.hosts)
@@ -117,12 +98,7 @@ class Ownership:
         return replace(self, members=present, hosts=hosts)._settled()
 
     def with_copies(self, copies: Collection[SliceCopy], released: Collection[SliceCopy] = ()) -> "Ownership":
-        """The same with these copies complete. Those that nothing asks for are none: whoever made them lets go.
-
-        Args:
-            copies: What has been copied.
-            released: Copies that hosts let go of.
-        """
+        """The ownership after copies are completed or released by hosts. Copies that were not asked for are ignored."""
         if not copies and not released:
             return self
         asked = {SliceCopy(copy.slice, copy.receiver) for copy in (*self.repairs, *self.moves)}
@@ -136,16 +112,14 @@ class Ownership:
 
     @property
     def superseded(self) -> tuple[SliceCopy, ...]:
-        """The copies that the next commit lets go of: others have taken their place."""
+        """The copies that the next commit releases: others have replaced them."""
         return tuple(SliceCopy(move.slice, move.donor) for move in self.moves if self._is_made(move))
 
     @property
     def num_wanted(self) -> int:
-        """Hosts that a slice is to have."""
         return min(self.slicing.redundancy, len(self.members))
 
     def hosted_by(self, member: Member) -> tuple[SliceId, ...]:
-        """The slices of which a member is a host, ascending."""
         return tuple(SliceId(index) for index, row in enumerate(self.hosts) if member in row)
 
     def _is_made(self, move: Repair) -> bool:
@@ -161,12 +135,9 @@ class Ownership:
 
 
 def first_ownership(slicing: Slicing, members: Iterable[Member]) -> Ownership:
-    """Where everybody can have any slice: at the start of a run, and when a checkpoint has been loaded.
+    """The ownership when every group can take any partition: at the start of a run and after loading a checkpoint.
 
-    The hosts are those of the placement, and other members for those of them that do not take part.
-
-    Raises:
-        ValueError: The redundancy does not fit.
+    The hosts are those of the placement; other members replace those that do not take part.
 
     >>> ring = first_ownership(Slicing(num_groups=3, redundancy=2), [Member(g) for g in range(3)])
     >>> [[host.group for host in row] for row in ring.hosts], [owner.group for owner in ring.owners]
@@ -184,10 +155,10 @@ def first_ownership(slicing: Slicing, members: Iterable[Member]) -> Ownership:
 
 
 def _assign_owners(hosts: Hosts, earlier: Sequence[Member]) -> tuple[Member, ...]:
-    """The earlier owners where that is as even as can be, a new matching of slices to hosts elsewhere.
+    """Owners as even as the hosts allow: the earlier ones if possible, otherwise a new matching.
 
-    Slices that have lost their owner go to the host that owns the fewest. If some member then owns more than it has
-    to, a maximum matching (Hopcroft-Karp) with L places for each host decides, with the least L that serves.
+    Partitions that have lost their owner go to the host that owns the fewest. If some member then owns more than
+    necessary, a maximum matching (Hopcroft-Karp) with L slots per host decides, with the least feasible L.
     """
     kept = [owner if owner in row else None for owner, row in zip(earlier, hosts, strict=True)]
     load = Counter(owner for owner in kept if owner is not None)
@@ -208,7 +179,7 @@ def _assign_owners(hosts: Hosts, earlier: Sequence[Member]) -> tuple[Member, ...
 
 
 def _match(hosts: Hosts, able: Sequence[Member], most: int) -> tuple[Member, ...] | None:
-    """An owner for every slice, none with more than `most` of them, or None."""
+    """An owner for every partition, at most `most` per member, or None."""
     place = {member: index * most for index, member in enumerate(able)}
     columns = [place[host] + number for row in hosts for host in row for number in range(most)]
     ends = np.cumsum([0, *(len(row) * most for row in hosts)])
@@ -218,9 +189,10 @@ def _match(hosts: Hosts, able: Sequence[Member], most: int) -> tuple[Member, ...
 
 
 def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
-    """Repairs under way go on where they are still needed, from another host if the donor is gone.
+    """The repairs: those under way continue while they are needed, from another host if the donor is lost.
 
-    So does a move of a slice that has lost a host, unless its receiver shares a domain with those that are left.
+    A move of a partition that has lost a host becomes a repair, unless its receiver shares a domain with the remaining
+    hosts.
     """
     hosts, left = ownership.hosts, set(ownership.members)
     running: dict[int, list[Member]] = {}
@@ -248,10 +220,10 @@ def _plan_repairs(ownership: Ownership) -> tuple[Repair, ...]:
 def _assign_receivers(
     slicing: Slicing, members: Collection[Member], hosts: Hosts, running: Mapping[int, Sequence[Member]]
 ) -> dict[int, list[Member]]:
-    """Slice -> who is to get the copies that it lacks: whoever already does, then whoever has the fewest to make.
+    """Partition -> receivers of the copies that it lacks: those under way, then further members.
 
-    Members outside the domains of the other hosts come first. Copies that one member makes one after another take that
-    much longer, so that only members with as many to make are compared by what they hold; ties go to the lowest id.
+    Members outside the domains of the other hosts come first, then those with the fewest copies to make (a member makes
+    its copies one after another), then those that hold the fewest partitions, then the lowest id.
     """
     wanted = min(slicing.redundancy, len(members))
     num_held = Counter(host for row in hosts for host in row)
@@ -273,16 +245,12 @@ def _assign_receivers(
 
 
 class _Evening:
-    """Moves that even out how many slices the members hold, as far as the domains of the hosts allow.
+    """Moves that even out how many partitions the members hold, as far as failure domains allow.
 
-    A slice goes from who holds the most to who holds the fewest and at least two less, or one less where its hosts come
-    to stand in more domains; they never come to stand in fewer. A slice has one move at a time, and nobody both gives
-    and takes. So with every copy made, in whatever order, the sum of the squares of what the members hold falls, or
-    stays and fewer hosts share a domain: no move undoes another.
-
-    Args:
-        ownership: No copy is missing.
-        made: The moves whose donors have yet to let go.
+    A partition moves from the member with the most to one with at least two fewer, or one fewer if its hosts then span
+    more domains; they never span fewer. A partition has one move at a time, and no member both gives and takes. So,
+    whichever copies complete first, the sum of the squared counts falls, or stays while fewer hosts share a domain: no
+    move undoes another. `made` are complete moves whose donors have yet to release their copies.
     """
 
     def __init__(self, ownership: Ownership, made: Iterable[Repair]) -> None:
@@ -290,7 +258,7 @@ class _Evening:
         self._moves: list[Repair] = []
         self._held = Counter(dict.fromkeys(ownership.members, 0))
         self._slices: dict[Member, list[SliceId]] = {member: [] for member in ownership.members}
-        self._crowded: set[SliceId] = set()  # with hosts that share a domain
+        self._crowded: set[SliceId] = set()  # partitions whose hosts share a domain
         for index, row in enumerate(ownership.hosts):
             if len(ownership.slicing.domains_of(row)) < len(row):
                 self._crowded.add(SliceId(index))
@@ -298,11 +266,11 @@ class _Evening:
             for host in row:
                 self._slices[host].append(SliceId(index))
         for move in made:
-            self._held[move.receiver] -= 1  # it has come already
+            self._held[move.receiver] -= 1  # counted among the hosts already
             self._plan(move)
 
     def moves_with(self, under_way: Iterable[Repair]) -> list[Repair]:
-        """All moves: those under way that are still of use go on."""
+        """All moves; those under way that are still useful continue."""
         for move in under_way:
             if move.receiver in self._slices and any(self._allowed([move.slice], move.donor, move.receiver)):
                 self._plan(move)
@@ -316,7 +284,7 @@ class _Evening:
         self._held[move.receiver] += 1
 
     def _next(self) -> Repair | None:
-        """The move from the member with the most slices that can give one to the member with the fewest; lowest ids."""
+        """The next move, from the member with the most partitions to the one with the fewest; lowest ids."""
         givers, takers = {move.donor for move in self._moves}, {move.receiver for move in self._moves}
         moved = {move.slice for move in self._moves}
         able_to_take = sorted((count, member) for member, count in self._held.items() if member not in givers)
@@ -326,14 +294,14 @@ class _Evening:
             for fewest, taker in able_to_take:
                 numbers = free if -most - fewest > 1 else crowded
                 if not numbers or -most - fewest < 1:
-                    break  # whoever is next holds no fewer
+                    break  # the following members hold no fewer
                 chosen = min(self._allowed(numbers, giver, taker), default=None)
                 if chosen is not None:
                     return Repair(chosen[-1], giver, taker)
         return None
 
     def _allowed(self, numbers: Iterable[SliceId], giver: Member, taker: Member) -> Iterator[tuple[int, int, SliceId]]:
-        """The slices that may go from one to the other, first those whose hosts share a domain or are elsewhere."""
+        """Partitions that may move, with keys: first if hosts gain a domain, then if it restores the placement."""
         ownership, surplus = self._ownership, self._held[giver] - self._held[taker]
         domains_of = ownership.slicing.domains_of
         for number in numbers:
@@ -344,7 +312,7 @@ class _Evening:
 
 
 def recipients(ownership: Ownership) -> tuple[tuple[GroupId, ...], ...]:
-    """For each slice, who gets the sums of its gradients: its owner, then the others, ascending."""
+    """For each partition, the groups that get its gradient sums: its owner, then the others, ascending."""
     asked = [set(row) for row in ownership.hosts]
     for copy in (*ownership.repairs, *ownership.moves):
         asked[copy.slice].add(copy.receiver)
@@ -355,7 +323,7 @@ def recipients(ownership: Ownership) -> tuple[tuple[GroupId, ...], ...]:
 
 
 class GatherShare(NamedTuple):
-    """What one member sends in one round: elements of a slice that it owns, from one place to another."""
+    """A range of elements of an owned partition that one member sends in one round."""
 
     slice: SliceId
     start: int
@@ -363,19 +331,15 @@ class GatherShare(NamedTuple):
 
 
 Round = tuple[GatherShare | None, ...]
-"""What each member sends, in the order of the members; None for those who have nothing left."""
+"""What each member sends, in the order of the members; None for those with nothing left."""
 
 
 def gather_rounds(
     owners: Sequence[GroupId], members: Sequence[GroupId], lengths: Sequence[int], most: int
 ) -> list[Round]:
-    """The rounds of an all-gather in which every member sends what it owns, in as few rounds as that takes.
+    """The fewest rounds of an all-gather in which every member sends what it owns, at most `most` elements a round.
 
-    Args:
-        owners: For each slice, who sends it.
-        members: Everybody, owner or not.
-        lengths: For each slice, its elements.
-        most: Elements that a member sends in a round, at least 1.
+    `owners` and `lengths` (in elements) are by partition; `members` are all groups, owners or not.
 
     >>> for sent in gather_rounds([4, 7, 7], [4, 5, 7], [3, 2, 1], most=2):
     ...     print(*("-" if share is None else tuple(share) for share in sent))
